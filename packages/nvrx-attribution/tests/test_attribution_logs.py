@@ -265,6 +265,28 @@ def test_first_occurrences():
     assert verdict_of("[after training is done] x\n").action == "CONTINUE"
 
 
+STEPS = "".join(f"[rank3]: iteration {n}/ 500 | lm loss: 2.3E+00 |\n" for n in range(1, 6))
+PEERS = "".join(
+    f"[rank{rank}]:[E1123 10:00:0{rank}.000 ProcessGroupNCCL.cpp:1182] [Rank {rank}] To avoid data"
+    " inconsistency, we are taking the entire process down.\n"
+    for rank in (0, 1, 3)
+)
+REWORDED = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "reworded_failures.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize("case", REWORDED, ids=lambda case: case["name"])
+def test_reworded_failures(case):
+    """Failures as other tools and versions word them get their code, rank and action."""
+    text = case["text"].replace("{steps}", STEPS).replace("{cascade}", PEERS)
+    found = verdict_of(text)
+    assert found.reason_code in case["codes"]
+    assert found.action in case["actions"]
+    assert case["rank"] in {None, found.first_fault.rank}
+
+
 def test_log_and_traces_together(tmp_path):
     """Traces name the rank of a log that has only timeouts; their agreement raises confidence."""
     job = attribution_traces.make_job("host_stuck", 16, 1)

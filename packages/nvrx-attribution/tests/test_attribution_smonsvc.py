@@ -15,9 +15,10 @@ import pytest
 from attribution_running import OOM, running
 from attribution_slurm import FakeSlurm, slurm_job
 
+from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.services.smonsvc import JobState, SlurmJobMonitor
 from nvidia_resiliency_ext.services.smonsvc.models import MonitoredJob, MonitorState, SlurmJob
-from nvidia_resiliency_ext.services.smonsvc.slurm import SlurmClient, expand_path
+from nvidia_resiliency_ext.services.smonsvc.slurm import JobRecord, SlurmClient, expand_path
 from nvidia_resiliency_ext.services.smonsvc.status_server import StatusServer
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -202,11 +203,39 @@ def test_finished_jobs_are_forgotten():
         ("CANCELLED by 1001", JobState.CANCELLED), ("NF", JobState.NODE_FAIL),
         ("node_fail", JobState.NODE_FAIL), ("COMPL+", JobState.UNKNOWN), ("", JobState.UNKNOWN),
         ("nonsense", JobState.UNKNOWN), ("TIMEOUT", JobState.TIMEOUT),
+        ("BF", JobState.BOOT_FAIL), ("DL", JobState.DEADLINE),
+        ("RECONFIG_FAIL", JobState.RECONFIG_FAIL),
     ],
 )  # fmt: skip
 def test_states(text, state):
     """Long, short and cut names of states are understood; what fits two is unknown."""
     assert JobState.from_str(text) is state
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "code", "action"),
+    [
+        ("BOOT_FAIL", "0:0", "sched.node_fail", "RESTART"),
+        ("CANCELLED by 1001", "0:15", "sched.cancelled", "STOP"),
+        ("DEADLINE", "0:15", "sched.time_limit", "STOP"),
+        ("FAILED", "1:0", "host.exit_nonzero", "RESTART"),
+        ("LAUNCH_FAILED", "0:0", "sched.node_fail", "RESTART"),
+        ("NODE_FAIL", "0:0", "sched.node_fail", "RESTART"),
+        ("OUT_OF_MEMORY", "0:125", "host.oom", "RESTART"),
+        ("PREEMPTED", "0:15", "sched.preempted", "RESTART"),
+        ("RECONFIG_FAIL", "0:0", "sched.node_fail", "RESTART"),
+        ("REVOKED", "0:0", "sched.cancelled", "STOP"),
+        ("TIMEOUT", "0:15", "sched.time_limit", "STOP"),
+    ],
+)
+def test_each_end_that_slurm_knows_has_a_reason(state, exit_code, code, action):
+    """What Slurm alone says of a job's end is enough for its reason, after a log of good steps."""
+    record = JobRecord(JobState.from_str(state), exit_code=exit_code, nodes="n[1-2]")
+    assert record.state.is_terminal
+    scanner = engine.LogScanner()
+    scanner.feed((STEPS + "\n".join(record.evidence()) + "\n").encode())
+    found = scanner.finish()
+    assert (found.reason_code, found.action) == (code, action)
 
 
 def test_paths():

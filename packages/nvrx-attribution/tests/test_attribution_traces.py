@@ -124,6 +124,15 @@ def test_bad_files_are_refused(data, tmp_path):
         load_traces(str(tmp_path))
 
 
+def test_dumps_that_hold_too_much_together_are_refused(tmp_path):
+    """Files that are small enough each cost bounded memory together: an error says what to do."""
+    job = simulated.make_job("host_stuck", 16, 1)
+    folder = str(simulated.write(job, tmp_path))
+    assert len(load_traces(folder, total_limit_bytes=1 << 20).dumps) == 16
+    with pytest.raises(NoTraceError, match=r"more than 2000 bytes of entries .* choose some"):
+        load_traces(folder, total_limit_bytes=2_000)
+
+
 def test_functions_are_refused():
     """A pickle may name plain containers and nothing else."""
     assert load_plain(pickle.dumps({"a": [1, (2, {3})]}, protocol=2)) == {"a": [1, (2, {3})]}
@@ -203,6 +212,7 @@ def test_lines_of_any_length_are_read_whole(monkeypatch):
     lines = [b"", b"a", b"abcdefghij", b"abc", b"abcd", b"x" * 100, b""]
     worker = object.__new__(loading._Worker)
     worker._offset, worker._rest = 0, []
+    worker._room = loading._Room("", 1000)
     worker._answers = os.memfd_create("lines")
     try:
         found = []

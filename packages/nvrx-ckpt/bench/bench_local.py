@@ -7,7 +7,8 @@ Prints one JSON line per figure, with the load average. Limits are measured by t
 same time: a plain write that removes the file before, as a save does; a read into fresh memory, as
 a load needs it, and into memory that was used before; plain TCP in both directions at once; and
 `copy`: TCP in both directions while each end writes its own file and the one that arrives, without
-checksums. The time of a write that runs beside training counts from the end of the calls.
+checksums. The time of a write that runs beside training counts from the end of the calls. The last
+line compares stalls: saves without copies and with them take turns.
 """
 
 import argparse
@@ -215,6 +216,45 @@ def saves(
     }
 
 
+def stalls(rank: int, options: argparse.Namespace) -> dict[str, float]:
+    """Measure the stall of saves without copies and with them, in turns; return medians."""
+    torch, dist = join(rank, options.port)
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+    from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
+        BasicTensorAwareStateDict,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+        LocalCheckpointManager,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+        CliqueReplicationStrategy,
+    )
+
+    state = {f"layer{i}": torch.rand(options.mb * MIB // 4 // 64) for i in range(64)}
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
+    managers = {
+        "without": LocalCheckpointManager(options.root, "without"),
+        "with": LocalCheckpointManager(options.root, "with", repl_strategy=strategy),
+    }
+    queue = AsyncCallsQueue()
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    for iteration in range(1, 3 * options.repeats + 1):
+        for name, manager in managers.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            request = manager.save(BasicTensorAwareStateDict(state), iteration, is_async=True)
+            queue.schedule_async_request(request)
+            called = time.perf_counter()
+            for value in state.values():
+                value.add_(1e-3)
+            found[name].append(called - begin)
+            found.setdefault(f"{name}, next update", []).append(time.perf_counter() - called)
+            queue.maybe_finalize_async_calls(blocking=True)
+            manager.wait_for_cleanup()
+    queue.close()
+    return {name: statistics.median(times[2:]) for name, times in found.items()}
+
+
 def _entry(function: Any, rank: int, options: Any, args: Any, connection: Any) -> None:
     connection.send(function(rank, options, *args))
     os._exit(0)
@@ -262,11 +302,9 @@ def main() -> None:
     limit = on_all(limits, options)
     for name, seconds in limit.items():
         emit(what=f"limit: {name}", s=round(seconds, 3), gib_per_s=round(gib / seconds, 2))
-    stalls = {}
     for repl in (False, True):
         for asynchronous in (False, True):
             found = on_all(saves, options, repl, asynchronous)
-            stalls[repl, asynchronous] = found["stall"]
             writing = found["save"] - (found["stall"] if asynchronous else 0)
             emit(
                 what="local checkpoint",
@@ -279,9 +317,11 @@ def main() -> None:
                 load_of_limit=round(limit["read"] / found["load"], 2),
                 replication_of_transport=round(limit["transport"] / writing, 2) if repl else None,
             )
+    found = on_all(stalls, options)
     emit(
-        what="stall with replicas / without",
-        ratio=round(stalls[True, True] / stalls[False, True], 2),
+        what="stall in turns",
+        **{name: round(value, 4) for name, value in found.items()},
+        ratio=round(found["with"] / found["without"], 2),
     )
 
 

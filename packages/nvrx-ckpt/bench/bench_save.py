@@ -3,6 +3,7 @@
 
     python packages/nvrx-ckpt/bench/bench_save.py [--python PY] [--mb 512] [--root /dev/shm/bench]
 
+With `--ranks 2` two ranks save a state of that size each, at the same time; rank 0 prints.
 One JSON line per case; seconds are medians. `stall_s` is the time in calls, `next_step_s` the time
 of the first update of all tensors after them, `write_s` the time from the end of the calls to the
 end of the save (of a save that does not return before it is written: all of it). Modules are
@@ -88,8 +89,8 @@ class Peak(threading.Thread):
 class Case:
     """A way to save: `save` returns when the trainer may go on, `finish` when it is written."""
 
-    def __init__(self, root: str, state: dict[str, Any]) -> None:
-        self.root, self.state = root, state
+    def __init__(self, root: str, state: dict[str, Any], rank: int) -> None:
+        self.root, self.state, self.rank = root, state, rank
         self.prepare()
 
     def prepare(self) -> None:
@@ -132,7 +133,7 @@ class PlainWrite(Case):
         views = [memoryview(value.numpy()).cast("B") for value in self.state.values()]
 
         def write(part: int) -> None:
-            with open(f"{self.root}/{number}-{part}", "wb", buffering=0) as file:
+            with open(f"{self.root}/{number}-{self.rank}-{part}", "wb", buffering=0) as file:
                 file.writelines(views[part::THREADS])
                 os.fsync(file.fileno())
 
@@ -192,7 +193,7 @@ class NvrxTorch(Case):
 
     def save(self, number: int) -> None:
         """Schedule."""
-        self.checkpoint.async_save(self.state, f"{self.root}/{number}")
+        self.checkpoint.async_save(self.state, f"{self.root}/{number}-{self.rank}")
 
     def finish(self) -> None:
         """Wait."""
@@ -242,20 +243,23 @@ class TorchSave(Case):
         """Write."""
         import torch
 
-        with open(f"{self.root}/{number}", "wb") as file:
+        with open(f"{self.root}/{number}-{self.rank}", "wb") as file:
             torch.save(self.state, file)
             os.fsync(file.fileno())
 
 
-def run(case: str, mb: int, root: str, repeats: int) -> None:
+def run(options: argparse.Namespace) -> None:
     """Measure one case in this process."""
     import torch
     import torch.distributed as dist
 
+    case, mb, root, repeats = options.case, options.mb, options.root, options.repeats
+    rank, ranks = options.rank, options.ranks
     torch.set_num_threads(1)
     os.makedirs(root, exist_ok=True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    state = {f"layer{i}": torch.rand(mb * MB // 4 // 64) for i in range(64)}
+    store = dist.FileStore(f"{root}.{case}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    state = {f"layer{rank}.{i}": torch.rand(mb * MB // 4 // 64) for i in range(64)}
     kinds: dict[str, Callable[..., Case]] = dict(
         zip(
             CASES,
@@ -263,14 +267,17 @@ def run(case: str, mb: int, root: str, repeats: int) -> None:
             strict=True,
         )
     )
-    one = kinds[case](root, state)
+    one = kinds[case](root, state, rank)
     rows = []
     base, peak = Peak.look(), None
     for number in range(repeats + 3):
         if number == repeats + 1:
             peak = Peak(base)  # looking at memory takes time: these rows do not count
+        dist.barrier()
         begin = time.perf_counter()
         one.save(number)
+        if case in SYNCHRONOUS:
+            dist.barrier()
         stall = time.perf_counter()
         for value in state.values():
             value.add_(1e-3)
@@ -280,7 +287,8 @@ def run(case: str, mb: int, root: str, repeats: int) -> None:
         done = stall if case in SYNCHRONOUS else end
         write = done - (begin if case in SYNCHRONOUS else stall)
         rows.append((stall - begin, stepped - stall, write, done - begin))
-        for name in os.listdir(root):
+        dist.barrier()
+        for name in os.listdir(root) if rank == 0 else ():
             path = os.path.join(root, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
     extra = peak.stop() / mb / MB if peak else 0.0
@@ -289,8 +297,10 @@ def run(case: str, mb: int, root: str, repeats: int) -> None:
     dist.destroy_process_group()
     first, *later = rows[: repeats + 1]
     medians = [statistics.median(row[column] for row in later) for column in range(4)]
+    if rank != 0:
+        return
     emit(
-        case=case, mb=mb, threads=THREADS, first_stall_s=round(first[0], 4),
+        case=case, mb=mb, ranks=ranks, threads=THREADS, first_stall_s=round(first[0], 4),
         stall_s=round(medians[0], 4), next_step_s=round(medians[1], 4),
         write_s=round(medians[2], 4), total_s=round(medians[3], 4),
         gib_per_s=round(mb / 1024 / medians[2], 3), extra_memory=round(extra, 2),
@@ -307,18 +317,25 @@ def main() -> None:
     parser.add_argument("--root", default="/dev/shm/nvrx-bench-save")  # noqa: S108
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--touch-gib", type=int, default=6, help="memory to touch before; 0: none")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--case", choices=CASES, help="run one case here")
+    parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()
     if options.case:
-        run(options.case, options.mb, options.root, options.repeats)
+        run(options)
         return
     if options.touch_gib:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         mmap.mmap(-1, options.touch_gib << 30, flags).close()
     for case in options.cases.split(","):
-        words = ["--mb", str(options.mb), "--repeats", str(options.repeats), "--root", options.root]
+        names = ("mb", "repeats", "root", "ranks")
+        words = [f"--{name}={getattr(options, name)}" for name in names]
         command = [options.python, os.path.abspath(__file__), "--case", case, *words]
-        subprocess.run(command, check=False, timeout=600)
+        ranks = [subprocess.Popen([*command, f"--rank={k}"]) for k in range(options.ranks)]
+        for process in ranks:
+            process.wait(600)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{options.root}.{case}")
     shutil.rmtree(options.root, ignore_errors=True)
 
 

@@ -4,8 +4,8 @@
 import os
 import shutil
 import time
-from pathlib import Path
 
+import leftovers
 import pytest
 import torch
 from dcp_saves import request_for
@@ -81,12 +81,7 @@ def held(worker):
     """Return what this process and the worker hold that is counted, and their memory."""
     pids = [os.getpid(), worker]
     counts = [len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids for kind in ("fd", "task")]
-    children = [
-        child
-        for task in os.listdir("/proc/self/task")
-        for child in Path(f"/proc/self/task/{task}/children").read_text().split()
-    ]
-    return [*counts, len(children)], [*map(memory_of, pids)]
+    return [*counts, len(leftovers.children())], [*map(memory_of, pids)]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.checkpointing._shard.peer import (
     PeerTarget,
 )
 from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
-from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write_content
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     CheckpointingException,
@@ -324,6 +324,18 @@ def test_a_copy_that_is_not_finished_is_dropped(server, tmp_path):
     target(0, memoryview(bytes(1000)))
     target.close()
     assert server.wait_for_stores(20)
+    assert os.listdir(tmp_path / "1") == []
+
+
+def test_a_copy_with_parts_that_were_sent_twice_is_refused(server, tmp_path):
+    """A keeper names no copy whose content depends on which of two bytes was written last."""
+    job, storages = job_of(tmp_path, [])
+    target = PeerTarget(peer_of(server), ShardName(3, 0))
+    manifest = write_content(job.content, storages, [target])
+    target(manifest.records[2].offset + 10, memoryview(b"other"))
+    with pytest.raises(PeerError, match="twice"):
+        target.finish()
+    target.close()
     assert os.listdir(tmp_path / "1") == []
 
 

@@ -70,12 +70,22 @@ def test_checksum_is_that_of_zlib(count, value, percent):
     assert joined == zlib.crc32(data)
 
 
-def test_checksum_without_numpy_and_with_it_agree():
-    """The fold and zlib give the same checksum, wherever the processor makes either the faster."""
-    fold = _checksum._make_fold()
+@pytest.mark.parametrize("way", ["numpy", "isal"])
+def test_each_way_to_compute_checksums_agrees_with_zlib(way):
+    """numpy and the extra `fast` give zlib's checksum, whichever of them is the fastest here."""
+    if way == "isal":
+        function = pytest.importorskip("isal.isal_zlib").crc32
+    else:
+        function = _checksum._make_fold()
     for count in (1 << 20, (1 << 20) + 1, 5_000_003):
         data = random.Random(count).randbytes(count)
-        assert fold(data, 7) == zlib.crc32(data, 7)
+        assert function(data, 7) == zlib.crc32(data, 7)
+
+
+def test_isal_is_considered_where_it_is_installed():
+    """With isal installed, it is one of the ways of which the fastest is taken."""
+    isal_zlib = pytest.importorskip("isal.isal_zlib")
+    assert isal_zlib.crc32 in _checksum._candidates()
 
 
 TENSORS = {
@@ -110,9 +120,17 @@ def test_framed_tensor_is_what_torch_save_writes(name, tmp_path):
     assert write_image(tmp_path, [(frame.length, fill, frame.shape)]) == saved(alone)
 
 
+class MakesTensors:
+    """Is pickled as tensors that nobody else keeps."""
+
+    def __reduce__(self):
+        return list, ([torch.full((1 << 20,), number) for number in range(4)],)
+
+
 def test_objects_with_many_tensors_are_what_torch_save_writes(tmp_path):
     """A nested state is staged without checksums, and the file has them, twice in a row."""
-    state = {"model": TENSORS, "tied": [TENSORS["float"], TENSORS["float"][1]], "step": 7}
+    tied = [TENSORS["float"], TENSORS["float"][1]]
+    state = {"model": TENSORS, "tied": tied, "made": MakesTensors(), "empty": torch.ones(0)}
     size = _image.saved_size(state)
     part = (size, lambda image: _image.save_into(image, state), None)
     assert write_image(tmp_path, [part, part]) == 2 * saved(state)

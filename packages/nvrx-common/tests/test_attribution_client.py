@@ -87,6 +87,24 @@ def test_progressive_then_terminal_then_stop(service, client_of) -> None:
     assert not client.request_terminal_analysis()
 
 
+def test_a_thread_that_is_to_look_later_is_not_woken(service, client_of, monkeypatch) -> None:
+    """While workers start, the thread sleeps on as long as it looks by itself soon enough."""
+    monkeypatch.setattr(attribution_client, "_CALM_S", 1000.0)
+    client = client_of(service.endpoint)
+    client.start_poller()
+    client._submit_log("/logs/a")
+    wait_until(lambda: time.monotonic() < client._looks_at_s < float("inf"))
+    woken = []
+    notify = client._changed.notify_all
+    monkeypatch.setattr(client._changed, "notify_all", lambda: woken.append(1) or notify())
+    client.request_terminal_analysis()
+    client._submit_log("/logs/b")
+    assert not woken
+    client.stop_poller()
+    assert woken
+    assert service.posts() == [("terminal", "/logs/a"), ("progressive", "/logs/b")]
+
+
 def test_stop_without_enforcing_is_only_observed(service, client_of) -> None:
     """Without enforce_stop a STOP is counted, and later cycles are analysed as well."""
     client = client_of(service.endpoint)

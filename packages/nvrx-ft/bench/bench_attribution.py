@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures restarts beside an attribution service: one that answers, and four that do not.
 
-    python bench_attribution.py [--python PY] [--repeats 4] [--restarts 15]
+    python bench_attribution.py [--python PY] [--repeats 6] [--restarts 15]
 
 Each job has two ranks without standbys and cycle logs; from SIGKILL of a rank to the first line of
-the last new one. `off` is the same job without a service. All jobs take turns.
+the last new one. `off` is the same job without a service. All jobs take turns, and each turn has
+another time from the first step to SIGKILL, so that it hits a client in all of its states.
 
     answers      the service is asked, and says that a restart is useful
     unreachable  nobody listens at its address
@@ -32,10 +33,11 @@ from attribution_service import NOBODY, attribution_service
 RANKS = 2
 # Of the block for documentation (RFC 5737): nothing answers there.
 SILENT = "http://192.0.2.1:50050"
+KILL_AFTER_S = (0.1, 0.3, 0.5)
 CASES = ("off", "answers", "unreachable", "hangs", "silent", "garbage")
 
 
-def one_job(options: argparse.Namespace, case: str) -> list[float]:
+def one_job(options: argparse.Namespace, case: str, kill_after_s: float) -> list[float]:
     """Return the seconds of each restart of one job."""
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_bench.folder())
@@ -50,8 +52,9 @@ def one_job(options: argparse.Namespace, case: str) -> list[float]:
             flags += ["--ft-attribution-stop-action", "no-restart"]
         candidate = _bench.Candidate(case, options.python, "ft_launcher")
         command = candidate.command(RANKS, options.restarts + 1, flags)
-        command += [*_bench.rank("bare", out), "--kill-rank", "0", "--kill-after-s", "0.2"]
-        command += ["--kill-cycles", str(options.restarts), "--steps", "1", "--step-s", "0.6"]
+        command += [*_bench.rank("bare", out), "--kill-rank", "0"]
+        command += ["--kill-after-s", str(kill_after_s), "--kill-cycles", str(options.restarts)]
+        command += ["--steps", "1", "--step-s", str(kill_after_s + 0.4)]
         events = _bench.run(command, out)
         killed = [events[cycle, 0]["killed"] for cycle in range(options.restarts)]
         back = [_bench.last(events, cycle + 1, "first_line") for cycle in range(options.restarts)]
@@ -63,16 +66,16 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--restarts", type=int, default=15)
     parser.add_argument("--case", action="append", choices=CASES[1:])
     options = parser.parse_args()
     cases = ("off", *(options.case or CASES[1:]))
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     load_before = os.getloadavg()[0]
-    for _ in range(options.repeats):
+    for turn in range(options.repeats):
         for case in cases:
-            seconds[case] += one_job(options, case)
+            seconds[case] += one_job(options, case, KILL_AFTER_S[turn % len(KILL_AFTER_S)])
     loads = [round(load_before, 2), round(os.getloadavg()[0], 2)]
     without = statistics.median(seconds["off"])
     for case, row in seconds.items():

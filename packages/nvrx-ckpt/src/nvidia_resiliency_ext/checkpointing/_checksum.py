@@ -60,6 +60,13 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 @functools.lru_cache(maxsize=1)
 def _best() -> Callable[[Any, int], int]:
     """Return the fastest of those that are installed; some builds of zlib use the processor's."""
+    sample = bytes(2 * _FOLD_BYTES)
+    return min(
+        _candidates(), key=lambda function: min(_seconds(function, sample) for _ in range(3))
+    )
+
+
+def _candidates() -> list[Callable[[Any, int], int]]:
     candidates: list[Callable[[Any, int], int]] = [zlib.crc32]
     with contextlib.suppress(ImportError):
         candidates.append(_make_fold())
@@ -67,8 +74,7 @@ def _best() -> Callable[[Any, int], int]:
         from isal import isal_zlib
 
         candidates.append(isal_zlib.crc32)
-    sample = bytes(2 * _FOLD_BYTES)
-    return min(candidates, key=lambda function: min(_seconds(function, sample) for _ in range(3)))
+    return candidates
 
 
 def _seconds(function: Callable[[Any, int], int], sample: bytes) -> float:

@@ -244,7 +244,8 @@ class _FileTarget(_Target):
 
     def _reserve(self, length: int) -> None:
         """Say how long the file will be; where that is not possible writing will tell."""
-        if length < CHUNK_BYTES:
+        # In memory and over a network there is nothing to lay out in one piece; it only takes time.
+        if length < CHUNK_BYTES or os.major(os.fstat(self._fd).st_dev) == 0:
             return
         try:
             os.posix_fallocate(self._fd, 0, length)

@@ -14,7 +14,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.utils import _pytree
 
 from ._copying import Copier
 from ._write_plan import ZipShape
@@ -161,7 +163,7 @@ def save_into(
         ValueError: It has another size now: something changed the value meanwhile.
     """
     with Copier() as copier, _options_lock:
-        stream = _ImageStream(image, copier)
+        stream = _ImageStream(image, value, copier)
         computes = _computes_checksums()
         if computes:
             torch.serialization.set_crc32_options(False)
@@ -170,6 +172,7 @@ def save_into(
         finally:
             if computes:
                 torch.serialization.set_crc32_options(True)
+        copier.copy(stream.copies)
     if stream.position != len(image):
         raise ValueError(f"it took {stream.position} bytes, {len(image)} had been counted")
     return shape_of(_FullImage(image)) if computes else None
@@ -243,20 +246,42 @@ class _FrameRecorder(_Counter):
 
 
 class _ImageStream:
-    """Copies what is written into it into memory."""
+    """Takes what is written into it to memory.
 
-    def __init__(self, image: memoryview, copier: Copier) -> None:
+    Args:
+        image: The memory.
+        value: What is saved.
+        copier: What copies.
+
+    Attributes:
+        position: How much was written.
+        copies: What is left to copy, all at once: data of tensors, whose storages are kept.
+    """
+
+    def __init__(self, image: memoryview, value: Any, copier: Copier) -> None:
         self._image = image
         self._copier = copier
+        storages = (
+            leaf.untyped_storage()
+            for leaf in _pytree.tree_leaves(value)
+            if isinstance(leaf, torch.Tensor) and is_plain(leaf) and not leaf.is_cuda
+        )
+        self._kept = {storage.data_ptr(): storage for storage in storages}
         self.position = 0
+        self.copies: list[tuple[Any, Any]] = []
 
     def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        end = self.position + size
-        if end > len(self._image):
+        source = np.frombuffer(data, np.uint8)
+        size = source.nbytes
+        target = self._image[self.position : self.position + size]
+        if len(target) < size:
             raise ValueError(f"more than the {len(self._image)} bytes that had been counted")
-        self._copier.copy([(self._image[self.position : end], data)])
-        self.position = end
+        storage = self._kept.get(source.ctypes.data)
+        if storage is not None and storage.nbytes() == size:
+            self.copies.append((target, source))
+        else:
+            self._copier.copy([(target, source)])
+        self.position += size
         return size
 
     def flush(self) -> None:

@@ -9,6 +9,7 @@ that gets no slot is submitted and not polled: the service needs it for the hist
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -246,6 +247,8 @@ class AttributionService:
         self._changed = threading.Condition()
         self._state = RequestState(enforce_stop=enforce_stop, trust_candidate=trust_candidate)
         self._not_before_s = 0.0
+        # When the thread looks again without being woken; 0: it is not waiting.
+        self._looks_at_s = 0.0
         self._is_polling = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -328,7 +331,9 @@ class AttributionService:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="nvrx-attribution", daemon=True)
             self._thread.start()
-        self._changed.notify_all()
+        # Whoever starts workers does not share the interpreter with a thread that is not due yet.
+        if self._looks_at_s > max(self._not_before_s, time.monotonic()):
+            self._changed.notify_all()
 
     def _run(self) -> None:
         connection: JsonConnection | None = None
@@ -373,7 +378,9 @@ class AttributionService:
                 return None
             due = [next_post_s] if post is not None else []
             due += [next_poll_s] if poll_path is not None else []
+            self._looks_at_s = min(due, default=math.inf)
             self._changed.wait(max(0.0, min(due) - now_s) if due else None)
+            self._looks_at_s = 0.0
 
     def _connect(self) -> JsonConnection:
         from .credentials import TokenFile

@@ -194,11 +194,11 @@ class EventLoop:
 
     def call_at(self, at: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` once when the clock has reached `at`."""
-        timer = Timer(at, callback, self._note_cancelled)
+        timer = Timer(at, callback, self._count_cancelled)
         heapq.heappush(self._timers, (at, next(self._order), timer))
         return timer
 
-    def _note_cancelled(self) -> None:
+    def _count_cancelled(self) -> None:
         """Drop cancelled timers when they are the larger part: each is dropped for O(log n)."""
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
@@ -271,7 +271,7 @@ class SignalQueue:
     """Collects signal numbers while it is installed.
 
     Only the main thread may install handlers; in another thread (a launcher used as a library)
-    the inbox stays silent and the program keeps its own handlers.
+    the queue stays silent and the program keeps its own handlers.
 
     `signums` are the signals that it collects.
     """

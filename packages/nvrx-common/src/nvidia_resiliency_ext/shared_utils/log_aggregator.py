@@ -61,7 +61,8 @@ class _Signals:
     def __init__(self) -> None:
         self._wake_up = WakeUp()
         self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._request_end)
+            for number in (signal.SIGTERM, signal.SIGINT)
         }
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class _Signals:
             if select.select([self._wake_up], [], [], timeout_s)[0]:
                 return
 
-    def _note(self, *_: object) -> None:
+    def _request_end(self, *_: object) -> None:
         self._wake_up.set()
 
 

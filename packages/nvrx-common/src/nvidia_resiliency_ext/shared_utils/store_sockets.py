@@ -48,7 +48,7 @@ _PROBE_S = 10
 _TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _LIBUV_TAKES_A_SOCKET = (2, 8)
 # Longer than a packet that is lost twice.
-_HALF_SAID_S = 5
+_PARTIAL_MESSAGE_S = 5
 
 
 given_up: list[Attempt] = []
@@ -171,7 +171,7 @@ def serving_options(
         return {"is_master": True}
     for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         # Connections that are accepted have it from the listener.
-        listener.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _HALF_SAID_S, 0))
+        listener.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _PARTIAL_MESSAGE_S, 0))
     return {"is_master": True, "master_listen_fd": listener.detach(), "use_libuv": False}
 
 

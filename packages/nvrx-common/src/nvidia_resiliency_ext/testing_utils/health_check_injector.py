@@ -55,9 +55,9 @@ class HealthCheckInjector:
         kinds = self.kinds(cycle, infra_rank)
         if not kinds or (kind is not None and kind not in kinds):
             return False
-        said = kind or " and ".join(sorted(kinds))
+        what = kind or " and ".join(sorted(kinds))
         logger.warning(
-            "injecting a %s health check failure in cycle %d on rank %d", said, cycle, infra_rank
+            "injecting a %s health check failure in cycle %d on rank %d", what, cycle, infra_rank
         )
         return True
 

@@ -149,7 +149,7 @@ class _ChainedHealthCheck(HealthCheck):
         if device_index is not None:
             check_integer("device_index", device_index, least=0)
         self.device_index = device_index
-        self._has_said_why = False
+        self._has_logged_why = False
         self._check: Any = None
         try:
             # Not before: it brings what talks to the driver.
@@ -191,8 +191,8 @@ class _ChainedHealthCheck(HealthCheck):
         return True
 
     def _skip(self, reason: str) -> None:
-        if not self._has_said_why:
-            self._has_said_why = True
+        if not self._has_logged_why:
+            self._has_logged_why = True
             logger.log(self._skip_level, "%s is skipped: %s", type(self).__name__, reason)
 
 

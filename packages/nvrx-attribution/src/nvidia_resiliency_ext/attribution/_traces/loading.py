@@ -43,6 +43,8 @@ __all__ = [
 
 DEFAULT_PATTERN = "_dump_*"
 FILE_LIMIT_BYTES = 256 << 20
+# What readers may hand over of all files: some 200 bytes an entry, which take six times that here.
+TOTAL_LIMIT_BYTES = 512 << 20
 _FILE_LIMIT = 65_536
 _BYTES_PER_WORKER = 3 << 20
 _MOST_WORKERS = 8
@@ -135,6 +137,7 @@ def load_traces(
     rank_regex: str | None = None,
     file_limit_bytes: int = FILE_LIMIT_BYTES,
     allowed_root: str | None = None,
+    total_limit_bytes: int = TOTAL_LIMIT_BYTES,
 ) -> LoadedTraces:
     """Read every dump of a job.
 
@@ -145,9 +148,10 @@ def load_traces(
             the end of the name.
         file_limit_bytes: Larger files are findings and are not read.
         allowed_root: What leads outside of this directory is not read; None: no limit.
+        total_limit_bytes: What all files together may hold, as JSON without what ranks repeat.
 
     Raises:
-        NoTraceError: There is no such file, or none of them is a dump.
+        NoTraceError: There is no such file, none of them is a dump, or they hold too much.
     """
     if allowed_root is not None:
         try:
@@ -159,7 +163,8 @@ def load_traces(
         raise NoTraceError(path, f"no dump of the flight recorder is there ({pattern})")
     loaded = LoadedTraces()
     jobs = _jobs(files, rank_regex, file_limit_bytes, loaded.findings)
-    for result in _read_by_workers(jobs, file_limit_bytes, allowed_root):
+    room = _Room(path, total_limit_bytes)
+    for result in _read_by_workers(jobs, file_limit_bytes, allowed_root, room):
         if isinstance(result, Finding):
             loaded.findings.append(result)
             continue
@@ -203,7 +208,7 @@ def _jobs(
 
 
 def _read_by_workers(
-    jobs: list[tuple[str, int]], limit_bytes: int, allowed_root: str | None
+    jobs: list[tuple[str, int]], limit_bytes: int, allowed_root: str | None, room: _Room
 ) -> Iterable[Dump | Finding]:
     total_bytes = sum(os.path.getsize(file) for file, _ in jobs)
     enough = 1 + total_bytes // _BYTES_PER_WORKER
@@ -212,7 +217,7 @@ def _read_by_workers(
     orders = {"limit_bytes": limit_bytes, "allowed_root": allowed_root, "cpu_s": _CPU_S_PER_FILE}
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(_Worker(jobs[index::count], orders)) for index in range(count)
+            stack.enter_context(_Worker(jobs[index::count], orders, room)) for index in range(count)
         ]
         # What one has read is taken over while the others read.
         while workers:
@@ -221,20 +226,49 @@ def _read_by_workers(
             workers = [worker for worker in workers if worker.has_work]
 
 
+class _Room:
+    """What all readers together may still hand over.
+
+    Args:
+        path: The dumps.
+        limit_bytes: As much in all.
+    """
+
+    def __init__(self, path: str, limit_bytes: int) -> None:
+        self._path = path
+        self._limit_bytes = self._left_bytes = limit_bytes
+
+    def take(self, count: int) -> None:
+        """Take note of bytes that came.
+
+        Raises:
+            NoTraceError: They are too many.
+        """
+        self._left_bytes -= count
+        if self._left_bytes < 0:
+            raise NoTraceError(
+                self._path,
+                f"its dumps hold more than {self._limit_bytes} bytes of entries together, as many"
+                " as are read at once; choose some of the files, or dump unfinished entries only",
+            )
+
+
 class _Worker:
     """One process that reads its share of the files into a memory file.
 
     Args:
         jobs: Files and ranks.
         orders: What holds for all workers.
+        room: What they may hand over.
 
     Raises:
         NoTraceError: No process can be started.
     """
 
-    def __init__(self, jobs: list[tuple[str, int]], orders: dict[str, Any]) -> None:
+    def __init__(self, jobs: list[tuple[str, int]], orders: dict[str, Any], room: _Room) -> None:
         self._left = jobs
         self._orders = orders
+        self._room = room
         self._start()
 
     def _start(self) -> None:
@@ -275,7 +309,7 @@ class _Worker:
             deadline: When the process is over time.
 
         Raises:
-            NoTraceError: The process ends before it reads anything.
+            NoTraceError: The process ends before it reads anything, or all hand over too much.
         """
         status = self._child.wait(min(wait_s, deadline.remaining()))
         is_late = status is None and deadline.expired()
@@ -308,6 +342,7 @@ class _Worker:
         # The process shares the position of the file: it must not be moved.
         while data := os.pread(self._answers, _READ_BYTES, self._offset):
             self._offset += len(data)
+            self._room.take(len(data))
             *lines, rest = data.split(b"\n")
             if lines:
                 lines[0] = b"".join((*self._rest, lines[0]))

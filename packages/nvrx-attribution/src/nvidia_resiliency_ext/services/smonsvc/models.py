@@ -49,6 +49,10 @@ class JobState(str, enum.Enum):
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     PREEMPTED = "PREEMPTED"
     REVOKED = "REVOKED"
+    RECONFIG_FAIL = "RECONFIG_FAIL"
+    EXPEDITING = "EXPEDITING"
+    POWER_UP_NODE = "POWER_UP_NODE"
+    UPDATE_DB = "UPDATE_DB"
     UNKNOWN = "UNKNOWN"
 
     @classmethod
@@ -82,7 +86,7 @@ _TERMINAL = frozenset(
     {
         JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT,
         JobState.DEADLINE, JobState.NODE_FAIL, JobState.BOOT_FAIL, JobState.LAUNCH_FAILED,
-        JobState.OUT_OF_MEMORY, JobState.PREEMPTED, JobState.REVOKED,
+        JobState.OUT_OF_MEMORY, JobState.PREEMPTED, JobState.REVOKED, JobState.RECONFIG_FAIL,
     }
 )  # fmt: skip
 _SHORT = {

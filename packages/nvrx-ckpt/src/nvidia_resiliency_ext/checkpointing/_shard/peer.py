@@ -21,9 +21,8 @@ import select
 import socket
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,7 @@ logger = logging.getLogger(__name__)
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _LIMIT_BYTES = 64 << 10
-_BUFFER_BYTES = 4 << 20
-_BUFFERS = 4
+_BUFFER_BYTES = 1 << 20
 _DISCARD_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
@@ -320,18 +318,11 @@ class PeerServer:
         self, connection: socket.socket, shard: ShardInProgress, name: ShardName
     ) -> str:
         """Write what arrives; return what is wrong with it."""
-        with _Intake(shard.descriptor) as intake:
-            while True:
-                position, left = _RANGE.unpack(_receive(connection, _RANGE.size))
-                if left == 0:
-                    break
-                while left:
-                    part = intake.buffer()[:left]
-                    _receive_into(connection, part)
-                    intake.take(position, part)
-                    position, left = position + part.nbytes, left - part.nbytes
-            pieces = intake.checksums()
+        intake = _Intake(connection, shard.descriptor)
+        pieces = intake.run()
         source = _DescriptorSource(shard)
+        if intake.received != source.nbytes:
+            return "the copy has gaps, or parts that were sent twice"
         try:
             manifest = read_manifest(source)
         except DamagedCheckpointError as error:
@@ -367,66 +358,73 @@ class PeerServer:
 
 
 class _Intake:
-    """Writes pieces of a file and computes their checksums while the next ones arrive.
+    """Receives the ranges of a file: two threads take turns to receive, check and write a piece.
+
+    So a piece is checked and written while it is in the cache, and the next one arrives meanwhile.
 
     Args:
+        connection: Where they come from.
         descriptor: The file.
+
+    Attributes:
+        received: Bytes that arrived.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, connection: socket.socket, descriptor: int) -> None:
+        self.received = 0
+        self._connection = connection
         self._descriptor = descriptor
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="nvrx-peer-write")
-        self._summing = ThreadPoolExecutor(1, thread_name_prefix="nvrx-peer-checksum")
-        self._pieces: list[tuple[int, int, Future[int]]] = []
-        # The oldest is filled again when it has been written and its checksum is known.
-        self._buffers: deque[tuple[memoryview, list[Future[Any]]]] = deque(
-            (memoryview(bytearray(_BUFFER_BYTES)), []) for _ in range(_BUFFERS)
-        )
+        self._turn = threading.Lock()
+        self._position = self._left = 0
+        self._over = False
+        # Where and how long each piece is, in the order of arrival, and its checksum.
+        self._pieces: list[tuple[int, int]] = []
+        self._crcs: dict[int, int] = {}
 
-    def __enter__(self) -> _Intake:  # noqa: PYI034 - needs Python 3.11
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writing.shutdown()
-        self._summing.shutdown()
-
-    def buffer(self) -> memoryview:
-        """Return a buffer to fill.
+    def run(self) -> dict[int, tuple[int, int]]:
+        """Receive all; return length and checksum of what lies together, by where it begins.
 
         Raises:
-            OSError: A piece could not be written.
+            OSError: The connection ended, or a piece could not be written.
         """
-        buffer, uses = self._buffers[0]
-        for use in uses:
-            use.result()
-        return buffer
-
-    def take(self, position: int, part: memoryview) -> None:
-        """Write the part of the buffer that was filled, and use another buffer for the next."""
-        buffer, _ = self._buffers.popleft()
-        crc = self._summing.submit(crc32, part)
-        written = self._writing.submit(_write_all, self._descriptor, part, position)
-        self._pieces.append((position, part.nbytes, crc))
-        self._buffers.append((buffer, [written, crc]))
-
-    def checksums(self) -> dict[int, tuple[int, int]]:
-        """Return length and checksum of what lies together, by where it begins.
-
-        Raises:
-            OSError: A piece could not be written.
-        """
-        for _, uses in self._buffers:
-            for use in uses:
-                use.result()
+        with ThreadPoolExecutor(1, thread_name_prefix="nvrx-peer-write") as pool:
+            other = pool.submit(self._work)
+            self._work()
+            other.result()
         found: dict[int, tuple[int, int]] = {}
         begin = end = -1
-        for position, nbytes, crc in self._pieces:
+        for number, (position, nbytes) in enumerate(self._pieces):
             if position != end:
                 begin, found[position] = position, (0, 0)
             length, value = found[begin]
-            found[begin] = (length + nbytes, combine(value, crc.result(), nbytes))
+            found[begin] = (length + nbytes, combine(value, self._crcs[number], nbytes))
             end = position + nbytes
         return found
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        try:
+            while piece := self._next(buffer):
+                number, position, data = piece
+                self._crcs[number] = crc32(data)
+                _write_all(self._descriptor, data, position)
+        except BaseException:
+            self._over = True
+            raise
+
+    def _next(self, buffer: memoryview) -> tuple[int, int, memoryview] | None:
+        with self._turn:
+            if not self._left and not self._over:
+                self._position, self._left = _RANGE.unpack(_receive(self._connection, _RANGE.size))
+                self._over = not self._left
+            if self._over:
+                return None
+            position, data = self._position, buffer[: self._left]
+            _receive_into(self._connection, data)
+            self._position, self._left = position + data.nbytes, self._left - data.nbytes
+            self.received += data.nbytes
+            self._pieces.append((position, data.nbytes))
+            return len(self._pieces) - 1, position, data
 
 
 class _DescriptorSource:

@@ -138,7 +138,7 @@ def line_end(node_id: str, file_path: str) -> bytes:
     return b"".join(_encode(tag) + _encode(len(value)) + value for tag, value in fields)
 
 
-def note_end(unfinished: set[_File], file: _File, data: memoryview | bytearray) -> None:
+def record_end(unfinished: set[_File], file: _File, data: memoryview | bytearray) -> None:
     """Note in a stream's unfinished files whether its last line for one of them is whole."""
     if data:
         if data[-1] == NEWLINE_BYTE:
@@ -280,7 +280,7 @@ class AckWriter:
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Future[None] = self._loop.create_future()
 
-    def note(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+    def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
         """Tell the sender about a stream, also what it was told before.
 
         Behind a leaf several senders may ask for the same numbers one after the other.
@@ -301,10 +301,10 @@ class AckWriter:
         self._unsent.pop(stream_id, None)
         self._sent.pop(stream_id, None)
 
-    def note_if_new(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+    def send_if_new(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
         """Tell the sender about a stream, unless it knows already."""
         if self._sent.get(stream_id, (0, False)) != (seq, refusal is not None):
-            self.note(stream_id, seq, refusal)
+            self.send(stream_id, seq, refusal)
 
     async def finish(self) -> None:
         """Send what is left."""

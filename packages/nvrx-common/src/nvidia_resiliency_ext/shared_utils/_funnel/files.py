@@ -328,7 +328,7 @@ class LogFile:
         start = status.st_size
         size = sum(map(len, buffers))
         if seqs:
-            self._note(start, start + size, seqs, sync=sync)
+            self._append_record(start, start + size, seqs, sync=sync)
         try:
             self._write(buffers)
             if sync:
@@ -368,7 +368,7 @@ class LogFile:
                     raise OSError(errno.EIO, "the log takes no more bytes")
                 rest = rest[count:]
 
-    def _note(self, start: int, end: int, seqs: Mapping[str, int], *, sync: bool) -> None:
+    def _append_record(self, start: int, end: int, seqs: Mapping[str, int], *, sync: bool) -> None:
         if self._ledger < 0:
             self._ledger = open_append_beneath(self._directory, self._name, _LEDGER_MODE)
         record = encode(start, end, seqs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline, SystemClock
 
 from . import settings
-from .chunks import RETRY_CODE, Refusal, note_end
+from .chunks import RETRY_CODE, Refusal, record_end
 from .delivery import Delivery
 from .files import Roots
 from .queue import Completion, FunnelState, FunnelStats, Ticker, Verdict
@@ -178,7 +178,7 @@ class Funnel:
                 return 0
             self._state.is_closed = True
         self.flush(deadline)
-        self._completion.say(at_end=True)
+        self._completion.announce(at_end=True)
         with self._state.lock:
             lost = self._state.budget.held_bytes
             idle = [target for target in self._state.open if not target.is_busy]
@@ -207,7 +207,7 @@ class Funnel:
             self._completion.arrived(target.cycle, now)
         verdict = self._evaluate(target, size)
         if verdict is Verdict.REFUSE:
-            raise self._no_room(target)
+            raise self._no_space(target)
         if verdict is Verdict.WAIT or target.waiters:
             if target.is_troubled and not source.is_patient:
                 raise _not_now(target)
@@ -279,7 +279,7 @@ class Funnel:
             troubled_held=troubled,
         )
 
-    def _no_room(self, target: Target) -> Refusal:
+    def _no_space(self, target: Target) -> Refusal:
         if target.error is None:
             return Refusal("RESOURCE_EXHAUSTED", "the chunk is larger than the server's buffer")
         why = target.error.strerror or target.error
@@ -292,7 +292,7 @@ class Funnel:
         target.put(pending)
         self._state.budget.take(pending.size)
         if not pending.is_end:
-            note_end(source.unfinished, target, pending.data)
+            record_end(source.unfinished, target, pending.data)
         self._delivery.arrange(target, now)
 
     def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
@@ -301,7 +301,7 @@ class Funnel:
         if target.extend_last(source, data):
             source.behind_bytes += size
             self._state.budget.take(size)
-            note_end(source.unfinished, target, data)
+            record_end(source.unfinished, target, data)
             self._delivery.arrange(target, now)
         else:
             growing = bytearray(data)
@@ -334,7 +334,7 @@ class Funnel:
             elif verdict is Verdict.WAIT:
                 source.refuse(_not_now(target), pending.seq)
             elif verdict is Verdict.REFUSE:
-                source.refuse(self._no_room(target), pending.seq)
+                source.refuse(self._no_space(target), pending.seq)
             else:
                 self._admit(target, pending, now)
         self._queue = still

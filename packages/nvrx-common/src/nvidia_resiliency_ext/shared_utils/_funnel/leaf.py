@@ -110,7 +110,7 @@ class _Leaf:
         )
         _logger.info("listening on %s, root at %s", where, config.upstream)
         while not await process.happened(stopping.wait(), _STATS_S):
-            self._say_stats()
+            self._log_stats()
         self._is_ending = True
         _logger.info(
             "asked to end: serving %d streams for up to %.0f s", len(self._calls), config.grace_s
@@ -122,7 +122,7 @@ class _Leaf:
         if not await process.happened(self._until_settled(), _LAST_S):
             self.lost_chunks = self._relay.held_chunks
             _logger.error("%d chunks did not reach the root before the end", self.lost_chunks)
-        self._say_stats()
+        self._log_stats()
 
     def _handlers(self) -> dict[str, Any]:
         import grpc
@@ -175,7 +175,7 @@ class _Leaf:
             files=0, open_files=0, failing_files=0,
         )  # fmt: skip
 
-    def _say_stats(self) -> None:
+    def _log_stats(self) -> None:
         relay = self._relay
         _logger.info(
             "received %d bytes in %d chunks, %d chunks with %d bytes wait for the root (at most"
@@ -230,7 +230,7 @@ class _Call:
             if self._is_reading and self._task is not None:
                 self._task.cancel()
         elif self._acks is not None and stream.is_named:
-            self._acks.note(stream.stream_id, stream.committed_seq)
+            self._acks.send(stream.stream_id, stream.committed_seq)
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """Return which chunk was refused, as far as is known."""

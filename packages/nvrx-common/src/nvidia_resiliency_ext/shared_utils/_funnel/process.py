@@ -165,7 +165,7 @@ async def _serve(config: RootConfig, servicer: LogAggregationServicer) -> None:
     where = address if config.host.startswith("unix:") else service.address_of(config.host, port)
     _logger.info("listening on %s", where)
     while not await happened(stopping.wait(), _STATS_S):
-        say_stats(servicer)
+        log_stats(servicer)
     _logger.info(
         "asked to end: serving %d streams for up to %.0f s",
         servicer.connected_clients, config.grace_s,
@@ -174,10 +174,10 @@ async def _serve(config: RootConfig, servicer: LogAggregationServicer) -> None:
         _logger.warning("%d streams are cut off", servicer.connected_clients)
     await server.stop(0)
     await happened(methods.wait_empty(), CUT_OFF_S)
-    say_stats(servicer)
+    log_stats(servicer)
 
 
-def say_stats(servicer: LogAggregationServicer) -> None:
+def log_stats(servicer: LogAggregationServicer) -> None:
     """Log what was done so far."""
     found = servicer.funnel.stats()
     _logger.info(

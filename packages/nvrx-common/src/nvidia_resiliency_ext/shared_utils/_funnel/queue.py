@@ -68,9 +68,9 @@ class Budget:
         over_troubled = troubled_held > 0 and troubled_held + size > self.troubled_limit_bytes
         if over_file or over_troubled:
             return Verdict.REFUSE if is_failing else Verdict.WAIT
-        return Verdict.ADMIT if self.has_room(size) else Verdict.WAIT
+        return Verdict.ADMIT if self.has_space(size) else Verdict.WAIT
 
-    def has_room(self, size: int) -> bool:
+    def has_space(self, size: int) -> bool:
         """Tell whether so much more may wait, whatever its file."""
         return self.held_bytes + size <= self.limit_bytes
 
@@ -266,7 +266,7 @@ class Ticker:
 class Completion:
     """Announces files of cycles once they look complete.
 
-    All but `say` is called with the funnel's lock held.
+    All but `announce` is called with the funnel's lock held.
 
     Args:
         idle_s: How long nothing must have come for a file.
@@ -301,7 +301,7 @@ class Completion:
         """Look again once the idle time since a chunk has passed."""
         self._check_at_time(arrived_at + self._idle_s)
 
-    def say(self, *, at_end: bool = False) -> None:
+    def announce(self, *, at_end: bool = False) -> None:
         """Announce what looks complete; at the end that is all that was written."""
         with self._state.lock:
             self._check_at = float("inf")
@@ -318,7 +318,7 @@ class Completion:
     def _check_at_time(self, when: float) -> None:
         if when < self._check_at:
             self._check_at = when
-            self._ticker.call_at(when, self.say)
+            self._ticker.call_at(when, self.announce)
 
 
 def _iso(wall_s: float) -> str:

@@ -98,8 +98,8 @@ class Relay:
         self._unsent: deque[Held] = deque()
         self._refused: set[str] = set()
         self.has_unsent = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._space_freed = asyncio.Event()
+        self._space_freed.set()
         self.settled = asyncio.Event()
 
     async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
@@ -108,13 +108,13 @@ class Relay:
         Raises:
             Refusal: The root takes nothing more of this stream.
         """
-        while not self._has_room(stream, len(raw)):
-            self._room.clear()
-            await self._room.wait()
+        while not self._has_space(stream, len(raw)):
+            self._space_freed.clear()
+            await self._space_freed.wait()
         if stream.refusal is not None:
             raise stream.refusal
         if not stream.is_named:
-            chunks.note_end(stream.unfinished, chunk.file_path, chunk.data)
+            chunks.record_end(stream.unfinished, chunk.file_path, chunk.data)
         self._hold(stream, chunk.seq, raw)
         self.received_chunks += 1
         self.received_bytes += len(chunk.data)
@@ -206,7 +206,7 @@ class Relay:
         self._unsent.append(held)
         self.has_unsent.set()
 
-    def _has_room(self, stream: RelayStream, size: int) -> bool:
+    def _has_space(self, stream: RelayStream, size: int) -> bool:
         if stream.refusal is not None or not self.held_chunks:
             return True
         own = len(stream.outstanding)
@@ -244,7 +244,7 @@ class Relay:
             streams.remove(stream)
             if not streams:
                 del self._streams[stream.stream_id]
-        self._room.set()
+        self._space_freed.set()
         if not self.held_chunks:
             self.settled.set()
 
@@ -256,7 +256,7 @@ _PAUSE_S = 0.5
 _PING_MS, _PING_TIMEOUT_MS = 20_000, 10_000
 _HEALTH_TRY_S = 5.0
 # What a name or a reason of a status adds to a chunk on its way.
-_ROOM_FOR_NAMES = 64 << 10
+_NAME_BYTES = 64 << 10
 
 
 class Upstream:
@@ -280,7 +280,7 @@ class Upstream:
 
         options = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _ROOM_FOR_NAMES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _NAME_BYTES),
             ("grpc.keepalive_time_ms", _PING_MS),
             ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -373,7 +373,7 @@ class Upstream:
             await call.initial_metadata()
             if call.done():
                 await call.read()
-            self._say_up()
+            self._log_connected()
             writing = asyncio.create_task(self._write_all(call))
             try:
                 await self._read_all(call)
@@ -387,7 +387,7 @@ class Upstream:
         )
         with _cancelled_at_end(call):
             await call.wait_for_connection()
-            self._say_up()
+            self._log_connected()
             writing = asyncio.create_task(self._write_all(call))
             ending = asyncio.create_task(_end_of(call))
             try:
@@ -399,7 +399,7 @@ class Upstream:
                 ending.cancel()
                 await asyncio.gather(writing, ending, return_exceptions=True)
 
-    def _say_up(self) -> None:
+    def _log_connected(self) -> None:
         self.is_up = True
         _logger.info("connected to the root at %s", self._target)
 

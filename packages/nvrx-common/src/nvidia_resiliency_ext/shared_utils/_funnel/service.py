@@ -57,7 +57,7 @@ class StreamRpc:
         """Have a source's progress noted in the event loop; from any thread."""
         # Without acknowledgements nothing follows from it while chunks are read.
         if self._acks is not None or self._is_waiting or source.refusal is not None:
-            self._loop_queue.post(self._note, source)
+            self._loop_queue.post(self._queue_ack, source)
 
     async def run(self) -> None:
         """Take all chunks of the stream; return when every byte is in its file.
@@ -75,7 +75,7 @@ class StreamRpc:
             if self._acks is not None:
                 for source in self.sources.values():
                     state = (source.committed_seq, source.refusal)
-                    self._acks.note_if_new(source.stream_id, *state)
+                    self._acks.send_if_new(source.stream_id, *state)
                 await self._acks.finish()
         finally:
             if not is_clean:
@@ -164,13 +164,13 @@ class StreamRpc:
             if source.refusal is not None:
                 raise source.refusal
 
-    def _note(self, source: Source) -> None:
+    def _queue_ack(self, source: Source) -> None:
         self._changed.set()
         if source.refusal is not None and not self._is_relay:
             if self._is_reading and self._task is not None:
                 self._task.cancel()
         elif self._acks is not None and self.sources.get(source.stream_id) is source:
-            self._acks.note(source.stream_id, source.committed_seq, source.refusal)
+            self._acks.send(source.stream_id, source.committed_seq, source.refusal)
 
     async def _until_admitted(self, source: Source) -> None:
         # Nothing to cancel here: a refusal ends this wait.

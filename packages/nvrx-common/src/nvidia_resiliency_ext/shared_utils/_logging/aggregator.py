@@ -113,7 +113,7 @@ class NodeLogAggregator:
                     names = ()
                     continue
                 # What comes in a short time is merged together: it costs one look.
-                self._wait(None, _RETRY_S if step.is_stuck else _GAP_S)
+                self._wait(None, _RETRY_S if step.is_blocked else _GAP_S)
                 is_waiting = step.again_s is not None
                 if self._wait(notices, look_s if step.again_s is None else step.again_s - _GAP_S):
                     names = notices.names()

@@ -176,12 +176,12 @@ class Step:
 
     Attributes:
         again_s: When the next one is due at the latest; 0 for at once.
-        is_stuck: Nothing can be written, so there is no use in trying earlier.
+        is_blocked: Nothing can be written, so there is no use in trying earlier.
     """
 
     taken: int
     again_s: float | None = None
-    is_stuck: bool = False
+    is_blocked: bool = False
 
 
 class Aggregation:
@@ -199,7 +199,7 @@ class Aggregation:
     def __init__(self, job: Job, report: Callable[[str], None]) -> None:
         self._job = job
         self._report = report
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._targets: dict[int, int] | None = None
         self._boot_id = boot_id()
         with ExitStack() as stack:
@@ -218,7 +218,7 @@ class Aggregation:
             stack.callback(self._sources.close)
             self._recover()
             if not self._output.is_behind:
-                self._note(None)
+                self._write_batch_record(None)
             self._stack = stack.pop_all()
 
     def step(self, names: Iterable[str] | None, *, is_final: bool = False) -> Step:
@@ -241,9 +241,9 @@ class Aggregation:
             step = self._merge()
         except OSError as error:
             self._complain(f"{self._job.log_file}: {error.strerror}: merging of logs waits")
-            return Step(0, _RETRY_S, is_stuck=True)
+            return Step(0, _RETRY_S, is_blocked=True)
         if step.taken:
-            self._said.clear()
+            self._logged.clear()
         return step
 
     def is_moved(self) -> bool:
@@ -319,7 +319,7 @@ class Aggregation:
         for source, length in zip(sources, lengths, strict=True):
             source.after = source.offset + length
         try:
-            self._note(Batch(len(data), crc32(data), self._job.is_ordered), sources)
+            self._write_batch_record(Batch(len(data), crc32(data), self._job.is_ordered), sources)
         except OSError:
             for source in sources:
                 source.after = source.offset
@@ -332,9 +332,9 @@ class Aggregation:
         """Take note that the batch is in the output."""
         for source in self._sources:
             source.offset = source.after
-        self._note(None)
+        self._write_batch_record(None)
 
-    def _note(self, batch: Batch | None, first: Sequence[Source] = ()) -> None:
+    def _write_batch_record(self, batch: Batch | None, first: Sequence[Source] = ()) -> None:
         """Write the position; the files of a batch come first in it, in the batch's order."""
         inode, size = self._output.place()
         others = [source for source in self._sources if source not in set(first)]
@@ -353,7 +353,7 @@ class Aggregation:
         """Let the writers know from time to time that their files are being read."""
         last = self._position.last
         if last is None or time.monotonic() - last.monotonic_s >= _SIGN_OF_LIFE_S:
-            self._note(None)
+            self._write_batch_record(None)
 
     def _tidy(self) -> None:
         """Delete files that are read, full and closed, and forget those that are gone."""
@@ -403,8 +403,8 @@ class Aggregation:
             self._complain(f"{self._job.log_file}: {error.strerror}: merging of logs waits")
 
     def _complain(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._logged:
+            self._logged.add(message)
             self._report(message)
 
 

@@ -322,8 +322,8 @@ def ending(timeline: Timeline) -> str:
         return "no end recorded"
     result = plain(timeline.result, _LONGEST_CAUSE) or "no result"
     code = f"exit code {timeline.exit_code}"
-    is_said = timeline.exit_code is None or result.endswith(code)
-    return f"ended: {result}" if is_said else f"ended: {result} ({code})"
+    has_code = timeline.exit_code is None or result.endswith(code)
+    return f"ended: {result}" if has_code else f"ended: {result} ({code})"
 
 
 def fault_line(fault: FaultNote) -> str:

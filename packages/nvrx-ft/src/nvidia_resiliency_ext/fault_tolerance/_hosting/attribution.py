@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import logging
 import os
@@ -252,6 +251,8 @@ def _open_log(path: str | None) -> int | None:
 
 
 def _answers() -> bool:
+    import http.client
+
     connection = http.client.HTTPConnection(
         MANAGED_HOST, DEFAULT_ATTRIBUTION_PORT, timeout=_PROBE_TIMEOUT_S
     )

@@ -228,7 +228,7 @@ class CallLoop:
                 with self._watch.measure(Phase.INITIALIZE):
                     if settings.initialize is not None:
                         settings.initialize(frozen)
-                self._say_restarted()
+                self._log_restart()
                 self._check(settings.health_check, frozen)
                 value = None
                 if state.mode is Mode.ACTIVE:
@@ -472,7 +472,7 @@ class CallLoop:
         state.advance()
         self._parts.events.forget(lambda event: getattr(event, "iteration", old + 1) <= old)
 
-    def _say_restarted(self) -> None:
+    def _log_restart(self) -> None:
         pending, self._pending = self._pending, None
         seconds = self._watch.take()
         if pending is None:

@@ -105,14 +105,14 @@ class Rendezvous:
         """
         kind = Interruption.MONITOR_PROCESS_EXCEPTION
 
-        def say() -> None:
+        def notify() -> None:
             store = IterationStore(self.below, self.monitor_settings.prefix)
             store.interrupt(iteration, [InterruptionRecord(initial_rank, kind)], participants)
             arrival = Arrival(initial_rank, None, None, is_out=True)
             store.arrive(iteration, arrival, participants, has_reported=True)
 
         try:
-            call_bounded("nvrx-departure-notice", say, _DEPARTURE_LIMIT)
+            call_bounded("nvrx-departure-notice", notify, _DEPARTURE_LIMIT)
         except Exception as error:  # noqa: BLE001 - what the rank leaves with is told, not this
             logger.warning("the others cannot be told that this rank ends: %s", error)
 
@@ -170,7 +170,7 @@ def hold_rendezvous(
     if settings.store_factory is TCPStore:
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
         if endpoint.is_served and state.rank == 0:
-            _say_what_is_unused(endpoint, kwargs)
+            _warn_of_unused(endpoint, kwargs)
         timeout = kwargs.get("timeout", timedelta(seconds=300))
         store = _connect(endpoint, min(timeout, settings.barrier_timeout), environ)
         # What connecting may take is no limit for what the function waits for.
@@ -263,7 +263,7 @@ def _number(key: str, text: str) -> int:
     return number
 
 
-def _say_what_is_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
+def _warn_of_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
     unused = [f"{name}={kwargs[name]!r}" for name in ("host_name", "port") if name in kwargs]
     if unused and endpoint not in _logged:
         _logged.add(endpoint)
@@ -284,12 +284,12 @@ def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -
                 return TCPStore.connect(endpoint, min(limit, _HOSTED_LIMIT))
             except StoreLostError:
                 pass
-        alone = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
+        is_single_node = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
         store_server = host_store(
             endpoint,
             job_name(environ),
             TCPStore.connect,
-            is_single_node=alone,
+            is_single_node=is_single_node,
             beside=_store_servers[-1] if _store_servers else None,
         )
         if store_server.process is not None:

@@ -77,10 +77,10 @@ class MonitorLink:
         self._page = page
         self._dump = dump
         self._on_event = on_event
-        # Guards the connection and what was said.
+        # Guards the connection and the reports.
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        self._said: list[object] = []
+        self._reports: list[object] = []
         self._initial_rank = self._world_size = -1
         self._iteration = 0
         self._closed = threading.Event()
@@ -121,20 +121,20 @@ class MonitorLink:
         who = format_ranks(participants)
         with self._lock:
             self._iteration = iteration
-            self._said = [messages.Begun(iteration, rank, world_size, who)]
-            self._send(self._said[0])
+            self._reports = [messages.Begun(iteration, rank, world_size, who)]
+            self._send(self._reports[0])
 
     def report(self, kind: Interruption) -> None:
         """Say that something went wrong here."""
-        self._say(messages.Reported(self._iteration, kind))
+        self._report(messages.Reported(self._iteration, kind))
 
     def completed(self) -> None:
         """Say that the function has returned."""
-        self._say(messages.Done(self._iteration))
+        self._report(messages.Done(self._iteration))
 
     def arrive(self, call: str = "", place: str = "") -> None:
         """Say that we are ready for the next iteration, and what we were doing in this one."""
-        self._say(messages.Arrived(self._iteration, call, place))
+        self._report(messages.Arrived(self._iteration, call, place))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         """Say that we leave the call, and wait until the monitor has it, 5 s at most.
@@ -149,7 +149,7 @@ class MonitorLink:
         """
         if self._is_inherited:
             return False
-        self._say(messages.Left(is_lost, is_discarded))
+        self._report(messages.Left(is_lost, is_discarded))
         return self._leave_acknowledged.wait(_LEAVE_LIMIT_S)
 
     def close(self) -> None:
@@ -174,13 +174,13 @@ class MonitorLink:
             self._monitor.close()
             self._monitor = None
 
-    # --- saying ---
+    # --- reports ---
 
-    def _say(self, message: object) -> None:
+    def _report(self, message: object) -> None:
         if self._is_inherited:
             return
         with self._lock:
-            self._said.append(message)
+            self._reports.append(message)
             self._send(message)
 
     def _send(self, message: object) -> None:
@@ -305,7 +305,7 @@ class MonitorLink:
                     sock.close()
                     return False
                 self._sock = sock
-                for message in self._said:
+                for message in self._reports:
                     self._send(message)
             return True
         return False
@@ -356,7 +356,7 @@ class MonitorLink:
 
     def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
         with self._lock:
-            begun = next((one for one in self._said if isinstance(one, messages.Begun)), None)
+            begun = next((one for one in self._reports if isinstance(one, messages.Begun)), None)
         number, fds = 0, [self._page.fd]
         if self._dump is not None and self._dump.number:
             number = self._dump.number

@@ -63,12 +63,12 @@ def tcp_store_class(*, whole: bool = False) -> Any:
         raise ImportError("torch is not installed")
     folder = spec.submodule_search_locations[0]
     try:
-        return _class_alone(folder)
+        return _store_class(folder)
     except Exception as error:
         raise PartialImportError(f"torch in {folder}: {error}") from error
 
 
-def _class_alone(folder: str) -> Any:
+def _store_class(folder: str) -> Any:
     for name, path in ((_PACKAGE, folder), (_DISTRIBUTED, os.path.join(folder, "distributed"))):
         package = types.ModuleType(name)
         package.__path__ = [path]
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return NEEDS_WHOLE
         # Its starter may have ended.
         with contextlib.suppress(OSError):
-            _say(channel, report)
+            _send_report(channel, report)
         if not stores:
             return 1
         _attend(channel, duty, stores)
@@ -174,7 +174,7 @@ def _take_orders(channel: socket.socket, stores: dict[int, Any]) -> None:
         while line := lines.readline(_LONGEST_ORDER):
             more, report = _host(**json.loads(line), whole=False)
             stores.update(more)
-            _say(channel, report)
+            _send_report(channel, report)
     with contextlib.suppress(OSError):
         channel.shutdown(socket.SHUT_RDWR)
 
@@ -182,11 +182,11 @@ def _take_orders(channel: socket.socket, stores: dict[int, Any]) -> None:
 def _stay_while_used(ports: list[int], idle_s: float) -> None:
     # torch tells nobody who comes and goes: it is looked at now and then.
     pause = threading.Event()
-    alone_since = time.monotonic()
-    while time.monotonic() - alone_since < idle_s:
+    idle_since = time.monotonic()
+    while time.monotonic() - idle_since < idle_s:
         pause.wait(min(_PERIOD_S, idle_s))
         if any(count_served(port, _OWN_CONNECTIONS + 1) > _OWN_CONNECTIONS for port in ports):
-            alone_since = time.monotonic()
+            idle_since = time.monotonic()
 
 
 def _allow_open_files() -> None:
@@ -195,7 +195,7 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _say(channel: socket.socket, report: dict[str, Any]) -> None:
+def _send_report(channel: socket.socket, report: dict[str, Any]) -> None:
     channel.sendall(json.dumps(report).encode() + b"\n")
 
 
