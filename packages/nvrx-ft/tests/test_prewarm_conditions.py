@@ -265,7 +265,7 @@ def test_decisions_import_nothing_heavy():
     code = (
         "import sys\n"
         "from nvidia_resiliency_ext.fault_tolerance._workers import "
-        "conditions, pool, standby\n"
+        "conditions, pool, prewarmed\n"
         "print([n for n in ('torch', 'numpy', 'psutil', 'yaml', 'asyncio') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
