@@ -41,8 +41,8 @@ from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, keys, store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Kind
@@ -103,7 +103,7 @@ def say(**document: object) -> None:
 # The store host --------------------------------------------------------------------------------
 
 
-class TimedHost(Host):
+class TimedHost(Coordinator):
     """A host that notes when each decision became valid."""
 
     def _adopt(self, entry: Entry) -> None:
@@ -117,7 +117,7 @@ def run_host(nodes: int) -> None:
     assert listener is not None
     port = listener.getsockname()[1]
     server = store.serve(listener, "127.0.0.1", nodes)
-    rules = HostRules(PlacementRules(nodes, nodes), Budget(10**6), lease_s=LEASE_S)
+    rules = CoordinatorRules(PlacementRules(nodes, nodes), Budget(10**6), lease_s=LEASE_S)
     host = TimedHost(connect(port), rules, me="host", epoch="e", clock=SystemClock())
     threading.Thread(target=host.run, daemon=True).start()
     say(port=port)

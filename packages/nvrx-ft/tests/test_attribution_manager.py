@@ -258,8 +258,8 @@ def test_the_service_is_started_asked_and_ended(managed, tmp_path):
     manager.stop()
     manager.stop()
     assert not Path(f"/proc/{pid}").exists()
-    told = json.loads((tmp_path / "logs" / "nvrx" / "job_attribution.log").read_text())
-    assert told == {
+    reported = json.loads((tmp_path / "logs" / "nvrx" / "job_attribution.log").read_text())
+    assert reported == {
         "LLM_API_KEY_FILE": str(key),
         "NVRX_ATTRSVC_ENDPOINT": "http://127.0.0.1:50050",
         "NVRX_ATTRSVC_ALLOWED_ROOT": str(tmp_path / "logs"),
@@ -292,11 +292,11 @@ def test_a_cycle_that_ends_before_the_service_answers_is_submitted(managed, tmp_
     (tmp_path / "go").touch()
     log = tmp_path / "logs" / "nvrx" / "job_attribution.log"
     deadline = time.monotonic() + LIMIT_S
-    while len(told := log.read_text().splitlines()[1:]) < 2:
-        assert time.monotonic() < deadline, told
+    while len(reported := log.read_text().splitlines()[1:]) < 2:
+        assert time.monotonic() < deadline, reported
         one.loop.run_once(until=time.monotonic() + 0.05)
     one.close()
-    first, second = (json.loads(line) for line in told[:2])
+    first, second = (json.loads(line) for line in reported[:2])
     wanted = {"log_path": "/logs/job_cycle0.log", "analysis_intent": "terminal"}
     wanted |= {"job_id": "j7", "cycle_id": 0, "log_complete": True}
     assert wanted.items() <= first.items()
@@ -457,11 +457,11 @@ def test_bad_nodes_are_handed_on_or_logged(remote, watched, caplog):
     """Names that the analysis gives reach whoever asked for them; else they are in the log."""
     named = ["n1", "n1", 7, "", "a b", "n2"]
     remote.decides({"action": "RESTART", "reason": "off the bus"}, exclude_nodes=named)
-    told = queue.SimpleQueue()
-    one = watched(on_nodes=lambda nodes, why: told.put((nodes, why)))
+    reported = queue.SimpleQueue()
+    one = watched(on_nodes=lambda nodes, why: reported.put((nodes, why)))
     one.watch.begin(0)
     one.watch.ended()
-    assert told.get(timeout=LIMIT_S) == (("n1", "n2"), "off the bus")
+    assert reported.get(timeout=LIMIT_S) == (("n1", "n2"), "off the bus")
     other = watched()
     other.watch.begin(1)
     other.watch.ended()

@@ -452,9 +452,9 @@ def test_files_about_cycles_are_kept_by_the_store_host(
     for handler in (host, other):
         handler.shutdown_cycle_info_reporter()
         assert not handler.attribution_stop_requested()
-    told = json.loads(path.read_text())
-    assert told["active_ranks"] == "0-1"
-    assert told["cycle_end_time"]
+    reported = json.loads(path.read_text())
+    assert reported["active_ranks"] == "0-1"
+    assert reported["cycle_end_time"]
     assert not (tmp_path / "other").exists()
 
 

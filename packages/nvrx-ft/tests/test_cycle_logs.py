@@ -24,7 +24,10 @@ import ports
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import per_cycle_logs
-from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
+    LogFunnelPorts,
+    LogServerPlan,
+)
 from nvidia_resiliency_ext.fault_tolerance._logs import outlet as outlets
 from nvidia_resiliency_ext.fault_tolerance._logs import sinks
 from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Spill
@@ -35,7 +38,6 @@ from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
     LogServers,
     ServerCommand,
-    ServerPlan,
     _end_together,
     server_commands,
 )
@@ -308,9 +310,9 @@ print(int(high.split()[1]) * 1024 - before * os.sysconf("SC_PAGESIZE"))
 # --- log servers ------------------------------------------------------------------------------
 
 
-def server_plan(folder: Path, leaves: int, port: int, grace_s: float = 5.0) -> ServerPlan:
+def server_plan(folder: Path, leaves: int, port: int, grace_s: float = 5.0) -> LogServerPlan:
     """Return a plan whose logs lie in the folder."""
-    return ServerPlan(
+    return LogServerPlan(
         ports=LogFunnelPorts(port, leaves),
         allowed_roots=(str(folder),),
         leaf_queue_chunks=100,

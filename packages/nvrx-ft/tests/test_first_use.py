@@ -198,7 +198,7 @@ WORKERS = messages.WorkersChanged(0, [1], [""], [], world_size=1, rank_offset=0)
 def warned(caplog):
     """Give how often it was said that nobody is watched."""
     caplog.set_level(logging.WARNING, "nvrx")
-    return lambda: caplog.text.count("no rank has told of itself")
+    return lambda: caplog.text.count("no rank has reported itself")
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -284,27 +284,27 @@ def test_wrong_types_are_type_errors():
 )
 def test_what_is_left_of_the_restarts_is_said(tmp_path, caplog, cycle, outcome, left, text):
     """The restart that begins is not counted as left; a job without any is told of the flag."""
-    told = EventReporter(
+    reporter = EventReporter(
         NULL_EVENTS, FailureLog(str(tmp_path)), SystemClock(), host="h", shows_stacks=False
     )
-    told.round_joined(Assignment(cycle, 0, 1, 0, 2, "127.0.0.1", 29500))
+    reporter.round_joined(Assignment(cycle, 0, 1, 0, 2, "127.0.0.1", 29500))
     with caplog.at_level(logging.WARNING, "nvrx"):
-        told.fault(Cause("exit", "it fell"), outcome, left, failures=(), last_iteration=None)
+        reporter.fault(Cause("exit", "it fell"), outcome, left, failures=(), last_iteration=None)
     assert text in caplog.text
 
 
 def test_a_rank_that_ended_early_is_named_when_others_fail(tmp_path, caplog):
     """Others fail because it is gone, and it failed nowhere; in the next cycle it is forgotten."""
-    told = EventReporter(
+    reporter = EventReporter(
         NULL_EVENTS, FailureLog(str(tmp_path)), SystemClock(), host="h", shows_stacks=False
     )
-    told.round_joined(Assignment(0, 0, 1, 0, 3, "127.0.0.1", 29500))
-    told.worker_exited(2, ExitStatus(code=0))
-    told.worker_exited(0, ExitStatus(code=1))
+    reporter.round_joined(Assignment(0, 0, 1, 0, 3, "127.0.0.1", 29500))
+    reporter.worker_exited(2, ExitStatus(code=0))
+    reporter.worker_exited(0, ExitStatus(code=1))
     cause = Cause("exited", "rank 0 fell", rank=0)
-    told.fault(cause, Outcome.RESTART, 3, failures=(), last_iteration=None)
+    reporter.fault(cause, Outcome.RESTART, 3, failures=(), last_iteration=None)
     assert "rank 2 ended with exit code 0 before that" in caplog.text
     caplog.clear()
-    told.workers_started({})
-    told.fault(cause, Outcome.RESTART, 2, failures=(), last_iteration=None)
+    reporter.workers_started({})
+    reporter.fault(cause, Outcome.RESTART, 2, failures=(), last_iteration=None)
     assert "before that" not in caplog.text

@@ -25,10 +25,10 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import Attributio
 from nvidia_resiliency_ext.fault_tolerance._hosting import attribution as hosting_attribution
 from nvidia_resiliency_ext.fault_tolerance._hosting import services as log_token
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    CoordinatorContext,
+    CoordinatorServices,
     CycleNodes,
-    HostPlace,
     HostPlan,
-    HostServices,
     nodes_of_members,
 )
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
@@ -48,13 +48,15 @@ def content(folder: Path, cycle: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def services(folder: Path, *, job_goes_on: bool = False, **plan: Any) -> Iterator[HostServices]:
+def services(
+    folder: Path, *, job_goes_on: bool = False, **plan: Any
+) -> Iterator[CoordinatorServices]:
     """Run what a host runs, with cycle information in the folder; then let it go."""
     clock = SystemClock()
     loop = EventLoop(clock)
     asked = HostPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
-    place = HostPlace("127.0.0.1", "host", str(folder))
-    made = HostServices(asked, {}, place, loop, clock, is_shared=True)
+    place = CoordinatorContext("127.0.0.1", "host", str(folder))
+    made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)
     try:
         yield made
     finally:
@@ -135,9 +137,9 @@ def test_job_is_the_array_where_its_tasks_may_meet(
         job_name="name",
     )
     clock = SystemClock()
-    place = HostPlace("127.0.0.1", "host", str(tmp_path))
+    place = CoordinatorContext("127.0.0.1", "host", str(tmp_path))
     with contextlib.closing(EventLoop(clock)) as loop:
-        host = HostServices(plan, {}, place, loop, clock, is_shared=is_shared)
+        host = CoordinatorServices(plan, {}, place, loop, clock, is_shared=is_shared)
         host.follow_attribution(lambda _: None, lambda *_: None)
         host.close()
     assert [settings["job_id"] for settings in asked] == [job]
@@ -182,11 +184,11 @@ class Logs:
         self.calls: list[str] = []
 
     def write_files_instead(self) -> None:
-        """Note it."""
+        """NodeMessage it."""
         self.calls.append("files")
 
     def try_again(self) -> None:
-        """Note it."""
+        """NodeMessage it."""
         self.calls.append("again")
 
     def close(self) -> bool:

@@ -42,7 +42,7 @@ class LastRounds:
                         run_once=self._turn, watch=None, call_at=lambda *_: None
                     ),
                     "clock": types.SimpleNamespace(monotonic=lambda: 0.0),
-                    "gate": types.SimpleNamespace(admit=lambda *_: None),
+                    "admission": types.SimpleNamespace(admit=lambda *_: None),
                     "monitor": types.SimpleNamespace(last_iteration=lambda: None),
                     "reporter": nothing,
                     "controller": types.SimpleNamespace(start_grace=None),

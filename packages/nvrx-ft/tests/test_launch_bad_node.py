@@ -56,9 +56,9 @@ def python(program):
 def test_the_command_gets_the_report_as_json(hook, tmp_path):
     """Node, reason and evidence are one JSON object on standard input; no shell reads a word."""
     out = tmp_path / "a $HOME; 'b'"
-    told = hook(*python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"), str(out))
-    told.report(CAUSE)
-    told.close()
+    reporter = hook(*python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"), str(out))
+    reporter.report(CAUSE)
+    reporter.close()
     report = json.loads(out.read_text())
     assert report.pop("time") > 1e9
     assert report == {
@@ -77,11 +77,11 @@ def test_a_report_never_waits_for_the_command(hook, tmp_path):
     pipe, done = tmp_path / "pipe", tmp_path / "done"
     os.mkfifo(pipe)
     program = "import sys; open(sys.argv[1]).read(); open(sys.argv[2], 'w')"
-    told = hook(*python(program), str(pipe), str(done))
-    told.report(CAUSE)
+    reporter = hook(*python(program), str(pipe), str(done))
+    reporter.report(CAUSE)
     # The command reads until this is closed; killed at its deadline, it would read no more.
     os.close(_open_once_read(pipe))
-    told.close()
+    reporter.close()
     assert done.exists()
 
 
@@ -99,45 +99,45 @@ def _open_once_read(pipe):
 
 def test_a_command_that_hangs_is_killed_at_its_deadline(hook, caplog):
     """It has its time and no more, and one line says so."""
-    told = hook(*python("import time; time.sleep(60)"), deadline_s=1.0)
-    told.report(CAUSE)
-    told.close()
-    told._thread.join(30)  # `close` itself waits no longer than the command may take
+    reporter = hook(*python("import time; time.sleep(60)"), deadline_s=1.0)
+    reporter.report(CAUSE)
+    reporter.close()
+    reporter._thread.join(30)  # `close` itself waits no longer than the command may take
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "not done within 1 s: killed" in line
 
 
 def test_what_a_command_leaves_behind_is_killed(hook, tmp_path):
     """The command has a process group of its own, and nothing of it outlives the report."""
-    told = hook("sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid")
-    told.report(CAUSE)
-    told.close()
+    reporter = hook("sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid")
+    reporter.report(CAUSE)
+    reporter.close()
     monitored_ranks.wait_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_command_that_fails_is_one_line(hook, caplog):
     """A failure names the node, the exit code and the command's last words, in one line."""
-    told = hook(*python("import sys; print('no\\nroute', file=sys.stderr); sys.exit(3)"))
-    told.report(CAUSE)
-    told.close()
+    reporter = hook(*python("import sys; print('no\\nroute', file=sys.stderr); sys.exit(3)"))
+    reporter.report(CAUSE)
+    reporter.close()
     (line,) = [r.getMessage() for r in caplog.records]
     assert line == "--ft-bad-node-hook for n7: exit code 3: no route"
 
 
 def test_a_command_that_cannot_start_is_one_line(hook, caplog):
     """A program that is gone by now is one line too."""
-    told = hook("/no/such/program")
-    told.report(CAUSE)
-    told.close()
+    reporter = hook("/no/such/program")
+    reporter.report(CAUSE)
+    reporter.close()
     assert len(caplog.records) == 1
 
 
 def test_the_same_node_is_reported_once_in_a_while(hook, tmp_path):
     """A node that fails in a loop, and many nodes at once, do not run the command all the time."""
-    told = hook("sh", "-c", f"echo x >> {tmp_path}/runs")
+    reporter = hook("sh", "-c", f"echo x >> {tmp_path}/runs")
     for _ in range(5):
-        told.report(CAUSE)
-    told.close()
+        reporter.report(CAUSE)
+    reporter.close()
     assert (tmp_path / "runs").read_text() == "x\n"
     record = RunRecord().with_run("a", 0.0)
     assert not is_allowed(record, "a", 599.0)
@@ -159,6 +159,6 @@ def test_evidence_that_is_too_large_is_left_out():
 
 def test_nothing_is_taken_after_the_end(hook):
     """A report after `close` is dropped, and starts no thread."""
-    told = hook("true")
-    told.close()
-    told.report(CAUSE)
+    reporter = hook("true")
+    reporter.close()
+    reporter.report(CAUSE)

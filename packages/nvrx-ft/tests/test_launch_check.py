@@ -194,9 +194,9 @@ def test_what_a_node_tells_is_shortened_and_not_cut():
         "settings": {"--ft-lease": "5.0", "--ft-x": "\u00e9" * 100_000},
         "failures": [f"{number}: {'x' * 5000}" for number in range(100)],
     }
-    told = json_within(report, 4000)
-    assert len(told) <= 4000
-    read = json.loads(told)
+    reported = json_within(report, 4000)
+    assert len(reported) <= 4000
+    read = json.loads(reported)
     assert read["host"] == "a"
     assert read["settings"]["--ft-lease"] == "5.0"
     assert read["settings"]["--ft-x"].endswith("... (100000 characters)")

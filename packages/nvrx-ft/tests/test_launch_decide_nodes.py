@@ -15,7 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     CloseRendezvous,
     Finish,
     GroupStopped,
-    HangJudged,
+    HangEvaluated,
     Join,
     JoinTimedOut,
     LeaveRendezvous,
@@ -193,14 +193,14 @@ def test_a_broken_machine_leaves_and_the_others_go_on(event):
 
 def test_a_judged_hang_restarts_every_node_for_the_same_cause():
     """Whoever the nodes blame together: each reports it, opens the next round, and stops."""
-    node, done = play(running(), HangJudged(FAR))
+    node, done = play(running(), HangEvaluated(FAR))
     assert done == [
         ReportFault(FAR, Outcome.RESTART, 2),
         OpenNextRound(FAR),
         StopWorkers(signal.SIGTERM, 15.0),
     ]
     assert play(node, NextRoundOpened(FAR))[1] == []
-    assert play(running(), HangJudged(FAR, no_progress=True))[0].outcome is Outcome.NO_RESTART
+    assert play(running(), HangEvaluated(FAR, no_progress=True))[0].outcome is Outcome.NO_RESTART
 
 
 def test_a_node_that_lost_the_store_stops_in_time_and_touches_nothing():

@@ -120,7 +120,7 @@ def test_no_port_for_a_round_closes_the_rendezvous():
 
 @pytest.fixture
 def signals():
-    """Return an inbox for SIGHUP, which has a handler of the test's: `nohup` leaves it ignored."""
+    """Return a queue for SIGHUP, which has a handler of the test's: `nohup` leaves it ignored."""
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     it = SignalQueue((signal.SIGHUP,))
     yield it
@@ -129,7 +129,7 @@ def signals():
 
 
 def test_signal_arrives_as_a_number_and_handlers_come_back(loop, signals):
-    """A signal wakes the loop while the inbox is installed; afterwards the old handler is back."""
+    """A signal wakes the loop while the queue is installed; afterwards the old handler is back."""
     before, seen = signal.getsignal(signal.SIGHUP), []
     with signals.installed():
         loop.watch(signals.fileno(), lambda: seen.extend(signals.receive()))
@@ -551,10 +551,10 @@ def test_log_directory_that_cannot_be_written_names_path_and_remedy(tmp_path):
 def test_a_folder_says_whether_workers_can_write_there(tmp_path):
     """Room is found out by writing, and nothing of it is left; a folder that is gone has none."""
     files = output.OutputFiles.beneath(str(tmp_path), "job")
-    assert files.missing_room() == ""
+    assert files.missing_space() == ""
     assert os.listdir(files.root) == []
     os.rmdir(files.root)
-    assert "No such file" in files.missing_room()
+    assert "No such file" in files.missing_space()
 
 
 def test_tidying_up_after_others_costs_no_job(monkeypatch, caplog):

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import Meeting
+from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import StoreEndpoint
 from nvidia_resiliency_ext.fault_tolerance._workers.command import JobEnvironment, shared_variables
 
 JOB = JobEnvironment(2, "default", "job", "run", 3, "/run/launcher", (), inprocess_store="h:1234")
@@ -33,4 +33,4 @@ def test_one_node_names_no_store() -> None:
 @pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:29400"), ("::1", "[::1]:29400")])
 def test_an_endpoint_is_written_as_it_is_read(host: str, text: str) -> None:
     """An address of IPv6 stands in brackets."""
-    assert Meeting(host, 29400, None).address == text
+    assert StoreEndpoint(host, 29400, None).address == text

@@ -113,7 +113,7 @@ def test_only_workers_that_miss_a_deadline_are_signalled(
     tmp_path: Path, sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker gets its signal at the deadline; nobody else does, and a withdrawn one never."""
-    worker, stranger = sleepers
+    worker, foreign = sleepers
     clock = SystemClock()
     loop = EventLoop(clock)
     path = tmp_path / "pipe"
@@ -123,7 +123,7 @@ def test_only_workers_that_miss_a_deadline_are_signalled(
     now = clock.wall()
     soon = {"expiration_time": now + 0.2, "signal": int(signal.SIGTERM)}
     lines = [
-        line(pid=stranger.pid, **soon),
+        line(pid=foreign.pid, **soon),
         b"x" * (LONGEST_LINE + 10),
         line(pid=worker.pid, scope_id="kept", expiration_time=now + 0.01),
         line(pid=worker.pid, scope_id="kept", expiration_time=-1, signal=0),
@@ -137,7 +137,7 @@ def test_only_workers_that_miss_a_deadline_are_signalled(
     while worker.poll() is None and clock.monotonic() < end:
         loop.run_once(until=clock.monotonic() + 0.05)
     assert worker.returncode == -signal.SIGTERM
-    assert stranger.poll() is None
+    assert foreign.poll() is None
     assert "is no request for a timer" in caplog.text
     timers.close()
     loop.close()

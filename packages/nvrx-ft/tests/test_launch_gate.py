@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._health.admission import GateSettings, NodeGate
+from nvidia_resiliency_ext.fault_tolerance._health.admission import (
+    AdmissionCheck,
+    AdmissionSettings,
+)
 from nvidia_resiliency_ext.fault_tolerance._health.memory import MemoryRules
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
@@ -32,7 +35,7 @@ class FakeMemory:
 
 
 class Bench:
-    """A gate on a loop of its own."""
+    """An admission check on a loop of its own."""
 
     def __init__(self, check, *, backoff_s=30.0, timeout_s=LIMIT_S, injected=lambda _: None):
         self.clock = SystemClock()
@@ -43,13 +46,13 @@ class Bench:
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
             memory_reclaimed=self.recorded.append,
         )
-        settings = GateSettings(
+        settings = AdmissionSettings(
             host="h",
             backoff_limit_s=backoff_s,
             memory=MemoryRules(timeout_s, 512.0, 0.01),
             injected=injected,
         )
-        self.gate = NodeGate(
+        self.admission = AdmissionCheck(
             settings, check, self.memory, loop=self.loop, clock=self.clock, reporter=reporter
         )
 
@@ -62,13 +65,13 @@ class Bench:
     def admit(self, cycle=0):
         """Return a list that gets the answer."""
         answers = []
-        self.gate.admit(cycle, answers.append)
+        self.admission.admit(cycle, answers.append)
         return answers
 
     def start(self):
         """Return a list that gets a word when workers start."""
         started = []
-        self.gate.start(lambda: started.append("started"))
+        self.admission.start(lambda: started.append("started"))
         return started
 
 
@@ -82,7 +85,7 @@ def benches():
 
     yield make
     for bench in made:
-        bench.gate.close()
+        bench.admission.close()
         bench.loop.close()
 
 
@@ -112,8 +115,8 @@ def test_checks_that_began_early_are_not_repeated(benches):
     calls = []
     bench = benches(lambda: calls.append(1) or [])
     for cycle in range(2):
-        bench.gate.prepare()
-        bench.gate.prepare()
+        bench.admission.prepare()
+        bench.admission.prepare()
         bench.run_until(lambda cycle=cycle: len(bench.recorded) == cycle + 1)
         assert bench.admit(cycle) == [None]
     assert len(calls) == 2
@@ -157,7 +160,7 @@ def test_workers_wait_for_the_memory_of_those_before(benches):
     """New workers start when every GPU is free, and the wait is recorded."""
     bench = benches()
     bench.memory.used = {0: 100.0, 1: 40_000.0}
-    bench.gate.workers_gone()
+    bench.admission.workers_gone()
     started = bench.start()
     bench.loop.run_once(until=bench.clock.monotonic() + 0.05)
     assert started == []
@@ -171,7 +174,7 @@ def test_memory_that_stays_in_use_is_an_error_and_no_obstacle(benches, caplog):
     """After the timeout the workers start all the same, with one ERROR line."""
     bench = benches(timeout_s=0.05)
     bench.memory.used = {0: 40_000.0}
-    bench.gate.workers_gone()
+    bench.admission.workers_gone()
     started = bench.start()
     bench.run_until(lambda: started)
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -182,17 +185,17 @@ def test_a_timeout_of_zero_does_not_look(benches):
     """The wait can be switched off."""
     bench = benches(timeout_s=0.0)
     bench.memory.used = {0: 40_000.0}
-    bench.gate.workers_gone()
+    bench.admission.workers_gone()
     assert bench.start() == ["started"]
 
 
 def test_a_crash_loop_holds_the_start_back(benches):
     """The second short cycle in a row delays the next start, the first does not."""
     bench = benches(backoff_s=0.05)
-    bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
+    bench.admission.cycle_failed(CRASH, 0.1, has_stepped=False)
     assert bench.start() == ["started"]
     before = bench.clock.monotonic()
-    bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
+    bench.admission.cycle_failed(CRASH, 0.1, has_stepped=False)
     started = bench.start()
     assert started == []
     bench.run_until(lambda: started)
@@ -203,9 +206,9 @@ def test_a_stop_takes_a_held_start_back(benches):
     """Workers that were about to start do not, when the node decides otherwise meanwhile."""
     bench = benches(backoff_s=0.03)
     for _ in range(2):
-        bench.gate.cycle_failed(CRASH, 0.1, has_stepped=False)
+        bench.admission.cycle_failed(CRASH, 0.1, has_stepped=False)
     first = bench.start()
-    bench.gate.shut()
+    bench.admission.shut()
     second = bench.start()
     bench.run_until(lambda: second)
     assert first == []

@@ -38,10 +38,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     RanksHeld,
     ReleaseRanks,
     ReportHeld,
+    ReportPreempted,
     RoundLeaves,
     SaveAgreed,
     StartGrace,
-    TellPreempted,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
@@ -51,7 +51,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     Kind,
-    Note,
+    NodeMessage,
     WorkerState,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
@@ -82,7 +82,7 @@ def test_an_announcement_asks_ranks_and_starts_the_time():
     """The signal is told to the others, ranks are asked once the round leaves, and work goes on."""
     node, done = play(running(), Preempted(GOES), RoundLeaves(GOES), RanksHeld(7), SaveAgreed(8))
     assert done == [
-        TellPreempted(GOES),
+        ReportPreempted(GOES),
         StartGrace(),
         AskToSave(GOES),
         ReportHeld(7),
@@ -154,7 +154,7 @@ SERVES = Policy(2, 15.0, 1800.0, 93, many_nodes=True, is_store_host=True, host="
 def test_a_store_host_without_ranks_that_must_go_lets_the_others_save():
     """The job ends with its store: it stays until all have left, and leaves with 0 then."""
     node, done = play(Node(SERVES), Preempted(GOES))
-    assert (node.phase, done) == (Phase.JOINING, [TellPreempted(GOES), StartGrace()])
+    assert (node.phase, done) == (Phase.JOINING, [ReportPreempted(GOES), StartGrace()])
     assert play(node, Preempted(GOES))[1] == []
     node, done = play(node, RoundClosed("graceful"))
     assert (node.phase, done[-1].exit_code) == (Phase.FINISHED, 0)
@@ -170,7 +170,7 @@ def test_a_store_host_without_ranks_stays_no_longer_than_the_grace_time():
 def test_a_store_host_that_must_go_between_two_rounds_says_so_in_the_next():
     """What it told the round that ended is forgotten: the next one saves and leaves."""
     node, _ = play(Node(SERVES), Preempted(GOES))
-    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), TellPreempted(GOES)]
+    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), ReportPreempted(GOES)]
     ready = RoundReady(Assignment(1, 0, 2, 0, 4, "127.0.0.1", 29500), (0, 1))
     node, _ = play(node, ready)
     assert node.must_go
@@ -183,21 +183,21 @@ def test_a_store_host_told_while_its_workers_stop_for_a_restart_does_not_end_the
     assignment = Assignment(0, 0, 2, 0, 4, "127.0.0.1", 29500)
     node, _ = play(Node(SERVES), RoundReady(assignment, (0, 1)), NextRoundOpened(DEAD))
     node, done = play(node, Preempted(GOES))
-    assert (node.phase, done) == (Phase.STOPPING, [TellPreempted(GOES), StartGrace()])
+    assert (node.phase, done) == (Phase.STOPPING, [ReportPreempted(GOES), StartGrace()])
     over, done = play(node, GraceOver(), GroupStopped())
     assert (over.phase, done[-2]) == (Phase.FINISHED, CloseRendezvous("failure", GOES))
     node, done = play(node, GroupStopped())
-    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), TellPreempted(GOES)])
+    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), ReportPreempted(GOES)])
 
 
 class Stays:
     """What an agent needs that stays for the others; each turn of its loop brings one event."""
 
     def __init__(self, *events):
-        self.told, self.must_stay, self._events = [], True, list(events)
+        self.reported, self.must_stay, self._events = [], True, list(events)
         loop = types.SimpleNamespace(run_once=self.turn)
         parts = dict.fromkeys((field.name for field in dataclasses.fields(Parts)), None)
-        controller = types.SimpleNamespace(start_grace=lambda: self.told.append("grace"))
+        controller = types.SimpleNamespace(start_grace=lambda: self.reported.append("grace"))
         parts |= {
             "policy": SERVES,
             "loop": loop,
@@ -215,17 +215,17 @@ class Stays:
         return []
 
     def preempted(self, cause):
-        self.told.append(cause)
+        self.reported.append(cause)
 
     def close(self, reason, cause):
-        self.told.append((reason, cause.kind))
+        self.reported.append((reason, cause.kind))
 
 
 OVER = RoundClosed("graceful")
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "reported"),
     [
         ((Preempted(GOES), OVER), ["grace", GOES]),
         ((Preempted(GOES), NextRoundOpened(DEAD), OVER), ["grace", GOES, GOES]),
@@ -234,11 +234,11 @@ OVER = RoundClosed("graceful")
         ((NextRoundOpened(DEAD), OVER), []),
     ],
 )
-def test_a_store_host_whose_own_part_is_over_lets_the_others_save(events, told):
+def test_a_store_host_whose_own_part_is_over_lets_the_others_save(events, reported):
     """One that only stays for its store asks all to save; a signal to end still ends the job."""
     here = Stays(*events)
     here.agent._stay()
-    assert here.told == told
+    assert here.reported == reported
 
 
 # --- the store host ------------------------------------------------------------------------------
@@ -256,71 +256,73 @@ MEMORY = host.Memory(
     active=tuple(host.Member(Candidate(n, f"10.0.0.{i}", i), n) for i, n in enumerate((A, B))),
     spares=frozenset({C}),
 )
-WANTS_TO_GO = Note(Kind.PREEMPTED, A, cause=GOES)
+WANTS_TO_GO = NodeMessage(Kind.PREEMPTED, A, cause=GOES)
 
 
-def judge(entry, *notes, successes=0, me=B, min_nodes=2, memory=MEMORY, restarts=3):
+def evaluate(entry, *messages, successes=0, me=B, min_nodes=2, memory=MEMORY, restarts=3):
     """Return what the store host decides."""
-    rules = host.HostRules(PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0)
-    done = tuple(Note(Kind.STATE, n, state=WorkerState.SUCCEEDED) for n in (A, B)[:successes])
-    view = host.View(entry, (*notes, *done), dict.fromkeys((A, B, C), 0.0), me=me)
+    rules = host.CoordinatorRules(PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0)
+    done = tuple(
+        NodeMessage(Kind.STATE, n, state=WorkerState.SUCCEEDED) for n in (A, B)[:successes]
+    )
+    view = host.View(entry, (*messages, *done), dict.fromkeys((A, B, C), 0.0), me=me)
     return host.decide(rules, memory, view, 100.0)
 
 
 def test_the_round_leaves_when_a_node_must_go():
     """The host says so once; then it waits until every node has told how far its ranks are."""
-    assert judge(closed(), WANTS_TO_GO) == host.Leave(GOES)
+    assert evaluate(closed(), WANTS_TO_GO) == host.Leave(GOES)
     asked = closed(is_leaving=True)
-    held = (Note(Kind.HELD, A, calls=7), Note(Kind.HELD, B, calls=9))
-    assert isinstance(judge(asked, WANTS_TO_GO, held[0]), host.Wait)
-    assert judge(asked, WANTS_TO_GO, *held) == host.Leave(GOES, 10)
+    held = (NodeMessage(Kind.HELD, A, calls=7), NodeMessage(Kind.HELD, B, calls=9))
+    assert isinstance(evaluate(asked, WANTS_TO_GO, held[0]), host.Wait)
+    assert evaluate(asked, WANTS_TO_GO, *held) == host.Leave(GOES, 10)
     agreed = closed(is_leaving=True, save_at=10)
-    assert isinstance(judge(agreed, WANTS_TO_GO, *held), host.Wait)
+    assert isinstance(evaluate(agreed, WANTS_TO_GO, *held), host.Wait)
 
 
 def test_the_round_leaves_when_the_store_host_must_go_though_it_has_no_ranks():
     """Only nodes that work are waited for; the job is over then, whoever else is there."""
-    spare_goes = Note(Kind.PREEMPTED, C, cause=GOES)
-    assert judge(closed(), spare_goes, me=C) == host.Leave(GOES)
-    held = (Note(Kind.HELD, A, calls=7), Note(Kind.HELD, B, calls=9))
-    assert judge(closed(is_leaving=True), spare_goes, *held, me=C) == host.Leave(GOES, 10)
+    spare_goes = NodeMessage(Kind.PREEMPTED, C, cause=GOES)
+    assert evaluate(closed(), spare_goes, me=C) == host.Leave(GOES)
+    held = (NodeMessage(Kind.HELD, A, calls=7), NodeMessage(Kind.HELD, B, calls=9))
+    assert evaluate(closed(is_leaving=True), spare_goes, *held, me=C) == host.Leave(GOES, 10)
     left = closed(is_leaving=True, save_at=10)
-    assert judge(left, spare_goes, successes=2, me=C) == host.End("graceful")
+    assert evaluate(left, spare_goes, successes=2, me=C) == host.End("graceful")
 
 
 def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
     """Only nodes that still work have ranks to ask; a spare that must go concerns nobody."""
-    done = Note(Kind.STATE, B, state=WorkerState.SUCCEEDED)
+    done = NodeMessage(Kind.STATE, B, state=WorkerState.SUCCEEDED)
     asked = closed(is_leaving=True)
-    told = Note(Kind.HELD, A, calls=4)
-    assert judge(asked, WANTS_TO_GO, done, told) == host.Leave(GOES, 5)
-    assert isinstance(judge(closed(), Note(Kind.PREEMPTED, C, cause=GOES)), host.Wait)
+    reported = NodeMessage(Kind.HELD, A, calls=4)
+    assert evaluate(asked, WANTS_TO_GO, done, reported) == host.Leave(GOES, 5)
+    assert isinstance(evaluate(closed(), NodeMessage(Kind.PREEMPTED, C, cause=GOES)), host.Wait)
 
 
 def test_the_job_goes_on_without_the_node_when_enough_others_are_there():
     """With a spare the next round opens; with none, or without restarts left, the job is over."""
     left = closed(is_leaving=True, save_at=10)
-    assert judge(left, WANTS_TO_GO, successes=2) == host.Open(GOES)
+    assert evaluate(left, WANTS_TO_GO, successes=2) == host.Open(GOES)
     alone = host.Memory(active=MEMORY.active)
     over = host.End("graceful")
-    assert judge(left, WANTS_TO_GO, successes=2, memory=alone) == over
-    assert judge(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == host.Open(GOES)
-    assert judge(left, WANTS_TO_GO, successes=2, restarts=0) == over
-    gone = Note(Kind.LEFT, C)
-    assert judge(left, WANTS_TO_GO, gone, successes=2) == over
+    assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone) == over
+    assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == host.Open(GOES)
+    assert evaluate(left, WANTS_TO_GO, successes=2, restarts=0) == over
+    gone = NodeMessage(Kind.LEFT, C)
+    assert evaluate(left, WANTS_TO_GO, gone, successes=2) == over
 
 
 def test_the_job_ends_when_all_nodes_or_the_store_host_must_go():
     """A job that is preempted as a whole is over when its ranks have left."""
     left = closed(is_leaving=True, save_at=10)
-    both = (WANTS_TO_GO, Note(Kind.PREEMPTED, B, cause=GOES))
-    assert judge(left, *both, successes=2) == host.End("graceful")
-    assert judge(left, WANTS_TO_GO, successes=2, me=A) == host.End("graceful")
+    both = (WANTS_TO_GO, NodeMessage(Kind.PREEMPTED, B, cause=GOES))
+    assert evaluate(left, *both, successes=2) == host.End("graceful")
+    assert evaluate(left, WANTS_TO_GO, successes=2, me=A) == host.End("graceful")
 
 
 def test_new_fields_pass_through_the_store():
     """What nodes and host write about leaving is read as it was written."""
     entry = closed(is_leaving=True, save_at=12, cause=GOES)
     assert records.decode(Entry, records.encode(entry)) == entry
-    note = Note(Kind.HELD, A, calls=0)
-    assert records.decode(Note, records.encode(note)) == note
+    message = NodeMessage(Kind.HELD, A, calls=0)
+    assert records.decode(NodeMessage, records.encode(message)) == message

@@ -98,8 +98,8 @@ def test_what_cannot_be_is_said(
 
 def test_what_has_no_effect_beside_cycle_logs_is_said(script: str) -> None:
     """Redirects and tee are taken, with one warning that they do nothing."""
-    (note,) = made(APPLOG, "--tee=3", "--redirects=3", script).warnings
-    assert "--redirects, --tee: no effect" in note
+    (message,) = made(APPLOG, "--tee=3", "--redirects=3", script).warnings
+    assert "--redirects, --tee: no effect" in message
 
 
 def config(specs: object, **changes: object) -> launcher.LaunchConfig:

@@ -133,7 +133,7 @@ def test_a_port_is_fixed_only_if_somebody_gave_it(
     assert plan(script).master_port == 2001
 
 
-def test_the_port_of_the_meeting_is_not_that_of_rank_0(script: str) -> None:
+def test_the_port_of_the_rendezvous_is_not_that_of_rank_0(script: str) -> None:
     """Many nodes meet at the endpoint's port, so ranks get fresh ones; another port stays fixed."""
     static = ("--nnodes=2", "--node_rank=1", "--master_addr=a", "--master_port=2001")
     for words in (static, (*static, "--rdzv-backend=static"), (*static, "--rdzv-endpoint=b:2001")):
@@ -212,11 +212,11 @@ def test_filters_without_files_are_said_to_do_nothing(script: str) -> None:
     words = ("--duplicate-stdout-filters=a,,b,c", "--duplicate-stderr-filters=d", script)
     made = plan(*words)
     assert made.output.filters == {Stream.STDOUT: ("a,b", "c"), Stream.STDERR: ("d",)}
-    (note,) = made.warnings
-    assert note.startswith("--duplicate-stdout-filters, --duplicate-stderr-filters: no effect")
+    (sent,) = made.warnings
+    assert sent.startswith("--duplicate-stdout-filters, --duplicate-stderr-filters: no effect")
     assert plan("--tee=1", *words).warnings == ()
-    (note,) = plan("--tee=1", "--ft-per-cycle-applog-prefix=/l/a", *words).warnings
-    assert note.startswith("--tee, --duplicate-stdout-filters, --duplicate-stderr-filters: no")
+    (sent,) = plan("--tee=1", "--ft-per-cycle-applog-prefix=/l/a", *words).warnings
+    assert sent.startswith("--tee, --duplicate-stdout-filters, --duplicate-stderr-filters: no")
 
 
 def test_a_restart_policy_in_a_file_is_taken(script: str, tmp_path: Path) -> None:

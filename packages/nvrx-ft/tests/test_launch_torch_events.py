@@ -76,7 +76,9 @@ def failure(local_rank: int) -> Failure:
     )
 
 
-def told(kept: Kept, exit_code: int, failures: list[Failure], stop_signal: int | None) -> list[Any]:
+def reported(
+    kept: Kept, exit_code: int, failures: list[Failure], stop_signal: int | None
+) -> list[Any]:
     """Return source, state and rank of what is told of a job of two workers."""
     one = TorchEvents(NAME, JobFacts("job", "default", "train.py"), SystemClock())
     one.started(ASSIGNMENT, {0: 101, 1: 102})
@@ -94,7 +96,7 @@ STARTS = [("WORKER", "START", 2), ("WORKER", "START", 3)]
 def test_a_job_that_succeeds(kept: Kept) -> None:
     """Starts, successes of the workers, success of the launcher; in torch's words."""
     ends = [("WORKER", "SUCCEEDED", 2), ("WORKER", "SUCCEEDED", 3), ("AGENT", "SUCCEEDED", None)]
-    assert told(kept, 0, [], None) == STARTS + ends
+    assert reported(kept, 0, [], None) == STARTS + ends
     first = kept.events[0]
     assert first["name"] == "torchelastic.worker.status.START"
     about = json.loads(first["metadata"].pop("metadata"))
@@ -113,7 +115,7 @@ def test_a_job_that_succeeds(kept: Kept) -> None:
 def test_a_job_that_fails(kept: Kept) -> None:
     """The worker that failed, with code and error; the other, which was ended; the launcher."""
     ends = [("WORKER", "TERMINATED", 2), ("WORKER", "FAILED", 3), ("AGENT", "SUCCEEDED", None)]
-    assert told(kept, 1, [failure(1)], None) == STARTS + ends
+    assert reported(kept, 1, [failure(1)], None) == STARTS + ends
     failed = kept.events[3]["metadata"]
     assert json.loads(failed["raw_error"]) == {"message": "it fell"}
     about = json.loads(failed["metadata"])
@@ -123,7 +125,7 @@ def test_a_job_that_fails(kept: Kept) -> None:
 @pytest.mark.parametrize(("exit_code", "stop_signal"), [(1, 15), (0, 15), (1, None)])
 def test_a_job_that_was_ended(kept: Kept, exit_code: int, stop_signal: int | None) -> None:
     """After a signal, or for a reason that no worker gave, the launcher has failed."""
-    assert told(kept, exit_code, [], stop_signal) == [*STARTS, ("AGENT", "FAILED", None)]
+    assert reported(kept, exit_code, [], stop_signal) == [*STARTS, ("AGENT", "FAILED", None)]
 
 
 def test_a_spare_says_no_more_than_how_it_ended(kept: Kept) -> None:
@@ -143,7 +145,7 @@ def test_a_handler_that_fails_is_one_warning(
         raise RuntimeError("full")
 
     monkeypatch.setattr(events, "record", refuse)
-    assert told(kept, 0, [], None) == []
+    assert reported(kept, 0, [], None) == []
     assert caplog.text.count("is told nothing more: RuntimeError: full") == 1
 
 

@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import (
     create_handler,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import read_notes
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import read_messages
 
 DEADLINE_S = handler_nodes.DEADLINE_S
 
@@ -56,8 +56,8 @@ def states(handler: FtRendezvousHandler) -> list[str]:
 
 def has_arrived(handler: FtRendezvousHandler, node: str, round_: int) -> bool:
     """Return whether a node has offered itself in a round."""
-    notes = handler._read(lambda store: read_notes(store, round_))
-    return any(note.node == node and note.kind is Kind.ARRIVED for note in notes)
+    messages = handler._read(lambda store: read_messages(store, round_))
+    return any(message.node == node and message.kind is Kind.ARRIVED for message in messages)
 
 
 def start(nodes: handler_nodes.Nodes, count: int) -> list[Any]:

@@ -425,7 +425,7 @@ class NoDescriptors:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def test_a_doorway_without_descriptors_does_not_make_the_loop_spin(socket_folder):
+def test_an_acceptor_without_descriptors_does_not_make_the_loop_spin(socket_folder):
     """A caller for whom no descriptor is left waits, and the listener is not watched meanwhile."""
     loop = Watched()
     acceptor = Acceptor(str(socket_folder / "m.sock"), loop, print, print)
@@ -667,7 +667,7 @@ def test_a_monitor_answers_a_change_of_cycle(node):
     """The launcher's word about a cycle is answered: a sign of life."""
     it = node()
     it.monitor.send(control.CycleChanged(7))
-    assert it.expect(control.CycleKnown) == control.CycleKnown(7)
+    assert it.expect(control.CycleAcknowledged) == control.CycleAcknowledged(7)
 
 
 def test_refusals_are_logged_a_few_times_and_then_counted(caplog):
@@ -675,13 +675,13 @@ def test_refusals_are_logged_a_few_times_and_then_counted(caplog):
     refusals = RefusalLog("the socket of local rank 2")
     assert refusals.next_check is None
     for number in range(100):
-        refusals.note(10.0 + number * 0.1, f"refused {number}")
+        refusals.record(10.0 + number * 0.1, f"refused {number}")
     assert [r.getMessage() for r in caplog.records] == [f"refused {n}" for n in range(5)]
     assert refusals.next_check == 70.0
     refusals.check(69.9)
     refusals.check(70.0)
     assert caplog.records[-1].getMessage() == "95 more refusals at the socket of local rank 2"
-    refusals.note(75.0, "again")
+    refusals.record(75.0, "again")
     refusals.check(140.0)
     assert caplog.records[-1].getMessage() == "again"
 

@@ -170,8 +170,8 @@ def test_a_name_without_a_limit_is_told_once(caplog):
     with caplog.at_level("INFO", logger="nvrx"):
         for name in ("stepp", "data", "stepp", "data"):
             path.start_section(name)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [
+    reported = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert reported == [
         ("WARNING", "section 'stepp' has no timeout, so it is not watched; did you mean step?"),
         ("INFO", "section 'data' has no timeout, so it is not watched"),
     ]

@@ -67,7 +67,7 @@ def asking():
     return state
 
 
-def heard():
+def received():
     """Return a session on which the evidence is complete."""
     return run(asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6))[0]
 
@@ -121,7 +121,7 @@ def test_the_whole_way_of_a_hang_with_stacks():
     assert (state.phase, effects) == (Phase.DUMPING, [s.AskStacks()])
     assert state.wake_at == pytest.approx(T0 + 6.225)
     state, effects = run(state, (s.Woke(), T0 + 6.23), (s.Saved(), T0 + 6.24))
-    assert (state.phase, effects) == (Phase.HEARD, [s.SaveEvidence(), s.Testify()])
+    assert (state.phase, effects) == (Phase.RECEIVED, [s.SaveEvidence(), s.Testify()])
     state, effects = run(state, (s.Sentenced(), T0 + 6.25))
     assert (state.phase, effects) == (Phase.KILLING, [s.Terminate()])
     state, effects = run(state, (s.Died(), T0 + 6.3))
@@ -158,7 +158,7 @@ def test_a_slow_disk_does_not_hold_up_the_kill():
 def test_escalation():
     """A gentle signal, then SIGKILL, then a report that nothing helps."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(heard(), (s.Sentenced(), T0 + 6), rules=rules)
+    state, _ = run(received(), (s.Sentenced(), T0 + 6), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
     state, effects = run(state, (s.Woke(), T0 + 11), rules=rules)
     assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [s.Kill()])
@@ -189,7 +189,7 @@ def test_another_ranks_hang_is_looked_into_without_a_verdict():
     state, effects = run(live(), (s.Summoned(), T0 + 5))
     assert (state.phase, state.verdict, effects) == (Phase.ASKING, None, [s.Inspect()])
     state, effects = run(state, (s.Inspected(can_dump=False), T0 + 5), (s.Saved(), T0 + 5))
-    assert (state.phase, kinds(effects)) == (Phase.HEARD, [s.SaveEvidence, s.Testify])
+    assert (state.phase, kinds(effects)) == (Phase.RECEIVED, [s.SaveEvidence, s.Testify])
     assert run(state, (s.Sentenced(), T0 + 6))[1] == [s.Terminate()]
     free, effects = run(state, (s.Released(), T0 + 6))
     assert (free.phase, effects) == (Phase.FREE, [])
@@ -197,13 +197,13 @@ def test_another_ranks_hang_is_looked_into_without_a_verdict():
     assert again.phase is Phase.LIVE
 
 
-@pytest.mark.parametrize("state", [SessionState(), heard()], ids=["idle", "heard"])
+@pytest.mark.parametrize("state", [SessionState(), received()], ids=["idle", "received"])
 def test_who_cannot_be_looked_at_again_is_not_summoned(state):
     """Without a session, or while it is looked at, a summons changes nothing."""
     assert run(state, (s.Summoned(), T0 + 9)) == (state, [])
 
 
-@pytest.mark.parametrize("make", [live, suspected, asking, heard])
+@pytest.mark.parametrize("make", [live, suspected, asking, received])
 def test_the_end_of_the_session_drops_the_suspicion(make):
     """A rank that ended its session is judged no more."""
     state, effects = run(make(), (s.Closed(1), T0 + 6))
@@ -213,7 +213,7 @@ def test_the_end_of_the_session_drops_the_suspicion(make):
 def test_a_condemned_rank_cannot_escape_by_closing():
     """After the verdict was carried out, closing the connection does not stop the escalation."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(heard(), (s.Sentenced(), T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
+    state, _ = run(received(), (s.Sentenced(), T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
     assert kinds(run(state, (s.Woke(), T0 + 11), rules=rules)[1]) == [s.Kill]
 

@@ -13,7 +13,11 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import (
     SlotWriter,
     read_slot,
 )
-from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import Timeouts, judge, next_look
+from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import (
+    Timeouts,
+    evaluate,
+    next_look,
+)
 
 START = 1000.0
 
@@ -94,7 +98,7 @@ STEP_DONE = (("open", "step", 1.0), ("close", "step", 2.0))
 )
 def test_rules(events, given, at, expected):
     """Each rule fires past its own limit and only then."""
-    verdict = judge(view(*events), limits(**given), START, START + at)
+    verdict = evaluate(view(*events), limits(**given), START, START + at)
     found = None if verdict is None else (verdict.rule, verdict.section)[: len(expected or ())]
     assert found == expected
 
@@ -105,11 +109,11 @@ def test_rules(events, given, at, expected):
 )
 def test_warmup_stands_in_for_step_during_the_first_iterations(iteration, first, limit_s):
     """The `warmup` limit holds for `step` until enough iterations of the session passed."""
-    told = [] if iteration is None else [("iteration", iteration, 0.0)]
-    seen = view(*told, ("open", "step", 0.0), first_iteration=first)
+    reported = [] if iteration is None else [("iteration", iteration, 0.0)]
+    seen = view(*reported, ("open", "step", 0.0), first_iteration=first)
     given = limits(sections_s={"step": 2.0, "warmup": 60.0})
-    assert judge(seen, given, START, START + limit_s) is None
-    verdict = judge(seen, given, START, START + limit_s + 0.1)
+    assert evaluate(seen, given, START, START + limit_s) is None
+    verdict = evaluate(seen, given, START, START + limit_s + 0.1)
     assert (verdict.section, verdict.limit_s) == ("step", limit_s)
 
 
@@ -117,7 +121,7 @@ def test_the_verdict_names_the_deadline_that_passed_first():
     """With several rules broken, the first one is the reason."""
     seen = view(("open", "outer", 0.0), ("open", "inner", 1.0))
     given = limits(sections_s={"outer": 5.0, "inner": 1.0}, initial_heartbeat_s=4.0)
-    assert judge(seen, given, START, START + 50.0).section == "inner"
+    assert evaluate(seen, given, START, START + 50.0).section == "inner"
 
 
 def test_the_next_look_is_at_the_earliest_deadline():
@@ -155,7 +159,7 @@ def test_a_stop_between_two_stores_of_a_close_is_no_hang():
     halfway[8 * 8 : 9 * 8] = after[8 * 8 : 9 * 8]
     for raw in (before, halfway, after):
         seen = read_slot(memoryview(raw).cast("q"), layout)
-        assert judge(seen, given, START, START + 51) is None
+        assert evaluate(seen, given, START, START + 51) is None
 
 
 def test_layouts_agree_whatever_the_order():

@@ -48,7 +48,7 @@ def play(seed):
     ranks = [Rank() for _ in range(chance.randint(1, 6))]
     nodes = [ranks[i::2] for i in range(2) if ranks[i::2]]
     asked_after = chance.randint(0, 200)
-    told, agreed = {}, None
+    reported, agreed = {}, None
     for tick in range(20_000):
         if all(rank.saved_at is not None for rank in ranks):
             return {rank.saved_at for rank in ranks}
@@ -59,16 +59,16 @@ def play(seed):
                 rank.leave()
             elif rank.can_go(ranks):
                 rank.enter()
-        elif move == len(ranks) and tick > asked_after and len(told) < len(nodes):
+        elif move == len(ranks) and tick > asked_after and len(reported) < len(nodes):
             # A node asks its ranks one by one, and reads the counts when all are asked.
-            node = chance.choice([i for i in range(len(nodes)) if i not in told])
+            node = chance.choice([i for i in range(len(nodes)) if i not in reported])
             open_ = [rank for rank in nodes[node] if rank.word == 0]
             if open_:
                 chance.choice(open_).word = ASKED
             else:
-                told[node] = max(rank.calls for rank in nodes[node])
-        elif len(told) == len(nodes):
-            agreed = agreed or agreed_call(told.values())
+                reported[node] = max(rank.calls for rank in nodes[node])
+        elif len(reported) == len(nodes):
+            agreed = agreed or agreed_call(reported.values())
             untold = [rank for rank in ranks if rank.word == ASKED]
             if untold:
                 chance.choice(untold).word = agreed

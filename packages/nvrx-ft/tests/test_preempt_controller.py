@@ -24,7 +24,7 @@ class Controller:
         self._controller = PreemptionController(
             loop, clock, host="a", signum=USR1, grace_s=60.0, **{"end": None, **more}
         )
-        self.ask, self.known = self._controller.ask, self._controller.known
+        self.ask, self.acknowledged = self._controller.ask, self._controller.acknowledged
         self._controller.open(self.posted.append, link, lambda: pids)
 
     def signal(self):
@@ -45,7 +45,7 @@ class Slots:
     """What the slots of a node's ranks show, and whether the word stands in them."""
 
     def __init__(self, calls):
-        self.calls, self.is_save_known = calls, True
+        self.calls, self.is_save_acknowledged = calls, True
 
     def save(self, word):
         """Take the word."""
@@ -104,11 +104,11 @@ def test_ranks_whose_monitor_died_are_waited_for_before_a_call_is_agreed(made):
     slots = Slots({0: 5, 1: 6})
     controller = made(link=slots, pids=(1, 2))
     controller.ask(Cause("preempted", "host a must go"))
-    slots.calls, slots.is_save_known = {}, False  # the monitor dies
+    slots.calls, slots.is_save_acknowledged = {}, False  # the monitor dies
     controller.pass_time(1.0)
-    slots.is_save_known = True  # the next one is there, and one rank
+    slots.is_save_acknowledged = True  # the next one is there, and one rank
     slots.calls = {0: 5}
-    controller.known()
+    controller.acknowledged()
     controller.pass_time(1.0)
     assert not controller.posted
     slots.calls = {0: 5, 1: 7}

@@ -247,7 +247,7 @@ def test_default_imports():
 @pytest.mark.slow
 def test_workers_without_torch_want_no_standbys():
     """Workers gain from standbys only with libtorch mapped."""
-    assert not conditions.wants_standbys(
+    assert not conditions.wants_prewarming(
         [os.getpid(), 1 << 30] if "torch" not in sys.modules else []
     )
     pytest.importorskip("torch")
@@ -256,7 +256,7 @@ def test_workers_without_torch_want_no_standbys():
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         process.stdout.readline()
-        assert conditions.wants_standbys([1 << 30, process.pid])
+        assert conditions.wants_prewarming([1 << 30, process.pid])
         process.communicate()
 
 
@@ -265,7 +265,7 @@ def test_decisions_import_nothing_heavy():
     code = (
         "import sys\n"
         "from nvidia_resiliency_ext.fault_tolerance._workers import "
-        "conditions, pool, standby\n"
+        "conditions, pool, prewarmed\n"
         "print([n for n in ('torch', 'numpy', 'psutil', 'yaml', 'asyncio') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import ft_conformance as conformance
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._workers import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed as standbys
 
 pytestmark = pytest.mark.slow  # together
 
@@ -148,5 +148,5 @@ def test_ordinary_user_gets_priority_and_cores_back(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told == {"user": 65534, "held": [os.SCHED_BATCH], "different": {}}
+    reported = json.loads(done.stdout)
+    assert reported == {"user": 65534, "held": [os.SCHED_BATCH], "different": {}}

@@ -10,28 +10,28 @@ from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
     Begun,
     Disable,
-    EndStandby,
+    EndPrewarm,
     Gone,
     GoodStep,
     Idle,
     Memory,
     Pool,
     Prepare,
+    PrewarmFailed,
+    PrewarmReady,
     RanksStarted,
     RanksStarting,
     Refused,
     SlotState,
     Stale,
-    StandbyFailed,
-    StandbyReady,
-    StartStandby,
+    StartPrewarm,
     Tick,
     Wanted,
     step,
 )
 
 EMPTY, WARMING, READY = SlotState.EMPTY, SlotState.WARMING, SlotState.READY
-WENT, FAILED = SlotState.WENT, SlotState.FAILED
+ACTIVATED, FAILED = SlotState.ACTIVATED, SlotState.FAILED
 
 
 def after(pool, *events, now=0.0):
@@ -54,7 +54,7 @@ def running(slots=4, cores=4):
 def test_first_cycle_starts_all_at_once():
     """Before the first cycle all standbys are started together, whatever the cores."""
     pool, effects = step(Pool.of(4, 2), Prepare(), 0.0)
-    assert effects == tuple(StartStandby(slot) for slot in range(4))
+    assert effects == tuple(StartPrewarm(slot) for slot in range(4))
     assert pool.slots == (WARMING,) * 4
 
 
@@ -63,27 +63,27 @@ def test_fills_two_seconds_after_go_by_half_the_cores():
     pool = running(slots=4, cores=4)
     assert step(pool, Tick(), 1.9)[1] == ()
     pool, effects = step(pool, Tick(), 2.0)
-    assert effects == (StartStandby(0), StartStandby(1))
-    pool, effects = step(pool, StandbyReady(0), 3.0)
-    assert effects == (StartStandby(2),)
-    assert pool.slots == (READY, WARMING, WARMING, WENT)
+    assert effects == (StartPrewarm(0), StartPrewarm(1))
+    pool, effects = step(pool, PrewarmReady(0), 3.0)
+    assert effects == (StartPrewarm(2),)
+    assert pool.slots == (READY, WARMING, WARMING, ACTIVATED)
 
 
 def test_idle_processors_warm_up_more():
     """Processors that nothing else uses have standbys, too; one that warms up keeps its own."""
     pool, effects = after(running(slots=4, cores=2), Idle(1.8), (Tick(), 2.0))
-    assert effects == [StartStandby(0), StartStandby(1)]
-    pool, effects = after(pool, Idle(0.0), (StandbyReady(0), 4.0))
-    assert effects == [StartStandby(2)]
-    pool, effects = after(pool, Idle(0.0), (StandbyReady(1), 5.0))
-    assert effects == [StartStandby(3)]
-    assert after(running(slots=4, cores=2), Idle(0.2), (Tick(), 2.0))[1] == [StartStandby(0)]
+    assert effects == [StartPrewarm(0), StartPrewarm(1)]
+    pool, effects = after(pool, Idle(0.0), (PrewarmReady(0), 4.0))
+    assert effects == [StartPrewarm(2)]
+    pool, effects = after(pool, Idle(0.0), (PrewarmReady(1), 5.0))
+    assert effects == [StartPrewarm(3)]
+    assert after(running(slots=4, cores=2), Idle(0.2), (Tick(), 2.0))[1] == [StartPrewarm(0)]
 
 
 def test_idle_processors_warm_up_before_the_first_step():
     """Workers that have their imports behind them and wait for something else leave room."""
     pool, effects = after(running(slots=4, cores=2), Idle(2.0), (Tick(), 1.0))
-    assert effects == [StartStandby(0), StartStandby(1)]
+    assert effects == [StartPrewarm(0), StartPrewarm(1)]
     assert after(running(), Idle(0.2), (Tick(), 1.0))[1] == []
     # What was idle before says nothing of workers that start now, nor of cold ones' imports.
     assert after(pool, (RanksStarting(), 5.0), (RanksStarted(), 5.1))[1] == []
@@ -95,12 +95,12 @@ def test_idle_processors_warm_up_before_the_first_step():
 
 def test_one_core_still_fills():
     """On one core standbys are started one by one."""
-    assert step(running(4, 1), Tick(), 5.0)[1] == (StartStandby(0),)
+    assert step(running(4, 1), Tick(), 5.0)[1] == (StartPrewarm(0),)
 
 
 def test_first_sign_of_a_step_starts_the_fill():
     """A heartbeat or closed section before the two seconds starts the fill."""
-    assert step(running(), GoodStep(), 0.5)[1] == (StartStandby(0), StartStandby(1))
+    assert step(running(), GoodStep(), 0.5)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 def test_never_while_ranks_start():
@@ -118,8 +118,8 @@ def test_not_while_workers_import():
     assert after(pool, (Tick(), 30.0), (Begun(0), 40.0), (Tick(), 90.0))[1] == []
     pool, effects = after(pool, (Begun(0), 30.0), (Begun(1), 40.0), (Tick(), 99.0))
     assert effects == []
-    assert step(pool, GoodStep(), 50.0)[1] == (StartStandby(0), StartStandby(1))
-    assert step(pool, Tick(), 100.0)[1] == (StartStandby(0), StartStandby(1))
+    assert step(pool, GoodStep(), 50.0)[1] == (StartPrewarm(0), StartPrewarm(1))
+    assert step(pool, Tick(), 100.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 def test_workers_that_start_cold_are_left_alone_as_long():
@@ -127,7 +127,7 @@ def test_workers_that_start_cold_are_left_alone_as_long():
     pool = Pool.of(2, 4)
     pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
     pool, _ = after(pool, (Begun(0), 4.0), (Begun(1), 4.0), (GoodStep(), 8.0))
-    pool = dataclasses.replace(pool, slots=(WENT, WENT))
+    pool = dataclasses.replace(pool, slots=(ACTIVATED, ACTIVATED))
     cold, effects = after(pool, (RanksStarting(), 9.0), (RanksStarted(), 9.0), (Tick(), 18.9))
     assert effects == []
     assert len(step(cold, Tick(), 19.0)[1]) == 2
@@ -139,26 +139,26 @@ def test_a_step_before_the_last_worker_begins():
     pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
     pool, effects = after(pool, (Begun(0), 5.0), (GoodStep(), 6.0))
     assert effects == []
-    assert step(pool, Begun(1), 9.0)[1] == (StartStandby(0), StartStandby(1))
+    assert step(pool, Begun(1), 9.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 TABLE = [
-    (WARMING, StandbyReady(0, 5), READY, ()),
-    (READY, StandbyReady(0, 5), READY, ()),
-    (EMPTY, StandbyReady(0, 5), EMPTY, ()),
-    (WARMING, StandbyFailed(0, "x"), FAILED, ()),
-    (READY, StandbyFailed(0, "x"), FAILED, ()),
-    (WENT, StandbyFailed(0, "x"), FAILED, ()),
-    (EMPTY, StandbyFailed(0, "x"), EMPTY, ()),
-    (WARMING, Gone(0), WENT, ()),
-    (READY, Gone(0), WENT, ()),
+    (WARMING, PrewarmReady(0, 5), READY, ()),
+    (READY, PrewarmReady(0, 5), READY, ()),
+    (EMPTY, PrewarmReady(0, 5), EMPTY, ()),
+    (WARMING, PrewarmFailed(0, "x"), FAILED, ()),
+    (READY, PrewarmFailed(0, "x"), FAILED, ()),
+    (ACTIVATED, PrewarmFailed(0, "x"), FAILED, ()),
+    (EMPTY, PrewarmFailed(0, "x"), EMPTY, ()),
+    (WARMING, Gone(0), ACTIVATED, ()),
+    (READY, Gone(0), ACTIVATED, ()),
     (FAILED, Gone(0), FAILED, ()),
-    (READY, Stale(0), EMPTY, (EndStandby(0),)),
-    (WARMING, Stale(0), EMPTY, (EndStandby(0),)),
-    (WENT, Stale(0), WENT, ()),
-    (READY, Wanted(False), EMPTY, (EndStandby(0),)),
-    (WENT, Wanted(False), WENT, ()),
-    (READY, Refused("no"), EMPTY, (Disable("no"), EndStandby(0))),
+    (READY, Stale(0), EMPTY, (EndPrewarm(0),)),
+    (WARMING, Stale(0), EMPTY, (EndPrewarm(0),)),
+    (ACTIVATED, Stale(0), ACTIVATED, ()),
+    (READY, Wanted(False), EMPTY, (EndPrewarm(0),)),
+    (ACTIVATED, Wanted(False), ACTIVATED, ()),
+    (READY, Refused("no"), EMPTY, (Disable("no"), EndPrewarm(0))),
     (FAILED, Refused("no"), FAILED, (Disable("no"),)),
 ]
 
@@ -175,20 +175,20 @@ def test_second_failure_within_a_minute_disables_until_a_good_step():
     """Two failures within a minute switch to cold starts, and a good step tries again."""
     pool = running()
     pool, effects = after(
-        pool, (Tick(), 2.0), (StandbyFailed(0, "one"), 3.0), (StandbyFailed(1, "two"), 50.0)
+        pool, (Tick(), 2.0), (PrewarmFailed(0, "one"), 3.0), (PrewarmFailed(1, "two"), 50.0)
     )
     disabled = [effect for effect in effects if isinstance(effect, Disable)]
     assert len(disabled) == 1
     assert "two" in disabled[0].reason
     assert not any(state in (WARMING, READY) for state in pool.slots)
     assert step(pool, Tick(), 500.0)[1] == ()
-    assert step(pool, GoodStep(), 500.0)[1] == (StartStandby(0), StartStandby(1))
+    assert step(pool, GoodStep(), 500.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 def test_failures_far_apart_do_not_disable():
     """A failure more than a minute after the last one only costs its slot."""
     pool, effects = after(
-        running(), (Tick(), 2.0), (StandbyFailed(0, "one"), 3.0), (StandbyFailed(1, "two"), 64.0)
+        running(), (Tick(), 2.0), (PrewarmFailed(0, "one"), 3.0), (PrewarmFailed(1, "two"), 64.0)
     )
     assert pool.disabled is None
     assert not [effect for effect in effects if isinstance(effect, Disable)]
@@ -200,13 +200,13 @@ def test_too_little_memory_disables():
     _, effects = after(running(), Memory(need - 1), (Tick(), 5.0))
     assert [type(effect) for effect in effects] == [Disable]
     _, effects = after(running(), Memory(need), (Tick(), 5.0))
-    assert [type(effect) for effect in effects] == [StartStandby] * 2
+    assert [type(effect) for effect in effects] == [StartPrewarm] * 2
 
 
 def test_known_size_replaces_the_estimate():
     """What a standby says it takes is what the next check counts with."""
-    pool, _ = after(running(), (Tick(), 2.0), (StandbyReady(0, 1000), 3.0), (Gone(0), 4.0))
-    assert pool.standby_bytes == 1000
+    pool, _ = after(running(), (Tick(), 2.0), (PrewarmReady(0, 1000), 3.0), (Gone(0), 4.0))
+    assert pool.prewarmed_bytes == 1000
     assert after(pool, Memory(1 << 20), (Tick(), 9.0))[0].disabled is None
 
 
@@ -243,31 +243,31 @@ def test_random_walks_keep_the_rules(seed):
         event = rng.choice(
             (
                 *EVENTS,
-                StandbyReady(slot, 9),
-                StandbyFailed(slot, "x"),
+                PrewarmReady(slot, 9),
+                PrewarmFailed(slot, "x"),
                 Gone(slot),
                 Stale(slot),
                 Begun(slot),
             )
         )
-        if isinstance(event, (StandbyFailed, Gone)):
+        if isinstance(event, (PrewarmFailed, Gone)):
             alive.discard(slot)
         before = pool
         pool, effects = step(pool, event, now)
         for effect in effects:
-            if isinstance(effect, StartStandby):
+            if isinstance(effect, StartPrewarm):
                 assert effect.slot not in alive
                 assert pool.disabled is None
                 assert pool.wanted
                 assert not pool.ranks_starting
                 assert not pool.importing or isinstance(event, Prepare)
                 alive.add(effect.slot)
-            elif isinstance(effect, EndStandby):
+            elif isinstance(effect, EndPrewarm):
                 assert effect.slot in alive
                 alive.discard(effect.slot)
         warming = sum(state is WARMING for state in pool.slots)
         prepared = prepared or isinstance(event, Prepare)
-        started = any(isinstance(effect, StartStandby) for effect in effects)
+        started = any(isinstance(effect, StartPrewarm) for effect in effects)
         if started and not isinstance(event, Prepare):
             assert warming <= max(
                 pool.width, pool.idle_width, sum(s is WARMING for s in before.slots)

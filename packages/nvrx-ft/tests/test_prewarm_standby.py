@@ -14,15 +14,15 @@ import ft_conformance as conformance
 import pytest
 import standby_crew
 
-from nvidia_resiliency_ext.fault_tolerance._workers import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed as standbys
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
-from nvidia_resiliency_ext.fault_tolerance._workers.standby import (
+from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
     Begun,
     Failed,
     GoOrder,
+    PrewarmedWorker,
+    PrewarmError,
     Ready,
-    Standby,
-    StandbyError,
     Stdio,
 )
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -47,7 +47,7 @@ def held(tmp_path):
 
     def start(path, imports=(), *, argv=None, **changes):
         command = command_of(path)
-        standby = Standby.start(
+        standby = PrewarmedWorker.start(
             command, {**env, **changes}, 0, Stdio("x", "x"), argv=argv, imports=imports
         )
         started.append(standby)
@@ -68,10 +68,10 @@ def run_to_end(standby, tmp_path, **env):
     finally:
         for fd in fds:
             os.close(fd)
-    news = conformance.receive(standby)
-    while isinstance(news, Ready):
-        news = conformance.receive(standby)
-    assert isinstance(news, Begun), news
+    event = conformance.receive(standby)
+    while isinstance(event, Ready):
+        event = conformance.receive(standby)
+    assert isinstance(event, Begun), event
     status = standby.release().wait(20.0)
     return status.describe(), *(path.read_text() for path in paths)
 
@@ -121,9 +121,9 @@ def test_failing_import_does_not_run_the_script(tmp_path, held):
     ran = tmp_path / "ran"
     path = script(tmp_path, f"open({str(ran)!r}, 'w')")
     standby = held(path, ("there_is_no_such_module",))
-    news = conformance.receive(standby)
-    assert isinstance(news, Failed)
-    assert "No module named 'there_is_no_such_module'" in news.reason
+    event = conformance.receive(standby)
+    assert isinstance(event, Failed)
+    assert "No module named 'there_is_no_such_module'" in event.reason
     assert standby.child.wait(10.0).code == 70
     assert not ran.exists()
 
@@ -145,9 +145,9 @@ def test_failure_after_go_is_reported(tmp_path, held):
     # Opening the pipe waits until the import has begun, closing it lets the import fail.
     with pipe.open("w"):
         standby.go(GoOrder(standby.env))
-    news = conformance.receive(standby)
-    assert isinstance(news, Failed)
-    assert "broken" in news.reason
+    event = conformance.receive(standby)
+    assert isinstance(event, Failed)
+    assert "broken" in event.reason
 
 
 def test_killed_standby_is_reported(tmp_path, held):
@@ -155,11 +155,11 @@ def test_killed_standby_is_reported(tmp_path, held):
     standby = held(script(tmp_path, ""))
     conformance.receive(standby)
     os.kill(standby.child.pid, signal.SIGKILL)
-    news = conformance.receive(standby)
-    assert news == Failed("it ended (killed by SIGKILL (9)) before it was ready") or (
-        "socket" in news.reason
+    event = conformance.receive(standby)
+    assert event == Failed("it ended (killed by SIGKILL (9)) before it was ready") or (
+        "socket" in event.reason
     )
-    with pytest.raises(StandbyError):
+    with pytest.raises(PrewarmError):
         standby.go(GoOrder(standby.env))
 
 
@@ -185,10 +185,10 @@ def test_dies_with_the_launcher(tmp_path):
         f"""
         import os, signal, sys
         from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
-        from nvidia_resiliency_ext.fault_tolerance._workers.standby import Standby
+        from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import PrewarmedWorker
         command = WorkerCommand((sys.executable, {str(path)!r}), {str(path)!r}, False, True)
         env = {{"PATH": os.environ["PATH"], "PYTHONPATH": {str(tmp_path)!r}}}
-        standby = Standby.start(command, env, 0, imports=("sleeping",))
+        standby = PrewarmedWorker.start(command, env, 0, imports=("sleeping",))
         print(standby.child.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
@@ -213,9 +213,9 @@ def test_wrapper_that_forks_is_refused(tmp_path, held):
     """A wrapper that runs Python as its own child is noticed: that child could not be watched."""
     path = script(tmp_path, "print('ran')")
     argv = ("/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, str(path))
-    news = conformance.receive(held(path, argv=argv))
-    assert isinstance(news, Failed)
-    assert "child of another process" in news.reason
+    event = conformance.receive(held(path, argv=argv))
+    assert isinstance(event, Failed)
+    assert "child of another process" in event.reason
 
 
 def test_wrapper_that_execs_is_fine(tmp_path, held):
@@ -378,7 +378,7 @@ def test_changed_package_makes_it_stale(tmp_path, held):
 def test_order_that_cannot_be_sent_is_an_error(tmp_path, held):
     """An environment too large for one message is refused at once and does not block."""
     standby = held(script(tmp_path, ""))
-    with pytest.raises(StandbyError, match="too large"):
+    with pytest.raises(PrewarmError, match="too large"):
         standby.go(GoOrder({**standby.env, "LARGE": "x" * (1 << 20)}))
 
 
@@ -391,8 +391,8 @@ def test_without_files_in_memory_it_cannot_be_started(tmp_path, held, monkeypatc
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(StandbyError, match=r"cannot be prepared: .*not implemented"):
-        Standby.start(command_of(script(tmp_path, "")), {}, 0, Stdio(*streams), imports=())
+    with pytest.raises(PrewarmError, match=r"cannot be prepared: .*not implemented"):
+        PrewarmedWorker.start(command_of(script(tmp_path, "")), {}, 0, Stdio(*streams), imports=())
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -415,7 +415,7 @@ def test_training_from_standby_equals_a_cold_one(tmp_path):
     assert not any(rank["loaded_before"] for rank in warm)
     assert all(rank["same_object"] for rank in warm)
     assert len({rank["seed"] for rank in warm + cold}) == 8
-    assert {rank["pid"] for rank in warm} == {news.pid for news in ready}
+    assert {rank["pid"] for rank in warm} == {event.pid for event in ready}
     assert max(rank["first_step_at"] for rank in warm) - go_at < 5.0
 
 

@@ -118,7 +118,7 @@ def test_the_lines_of_layered_restarts(socket_folder, ranks, capfd):
     """A restarter's monitor tells start, loss, recovery and end of its rank in order."""
     path, read = str(socket_folder / "m.sock"), []
 
-    def told():
+    def reported():
         read.append(capfd.readouterr().err)
         return "".join(read)
 
@@ -127,12 +127,12 @@ def test_the_lines_of_layered_restarts(socket_folder, ranks, capfd):
     try:
         ranks(path).do("init", "open step", "close step", "shutdown")
         # They come by time alone.
-        wait_until(lambda: told().count("state=handling stage=processing") >= 2)
+        wait_until(lambda: reported().count("state=handling stage=processing") >= 2)
         ranks(path).do("init", "beat")
     finally:
         process.terminate()
         process.join(20.0)
-    out = told()
+    out = reported()
     lines = [line.split("name=[InJob] ")[1] for line in out.splitlines() if "InJob" in line]
     assert lines[:2] == ["state=initialize", "state=handling stage=starting"], out
     assert lines.count("state=handling stage=processing") >= 2

@@ -10,14 +10,14 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     Entry,
     Kind,
-    Note,
+    NodeMessage,
     Phase,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
     BlameRules,
     Budget,
     blamed,
-    note,
+    record_failure,
 )
 
 RULES = BlameRules(limit=3, window_s=100.0)
@@ -27,7 +27,7 @@ def after(*failures, rules=RULES):
     """Return the count after failures given as (host, time)."""
     counted = {}
     for name, at in failures:
-        counted = note(counted, name, at, rules)
+        counted = record_failure(counted, name, at, rules)
     return counted
 
 
@@ -55,12 +55,14 @@ def test_a_limit_of_zero_blames_nobody():
 
 def node(name):
     identity = f"{name}_1_0"
-    return Note(Kind.ARRIVED, identity, arrival=Arrival(node=identity, addr=name, host=name))
+    return NodeMessage(Kind.ARRIVED, identity, arrival=Arrival(node=identity, addr=name, host=name))
 
 
 def decide(names, failures, **placement):
     sizes = {"min_nodes": 2, "max_nodes": 4, **placement}
-    rules = host.HostRules(PlacementRules(**sizes), Budget(9, None), 5.0, RULES, last_call_s=0.0)
+    rules = host.CoordinatorRules(
+        PlacementRules(**sizes), Budget(9, None), 5.0, RULES, last_call_s=0.0
+    )
     memory = host.Memory(failures=failures)
     view = host.View(Entry(1, Phase.OPEN, 3), tuple(node(name) for name in names))
     return host.decide(rules, memory, view, 50.0)
@@ -105,7 +107,9 @@ def test_the_rules_travel_to_a_control_plane():
         settings_of,
     )
 
-    rules = host.HostRules(PlacementRules(2, 3), Budget(9, None), 5.0, blame=BlameRules(7, 60.0))
+    rules = host.CoordinatorRules(
+        PlacementRules(2, 3), Budget(9, None), 5.0, blame=BlameRules(7, 60.0)
+    )
     assert rules_from_settings(settings_of(rules, "any-failed", "barrier")) == rules
     assert dataclasses.replace(rules, blame=BlameRules()).blame.limit == 3
 

@@ -159,13 +159,13 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
 def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionController]) -> float | None:
     """Return after how many seconds the end is announced; None: not within an hour."""
     clock = ManualClock(wall_s=10_000.0)
-    told: list[float] = []
+    reported: list[float] = []
     with contextlib.closing(EventLoop(clock)) as loop:
         controller = make(clock, loop)
 
         def post(event: object) -> None:
             assert isinstance(event, Preempted)
-            told.append(clock.monotonic())
+            reported.append(clock.monotonic())
 
         controller.open(post, None, list)  # type: ignore[arg-type]
         began = clock.monotonic()
@@ -173,8 +173,8 @@ def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionControlle
             # Something is always due, so the loop never waits for the machine's time.
             loop.call_at(clock.monotonic(), lambda: None)
             loop.run_once()
-            if told:
-                return told[0] - began
+            if reported:
+                return reported[0] - began
             clock.advance(1.0)
     return None
 

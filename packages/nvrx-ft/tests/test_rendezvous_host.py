@@ -16,10 +16,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, k
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
     AskRanks,
     Close,
+    CoordinatorRules,
     Decision,
     End,
-    HostRules,
-    JudgeHang,
+    EvaluateHang,
     Member,
     Memory,
     Open,
@@ -33,17 +33,17 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     ForeignValueError,
     HangStage,
     Kind,
-    Note,
+    NodeMessage,
     Phase,
     WorkerState,
     encode,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget, Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget, Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Placed,
-    Spare,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -58,15 +58,17 @@ CLOSED = Entry(3, Phase.CLOSED, 1, active=3)
 DEADLINE_S = 60.0
 
 
-def came(*indices: int) -> tuple[Note, ...]:
-    """Return the notes of nodes that arrived."""
-    return tuple(Note(Kind.ARRIVED, name(index), arrival=arrival(index)) for index in indices)
+def came(*indices: int) -> tuple[NodeMessage, ...]:
+    """Return the messages of nodes that arrived."""
+    return tuple(
+        NodeMessage(Kind.ARRIVED, name(index), arrival=arrival(index)) for index in indices
+    )
 
 
-def state(index: int, what: WorkerState) -> Note:
-    """Return a node's note on its workers."""
+def state(index: int, what: WorkerState) -> NodeMessage:
+    """Return a node's message on its workers."""
     cause = None if what is WorkerState.SUCCEEDED else CAUSE
-    return Note(Kind.STATE, name(index), state=what, cause=cause)
+    return NodeMessage(Kind.STATE, name(index), state=what, cause=cause)
 
 
 def member(index: int) -> Member:
@@ -79,9 +81,11 @@ def quiet(**seconds: float) -> Mapping[str, float]:
     return {name(int(key[1:])): value for key, value in seconds.items()}
 
 
-def ask(by: HostRules, memory: Memory, entry: Entry, *notes: Note, **view: Any) -> Decision:
+def ask(
+    by: CoordinatorRules, memory: Memory, entry: Entry, *messages: NodeMessage, **view: Any
+) -> Decision:
     """Return the decision on a view."""
-    return decide(by, memory, View(entry=entry, notes=notes, **view), NOW)
+    return decide(by, memory, View(entry=entry, messages=messages, **view), NOW)
 
 
 THREE = Memory(active=tuple(member(index) for index in range(3)))
@@ -95,10 +99,10 @@ ASKED = dataclasses.replace(CLOSED, hang=HangStage.ASKED, world_size=3)
 SOON, LATE = host.HANG_ANSWERS_S / 2, 2 * host.HANG_ANSWERS_S
 
 
-def hung(index: int, activity: Activity, cause: Cause | None = None) -> Note:
+def hung(index: int, activity: Activity, cause: Cause | None = None) -> NodeMessage:
     """Return what a node says of its one rank, with the limit that the rank broke if it did."""
     ranks = (RankState(index, activity, f"node{index}", activity.value),)
-    return Note(Kind.HUNG, name(index), cause=cause, ranks=ranks)
+    return NodeMessage(Kind.HUNG, name(index), cause=cause, ranks=ranks)
 
 
 def test_a_rank_that_waits_makes_the_host_ask_all_nodes() -> None:
@@ -111,32 +115,36 @@ def test_a_rank_that_waits_makes_the_host_ask_all_nodes() -> None:
 
 def test_all_answers_name_the_culprit() -> None:
     """When all nodes have answered, the rank that does not wait is the cause, and its host."""
-    notes = (hung(0, Activity.WAITING, BROKE), hung(1, Activity.WAITING), hung(2, Activity.WORKING))
-    judged = ask(rules(3), THREE, ASKED, *notes, quiet_s=ALIVE)
-    assert isinstance(judged, JudgeHang)
+    messages = (
+        hung(0, Activity.WAITING, BROKE),
+        hung(1, Activity.WAITING),
+        hung(2, Activity.WORKING),
+    )
+    judged = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE)
+    assert isinstance(judged, EvaluateHang)
     assert (judged.cause.rank, judged.cause.host, judged.cause.kind) == (2, "node2", "hang_section")
     assert judged.cause.what == (
         "rank 2 on host node2 working; ranks 0 and 1 waited for it"
         " (rank 0 was in section 'step' for 2 s)"
     )
-    done = dataclasses.replace(ASKED, hang=HangStage.JUDGED)
-    assert isinstance(ask(rules(3), THREE, done, *notes, quiet_s=ALIVE), Wait)
+    done = dataclasses.replace(ASKED, hang=HangStage.EVALUATED)
+    assert isinstance(ask(rules(3), THREE, done, *messages, quiet_s=ALIVE), Wait)
 
 
 def test_a_stopped_rank_is_blamed_without_asking() -> None:
     """What is certain does not depend on the others' answers."""
     judged = ask(rules(3), THREE, CLOSED, hung(1, Activity.STOPPED, BROKE), quiet_s=ALIVE)
-    assert isinstance(judged, JudgeHang)
+    assert isinstance(judged, EvaluateHang)
     assert judged.cause.rank == 1
 
 
 def test_a_node_that_does_not_answer_is_named_and_not_waited_for() -> None:
     """After some seconds the verdict says which hosts are missing, and blames no rank."""
-    notes = (hung(0, Activity.WAITING, BROKE), hung(1, Activity.WAITING))
-    early = ask(rules(3), THREE, ASKED, *notes, quiet_s=ALIVE, entry_age_s=SOON)
+    messages = (hung(0, Activity.WAITING, BROKE), hung(1, Activity.WAITING))
+    early = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE, entry_age_s=SOON)
     assert isinstance(early, Wait)
-    judged = ask(rules(3), THREE, ASKED, *notes, quiet_s=ALIVE, entry_age_s=LATE)
-    assert isinstance(judged, JudgeHang)
+    judged = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE, entry_age_s=LATE)
+    assert isinstance(judged, EvaluateHang)
     assert judged.cause.rank is None
     assert judged.cause.what.endswith("no answer from node2")
 
@@ -162,9 +170,9 @@ def test_the_first_round_closes_with_the_last_needed_node() -> None:
 @pytest.mark.parametrize("kind", [Kind.LEFT, Kind.UNHEALTHY])
 def test_who_left_after_arriving_is_not_placed(kind: Kind) -> None:
     """A node that says that it goes does not count as there."""
-    notes = (*came(0, 1, 2), Note(kind, name(1)))
-    assert isinstance(ask(rules(3, most=4), Memory(), OPEN, *notes), Wait)
-    decision = ask(rules(3, most=4), Memory(), OPEN, *notes, *came(3))
+    messages = (*came(0, 1, 2), NodeMessage(kind, name(1)))
+    assert isinstance(ask(rules(3, most=4), Memory(), OPEN, *messages), Wait)
+    decision = ask(rules(3, most=4), Memory(), OPEN, *messages, *came(3))
     assert isinstance(decision, Close)
     assert name(1) not in [one.node for one in decision.placement.active]
 
@@ -203,28 +211,28 @@ def test_nobody_starts_beside_a_node_that_may_train_on() -> None:
 def test_who_said_that_it_goes_is_not_waited_for(kind: Kind) -> None:
     """A survivor that leaves keeps nobody waiting, in whatever round it said so."""
     by = rules(3, most=4)
-    note = Note(kind, name(2), cause=CAUSE)
-    assert isinstance(ask(by, THREE, REOPENED, *came(0, 1, 3), note, quiet_s=ALIVE), Close)
-    carried = host.carried_over(THREE, (note,))
+    message = NodeMessage(kind, name(2), cause=CAUSE)
+    assert isinstance(ask(by, THREE, REOPENED, *came(0, 1, 3), message, quiet_s=ALIVE), Close)
+    carried = host.carried_over(THREE, (message,))
     assert isinstance(ask(by, carried, REOPENED, *came(0, 1, 3), quiet_s=ALIVE), Close)
 
 
 def test_started_differently_ends_the_first_round_only() -> None:
     """A mismatch ends a job that has not begun, and does not touch one that has."""
-    note = Note(Kind.MISMATCH, name(1), text="--nnodes is 2 on node1 and 3 on node0")
-    decision = ask(rules(2), Memory(), OPEN, *came(0, 1), note)
+    message = NodeMessage(Kind.MISMATCH, name(1), text="--nnodes is 2 on node1 and 3 on node0")
+    decision = ask(rules(2), Memory(), OPEN, *came(0, 1), message)
     assert isinstance(decision, End)
     assert decision.cause is not None
-    assert decision.cause.what == note.text
-    later = ask(rules(2), THREE, REOPENED, *came(0, 1, 2), note)
+    assert decision.cause.what == message.text
+    later = ask(rules(2), THREE, REOPENED, *came(0, 1, 2), message)
     assert isinstance(later, Close)
 
 
 @pytest.mark.parametrize(("unhealthy", "ends"), [(0, False), (1, False), (2, True), (3, True)])
 def test_more_unhealthy_nodes_than_may_be_missing_end_the_job(unhealthy: int, ends: bool) -> None:
     """With one node to spare a second unhealthy one ends the job, and the nodes are named."""
-    notes = tuple(Note(Kind.UNHEALTHY, name(index)) for index in range(unhealthy))
-    decision = ask(rules(3, most=4), Memory(), OPEN, *came(4, 5, 6), *notes)
+    messages = tuple(NodeMessage(Kind.UNHEALTHY, name(index)) for index in range(unhealthy))
+    decision = ask(rules(3, most=4), Memory(), OPEN, *came(4, 5, 6), *messages)
     assert isinstance(decision, End if ends else Close)
     if isinstance(decision, End):
         assert decision.reason == "failure"
@@ -234,24 +242,24 @@ def test_more_unhealthy_nodes_than_may_be_missing_end_the_job(unhealthy: int, en
 
 def test_unhealthy_nodes_of_earlier_rounds_count() -> None:
     """The count is the job's, also for nodes that said so while others trained."""
-    memory = host.carried_over(THREE, (Note(Kind.UNHEALTHY, name(7)),))
-    last = Note(Kind.UNHEALTHY, name(8))
+    memory = host.carried_over(THREE, (NodeMessage(Kind.UNHEALTHY, name(7)),))
+    last = NodeMessage(Kind.UNHEALTHY, name(8))
     assert isinstance(ask(rules(3, most=4), memory, REOPENED, *came(0, 1, 2)), Close)
     assert isinstance(ask(rules(3, most=4), memory, REOPENED, *came(0, 1, 2), last), End)
 
 
 def test_in_a_job_array_unhealthy_nodes_are_not_counted() -> None:
     """Where nodes are replaced from outside, any number of them may be unhealthy."""
-    notes = tuple(Note(Kind.UNHEALTHY, name(index)) for index in range(5))
+    messages = tuple(NodeMessage(Kind.UNHEALTHY, name(index)) for index in range(5))
     by = rules(2, counts_unhealthy=False)
-    assert isinstance(ask(by, Memory(), OPEN, *notes, *came(6, 7)), Close)
+    assert isinstance(ask(by, Memory(), OPEN, *messages, *came(6, 7)), Close)
 
 
 def test_two_launchers_with_one_address_end_the_job() -> None:
     """Nodes that cannot work together are a failure that says so."""
     twin = dataclasses.replace(arrival(1), addr=arrival(0).addr)
-    note = Note(Kind.ARRIVED, twin.node, arrival=twin)
-    decision = ask(rules(2), Memory(), OPEN, *came(0), note)
+    message = NodeMessage(Kind.ARRIVED, twin.node, arrival=twin)
+    decision = ask(rules(2), Memory(), OPEN, *came(0), message)
     assert isinstance(decision, End)
     assert decision.cause is not None
     assert decision.cause.kind == "placement"
@@ -260,8 +268,8 @@ def test_two_launchers_with_one_address_end_the_job() -> None:
 # While workers run -----------------------------------------------------------------------------
 
 
-def done(*indices: int) -> tuple[Note, ...]:
-    """Return the notes of nodes whose workers all ended well."""
+def done(*indices: int) -> tuple[NodeMessage, ...]:
+    """Return the messages of nodes whose workers all ended well."""
     return tuple(state(index, WorkerState.SUCCEEDED) for index in indices)
 
 
@@ -278,20 +286,22 @@ def test_the_job_ends_well_when_all_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notes", "silent"),
+    ("messages", "silent"),
     [
         ((), True),
-        ((Note(Kind.LEFT, name(1), cause=CAUSE),), False),
-        ((Note(Kind.UNHEALTHY, name(1), cause=CAUSE),), False),
+        ((NodeMessage(Kind.LEFT, name(1), cause=CAUSE),), False),
+        ((NodeMessage(Kind.UNHEALTHY, name(1), cause=CAUSE),), False),
         ((state(1, WorkerState.FAILED),), False),
         ((state(1, WorkerState.UNHEALTHY),), False),
     ],
     ids=["lost", "left", "unhealthy", "failed", "broken"],
 )
-def test_a_node_that_drops_out_opens_the_next_round(notes: tuple[Note, ...], silent: bool) -> None:
+def test_a_node_that_drops_out_opens_the_next_round(
+    messages: tuple[NodeMessage, ...], silent: bool
+) -> None:
     """However a node with a place drops out, the job restarts, and with the cause."""
     seconds = quiet(n0=0.1, n1=LOST_S if silent else 0.1, n2=0.1)
-    decision = ask(rules(3), THREE, CLOSED, *notes, quiet_s=seconds)
+    decision = ask(rules(3), THREE, CLOSED, *messages, quiet_s=seconds)
     assert isinstance(decision, Open)
     if silent:
         assert decision.cause.kind == "node_lost"
@@ -299,22 +309,26 @@ def test_a_node_that_drops_out_opens_the_next_round(notes: tuple[Note, ...], sil
     else:
         assert decision.cause == CAUSE
     spent = dataclasses.replace(rules(3), budget=Budget(1))
-    ended = ask(spent, THREE, CLOSED, *notes, quiet_s=seconds)
+    ended = ask(spent, THREE, CLOSED, *messages, quiet_s=seconds)
     assert ended == End("failure", decision.cause)
 
 
 def test_who_ended_well_may_be_silent_or_leave() -> None:
     """A node that is done is not lost, whatever becomes of it."""
-    notes = (*done(1), Note(Kind.LEFT, name(1), cause=CAUSE), state(1, WorkerState.FAILED))
+    messages = (
+        *done(1),
+        NodeMessage(Kind.LEFT, name(1), cause=CAUSE),
+        state(1, WorkerState.FAILED),
+    )
     seconds = quiet(n0=0.1, n1=LOST_S, n2=0.1)
-    assert isinstance(ask(rules(3), THREE, CLOSED, *notes, quiet_s=seconds), Wait)
+    assert isinstance(ask(rules(3), THREE, CLOSED, *messages, quiet_s=seconds), Wait)
 
 
 def test_a_spare_that_is_lost_restarts_nobody() -> None:
     """Only nodes with a place matter while workers run."""
-    notes = (Note(Kind.LEFT, name(7)), state(8, WorkerState.FAILED))
+    messages = (NodeMessage(Kind.LEFT, name(7)), state(8, WorkerState.FAILED))
     seconds = {**ALIVE, **quiet(n9=LOST_S)}
-    assert isinstance(ask(rules(3, most=9), THREE, CLOSED, *notes, quiet_s=seconds), Wait)
+    assert isinstance(ask(rules(3, most=9), THREE, CLOSED, *messages, quiet_s=seconds), Wait)
 
 
 @pytest.mark.parametrize(("age_s", "restarts"), [(0.0, False), (3590.0, False), (3610.0, True)])
@@ -339,8 +353,8 @@ def test_min_healthy_bears_what_it_may(
 ) -> None:
     """Of three nodes one may break; when nobody works any more and enough are done, it ends."""
     by = rules(2, most=3, min_healthy=True)
-    notes = (*(state(index, WorkerState.FAILED) for index in broken), *done(*well))
-    decision = ask(by, THREE, CLOSED, *notes, quiet_s=ALIVE)
+    messages = (*(state(index, WorkerState.FAILED) for index in broken), *done(*well))
+    decision = ask(by, THREE, CLOSED, *messages, quiet_s=ALIVE)
     assert isinstance(decision, expected)
     if isinstance(decision, End):
         assert decision.reason == "graceful"
@@ -367,7 +381,7 @@ class Crew:
     seqs: list[int]
 
     def follow(self, index: int) -> Any:
-        """Return the news of the next decision for a node."""
+        """Return the event of the next decision for a node."""
         log, entry = DecisionLog(self.stores[index]), None
         deadline = time.monotonic() + DEADLINE_S
         while entry is None:
@@ -411,7 +425,7 @@ def test_a_round_needs_few_operations_of_a_node(
         nodes.arrive()
         assert all(isinstance(nodes.follow(index), Placed) for index in range(4))
         spent = sum(one.operations for one in nodes.stores) - before
-    # One opened the round and one rang the bell.
+    # One opened the round and one set the notification key.
     assert spent <= 8 * 4 + 3
 
 
@@ -437,20 +451,20 @@ def test_the_store_does_not_grow_with_the_rounds(
 def test_a_node_that_dies_before_it_is_counted_delays_a_round_by_a_second(
     served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A note without a count wakes nobody, and is found at the next look."""
+    """A message without a count wakes nobody, and is found at the next look."""
     monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.1)
     with hosted(served, rules(2)):
         nodes = crew(2)
         nodes.sessions[0].arrive(arrival(0))
-        note = Note(Kind.ARRIVED, name(1), arrival=arrival(1))
-        nodes.stores[1].append_line(keys.inbox(0), encode(note))
+        message = NodeMessage(Kind.ARRIVED, name(1), arrival=arrival(1))
+        nodes.stores[1].append_line(keys.messages(0), encode(message))
         assert isinstance(nodes.follow(0), Placed)
 
 
 def test_a_node_counted_too_late_still_takes_the_place_it_was_given(
     served: Served, crew: Callable[[int], Crew]
 ) -> None:
-    """Between a node's note and its count the round may close with it; it must not stand by."""
+    """Between a node's message and its count the round may close with it; it must not stand by."""
     with hosted(served, rules(2, most=3)):
         nodes = crew(3)
         real, closed = nodes.stores[0].count, threading.Event()
@@ -466,25 +480,25 @@ def test_a_node_counted_too_late_still_takes_the_place_it_was_given(
         nodes.stores[0].count = late  # type: ignore[method-assign]
         nodes.sessions[0].arrive(arrival(0))
         assert closed.is_set()
-        news = nodes.follow(0)
-        assert isinstance(news, Placed)
-        assert news.place.group_rank == 0
+        event = nodes.follow(0)
+        assert isinstance(event, Placed)
+        assert event.assignment.group_rank == 0
 
 
-def test_garbage_in_the_inbox_is_refused_and_the_round_closes(
+def test_garbage_in_the_queue_is_refused_and_the_round_closes(
     served: Served, crew: Callable[[int], Crew], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What strangers append to the inbox, or nodes in others' names, is reported and left out."""
+    """What strangers append to the queue, or nodes in others' names, is reported and left out."""
     with hosted(served, rules(2)):
         nodes = crew(2)
-        name_ = served.connect()._name(keys.inbox(0))
+        name_ = served.connect()._name(keys.messages(0))
         served.raw().append(name_, "\x00\xff garbage\n{}\n")
-        forged = Note(Kind.ARRIVED, name(0), arrival=arrival(1))
-        nodes.stores[0].append_line(keys.inbox(0), encode(forged))
-        ghost = Note(Kind.ARRIVED, "10.0.0.9_1_0", arrival=None)
-        nodes.stores[0].append_line(keys.inbox(0), encode(ghost))
+        forged = NodeMessage(Kind.ARRIVED, name(0), arrival=arrival(1))
+        nodes.stores[0].append_line(keys.messages(0), encode(forged))
+        ghost = NodeMessage(Kind.ARRIVED, "10.0.0.9_1_0", arrival=None)
+        nodes.stores[0].append_line(keys.messages(0), encode(ghost))
         nodes.arrive()
-        ranks = [nodes.follow(index).place.group_rank for index in range(2)]
+        ranks = [nodes.follow(index).assignment.group_rank for index in range(2)]
     assert ranks == [0, 1]
     assert "refused what somebody else wrote" in caplog.text
 
@@ -495,23 +509,23 @@ def test_an_arrival_without_a_lease_does_not_block_the_host(
     """A forged arrival of a node that never renewed a lease is a node that is lost, no more."""
     with hosted(served, rules(1, most=3)):
         nodes = crew(1)
-        ghost = Note(Kind.ARRIVED, name(5), arrival=arrival(5))
-        nodes.stores[0].append_line(keys.inbox(0), encode(ghost))
+        ghost = NodeMessage(Kind.ARRIVED, name(5), arrival=arrival(5))
+        nodes.stores[0].append_line(keys.messages(0), encode(ghost))
         nodes.arrive()
-        news = nodes.follow(0)
-    assert isinstance(news, Placed)
+        event = nodes.follow(0)
+    assert isinstance(event, Placed)
 
 
 def test_garbage_in_counters_loses_nobody(served: Served, crew: Callable[[int], Crew]) -> None:
     """Leases and counts of arrivals that strangers write over begin anew, on nodes and host."""
     with hosted(served, rules(2)):
         nodes = crew(2)
-        stranger, prefix = served.raw(), served.connect()._name("")
+        intruder, prefix = served.raw(), served.connect()._name("")
         for key in (keys.lease(name(0)), keys.lease(name(1)), keys.arrivals(0)):
-            stranger.set(prefix + key, "garbage")
+            intruder.set(prefix + key, "garbage")
         nodes.arrive()
         assert all(isinstance(nodes.follow(index), Placed) for index in range(2))
-        stranger.set(prefix + keys.lease(name(0)), "garbage")
+        intruder.set(prefix + keys.lease(name(0)), "garbage")
         nodes.sessions[0].renew_lease()
         nodes.sessions[1].open_next(0, CAUSE)
         for index in range(2):
@@ -529,11 +543,11 @@ def test_garbage_at_the_next_decision_is_replaced(
         nodes = crew(2)
         key = served.connect()._name(keys.log(1))
         served.raw().set(key, garbage)
-        nodes.sessions[0].ring()
+        nodes.sessions[0].notify()
         nodes.arrive()
         for index in range(2):
-            while not isinstance(news := nodes.follow(index), Placed):
-                assert news is None
+            while not isinstance(event := nodes.follow(index), Placed):
+                assert event is None
         # Also when a node is the first to see it.
         served.raw().set(served.connect()._name(keys.log(nodes.seqs[0] + 1)), garbage)
         nodes.sessions[0].open_next(0, CAUSE)
@@ -548,7 +562,7 @@ def test_garbage_at_its_place_makes_a_node_ask_for_another_round(
     """A node whose place was overwritten does not train at a rank that somebody made up."""
     with hosted(served, rules(1)):
         nodes = crew(1)
-        key = served.connect()._name(keys.place(name(0)))
+        key = served.connect()._name(keys.assignment(name(0)))
         real = nodes.stores[0].peek
 
         def overwritten(asked: str) -> str | None:
@@ -560,7 +574,7 @@ def test_garbage_at_its_place_makes_a_node_ask_for_another_round(
         log = DecisionLog(served.connect())
         closed = log.wait_for(1, DEADLINE_S)
         assert closed is not None
-        assert isinstance(nodes.sessions[0].take(closed), Spare)
+        assert isinstance(nodes.sessions[0].take(closed), SpareNode)
         reopened = log.wait_for(2, DEADLINE_S)
         assert reopened is not None
         assert reopened.phase is Phase.OPEN
@@ -622,7 +636,7 @@ def test_nobody_else_can_say_that_a_node_knows_of_a_round(
         assert isinstance(nodes.follow(0), Placed)
 
 
-def test_notes_of_a_round_gone_by_change_nothing(
+def test_messages_of_a_round_gone_by_change_nothing(
     served: Served, crew: Callable[[int], Crew]
 ) -> None:
     """Success and failure told late are not taken for those of the round that came since."""
@@ -640,7 +654,7 @@ def test_notes_of_a_round_gone_by_change_nothing(
         for index in range(2):
             assert isinstance(nodes.follow(index), Placed)
         nodes.sessions[0].succeeded(1)
-        nodes.sessions[0].ring()
+        nodes.sessions[0].notify()
         assert DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, 0.3) is None
         nodes.sessions[1].succeeded(1)
         last = DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, DEADLINE_S)
@@ -655,14 +669,14 @@ def test_notes_of_a_round_gone_by_change_nothing(
 def test_who_fails_to_say_how_often_it_succeeded_still_counts(
     served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that dies after its note of success, before the count, does not hold up the end."""
+    """A node that dies after its message of success, before the count, does not hold up the end."""
     monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.05)
     with hosted(served, rules(1)):
         nodes = crew(1)
         nodes.arrive()
         nodes.follow(0)
-        note = Note(Kind.STATE, name(0), state=WorkerState.SUCCEEDED)
-        nodes.stores[0].append_line(keys.inbox(0), encode(note))
+        message = NodeMessage(Kind.STATE, name(0), state=WorkerState.SUCCEEDED)
+        nodes.stores[0].append_line(keys.messages(0), encode(message))
         last = DecisionLog(nodes.stores[0]).wait_for(2, DEADLINE_S)
         assert last is not None
         assert last.reason == "graceful"
@@ -695,7 +709,9 @@ def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
 # Hosts that attribution names ------------------------------------------------------------------
 
 
-def placed(by: HostRules, excluded: set[str], *indices: int, **memory: Any) -> list[str] | str:
+def placed(
+    by: CoordinatorRules, excluded: set[str], *indices: int, **memory: Any
+) -> list[str] | str:
     """Return who works in a round, or why it is waited."""
     known = Memory(excluded=frozenset(excluded), **memory)
     decision = ask(by, known, OPEN, *came(*indices))
@@ -745,14 +761,14 @@ def test_names_that_come_while_a_round_is_open_count_in_it(
     served: Served, crew: Callable[[int], Crew]
 ) -> None:
     """The host reads them at each decision, and reports the node once."""
-    named, reported = Exclusions(), []
-    served_host = host_loop.Host(
+    named, reported = Denylist(), []
+    served_host = host_loop.Coordinator(
         served.connect(),
         rules(1, most=2),
         me="host",
         epoch="e",
         clock=SystemClock(),
-        exclusions=named,
+        denylist=named,
         on_bad_node=reported.append,
     )
     for index, session in enumerate(crew(2).sessions):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's threads: whatever happens in them becomes news, and nothing of them is left behind."""
+"""A node's threads: whatever happens in them becomes events, and nothing of them is left behind."""
 
 import contextlib
 import os
@@ -24,12 +24,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
-    News,
     NodeSession,
     Opened,
     Over,
     Placed,
-    Spare,
+    SessionEvent,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import LeaseExpiredError, NodeThreads
@@ -53,22 +53,22 @@ def served() -> Iterator[Served]:
 
 
 class Beside:
-    """A node's threads and the news that they told."""
+    """A node's threads and the events that they reported."""
 
     def __init__(self, index: int, connect: Callable[[Any], JobStore], **fields: Any) -> None:
-        self.news: queue.Queue[News] = queue.Queue()
+        self.event: queue.Queue[SessionEvent] = queue.Queue()
         self.threads = NodeThreads(
             connect,
             node=name(index),
             host=f"node{index}",
-            post=self.news.put,
+            post=self.event.put,
             clock=SystemClock(),
             **{"lease_s": LEASE_S, "connect_timeout_s": 5.0, "settings": {}, **fields},
         )
 
-    def next(self) -> News:
-        """Return the next news."""
-        return self.news.get(timeout=DEADLINE_S)
+    def next(self) -> SessionEvent:
+        """Return the next event."""
+        return self.event.get(timeout=DEADLINE_S)
 
     def join(self, index: int) -> None:
         """Arrive."""
@@ -77,7 +77,7 @@ class Beside:
     def _arrive(self, session: NodeSession, index: int) -> None:
         if not session.arrive(arrival(index)):
             assert session.entry is not None
-            self.news.put(Spare(session.entry))  # as a launcher does
+            self.event.put(SpareNode(session.entry))  # as a launcher does
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_whatever_connecting_raises_is_news(
     def connect(_: Any) -> JobStore:
         raise error
 
-    told = beside(connect=connect).next()
-    assert isinstance(told, Lost)
-    assert error.args[-1] in told.what
+    notified = beside(connect=connect).next()
+    assert isinstance(notified, Lost)
+    assert error.args[-1] in notified.what
 
 
 def test_whatever_a_command_raises_is_news(
@@ -157,9 +157,9 @@ def test_whatever_a_command_raises_is_news(
             raise KeyError("a defect")
 
         one.threads.submit(defect)
-        told = one.next()
-    assert isinstance(told, Lost)
-    assert "a defect" in told.what
+        notified = one.next()
+    assert isinstance(notified, Lost)
+    assert "a defect" in notified.what
 
 
 def test_a_defect_of_the_watch_is_news(
@@ -174,9 +174,9 @@ def test_a_defect_of_the_watch_is_news(
 
     monkeypatch.setattr(DecisionLog, "wait_for", wait_for)
     with hosted(served, rules(1)):
-        told = beside().next()
-    assert isinstance(told, Lost)
-    assert "a defect" in told.what
+        notified = beside().next()
+    assert isinstance(notified, Lost)
+    assert "a defect" in notified.what
 
 
 def test_a_lost_store_is_news_at_once(beside: Callable[..., Beside]) -> None:
@@ -211,7 +211,7 @@ def test_closing_ends_the_threads_and_their_connections(
         one.threads.close(DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S
         wait_until_none_lives()
-        assert one.news.empty()
+        assert one.event.empty()
 
 
 def test_closing_returns_though_a_call_hangs(served: Served, beside: Callable[..., Beside]) -> None:
@@ -245,7 +245,7 @@ def test_closing_while_connecting_leaves_nothing(served: Served) -> None:
     may_connect.set()
     one.threads._worker.join(DEADLINE_S)
     assert alive() == []
-    assert one.news.empty()
+    assert one.event.empty()
 
 
 def test_a_lease_is_renewed_beside_commands(served: Served, beside: Callable[..., Beside]) -> None:
@@ -260,7 +260,7 @@ def test_a_lease_is_renewed_beside_commands(served: Served, beside: Callable[...
         first = one.threads.confirmed_at
         while one.threads.confirmed_at == first:
             assert time.monotonic() < deadline
-            one.threads.submit(NodeSession.ring)
+            one.threads.submit(NodeSession.notify)
 
 
 def test_another_start_is_refused_and_does_no_harm(
@@ -272,18 +272,20 @@ def test_another_start_is_refused_and_does_no_harm(
         right.join(0)
         assert isinstance(right.next(), Placed)
         wrong = beside(1, settings={"--nnodes": "2:2"})
-        told = wrong.next()
-        assert isinstance(told, Lost)
-        assert "--nnodes is 2:2 on node1 and 1:2 on node0" in told.what
-        assert right.news.empty()
+        notified = wrong.next()
+        assert isinstance(notified, Lost)
+        assert "--nnodes is 2:2 on node1 and 1:2 on node0" in notified.what
+        assert right.event.empty()
 
 
 def test_a_job_that_is_not_there_is_said_so(beside: Callable[..., Beside]) -> None:
     """A store without the job is not lost: the launcher says what to look at."""
     other = Served()
-    told = beside(connect=lambda _: other.connect(), connect_timeout_s=0.2).next()
-    assert isinstance(told, Lost)
-    assert told.what.startswith(f"the store at 127.0.0.1:{other.port} holds no job 'job' after 0 s")
+    notified = beside(connect=lambda _: other.connect(), connect_timeout_s=0.2).next()
+    assert isinstance(notified, Lost)
+    assert notified.what.startswith(
+        f"the store at 127.0.0.1:{other.port} holds no job 'job' after 0 s"
+    )
     other.close()
 
 
@@ -299,10 +301,10 @@ def test_settings_that_a_stranger_has_written_over_are_put_right(
         assert isinstance(one.next(), Placed)
         text = served.connect().peek(keys.SETTINGS)
         assert text == write_settings("node0", {"--nnodes": "1:1"})
-        stranger = beside(1, connect=lambda _: served.connect(secret=b"another"))
-        told = stranger.next()
-        assert isinstance(told, Lost)
-        assert "the signature is wrong" in told.what
+        foreign = beside(1, connect=lambda _: served.connect(secret=b"another"))
+        notified = foreign.next()
+        assert isinstance(notified, Lost)
+        assert "the signature is wrong" in notified.what
         assert served.connect().peek(keys.SETTINGS) == text
 
 
@@ -310,7 +312,7 @@ class Session(NodeSession):
     """A session whose steps are noted, and take a second."""
 
     def __init__(self, clock: "Seconds") -> None:
-        self.node, self.entry, self._told, self._clock = name(0), None, None, clock
+        self.node, self.entry, self._notified, self._clock = name(0), None, None, clock
         self.done: list[tuple[str, float]] = []
 
     def _step(self, what: str) -> None:
@@ -318,11 +320,11 @@ class Session(NodeSession):
         self._clock.now += 1.0
 
     def resume(self, *_: Any) -> None:
-        """Note it."""
+        """NodeMessage it."""
         self._step("resume")
 
     def renew_lease(self) -> None:
-        """Note it."""
+        """NodeMessage it."""
         self._step("lease")
 
 
@@ -466,7 +468,7 @@ def test_a_job_that_does_not_appear_is_no_store_that_is_silent(served: Served) -
 def test_a_store_that_ends_with_the_job_is_not_lost(
     served: Served, beside: Callable[..., Beside]
 ) -> None:
-    """After the end of the job nothing that becomes of the store is news."""
+    """After the end of the job nothing that becomes of the store is an event."""
     with hosted(served, rules(1, most=2)):
         one = Launched(served, 0)
         other = beside(1)
@@ -481,7 +483,7 @@ def test_a_store_that_ends_with_the_job_is_not_lost(
 
 
 def test_shutting_down_leaves_no_descriptor_and_no_thread(served: Served) -> None:
-    """After `shutdown`, which may be called twice, late news of a thread go nowhere."""
+    """After `shutdown`, which may be called twice, late events of a thread go nowhere."""
     with hosted(served, rules(2)):
         served.connect()
         before = set(os.listdir("/proc/self/fd"))
@@ -510,7 +512,7 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         nodes[0].join(0)
         assert isinstance(nodes[0].next(), Placed)
         nodes[1].join(1)
-        assert isinstance(nodes[1].next(), Spare)
+        assert isinstance(nodes[1].next(), SpareNode)
         leaves = Kind.LEFT
         nodes[0].threads.submit(lambda session: session.tell(leaves, cause=CAUSE))
         while not isinstance(nodes[1].next(), Opened):
@@ -518,4 +520,4 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         nodes[1].join(1)
         placed = nodes[1].next()
         assert isinstance(placed, Placed)
-        assert placed.place.group_rank == 0
+        assert placed.assignment.group_rank == 0

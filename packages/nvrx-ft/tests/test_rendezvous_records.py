@@ -14,11 +14,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     Entry,
     ForeignValueError,
+    HostReputation,
     Kind,
-    Marks,
-    Note,
+    NodeMessage,
     Phase,
-    Place,
+    RankAssignment,
     WorkerState,
     decode,
     encode,
@@ -46,20 +46,22 @@ ENTRY = Entry(
     False,
     12,
     "clocks are off",
-    Marks((("node1", (0.5, 7.0)),), (("node2", "why"),), ("10.0.0.3_7_0",)),
+    HostReputation((("node1", (0.5, 7.0)),), (("node2", "why"),), ("10.0.0.3_7_0",)),
     hang=1,
 )
-PLACE = Place(2, 3, 24, -180.5)
-NOTE = Note(Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE)
+PLACE = RankAssignment(2, 3, 24, -180.5)
+MESSAGE = NodeMessage(
+    Kind.RESUMED, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, CAUSE, "text", ENTRY, PLACE
+)
 RANKS = (
     RankState(0, Activity.WAITING),
     RankState(7, Activity.WORKING, "node1", "runs", "a.py:1 in f", True, True, (3, 1)),
 )
-HUNG = Note(Kind.HUNG, "10.0.0.1_7_0", cause=CAUSE, ranks=RANKS)
-RECORDS = (ARRIVAL, NOTE, HUNG, ENTRY, PLACE)
+HUNG = NodeMessage(Kind.HUNG, "10.0.0.1_7_0", cause=CAUSE, ranks=RANKS)
+RECORDS = (ARRIVAL, MESSAGE, HUNG, ENTRY, PLACE)
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=("arrival", "note", "hung", "entry", "place"))
+@pytest.mark.parametrize("record", RECORDS, ids=("arrival", "message", "hung", "entry", "place"))
 def test_a_record_comes_back_as_it_was(record: object) -> None:
     """Every field of a record survives the store, on one line of ASCII."""
     text = encode(record)
@@ -68,7 +70,7 @@ def test_a_record_comes_back_as_it_was(record: object) -> None:
     assert decode(type(record), text) == record
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=("arrival", "note", "hung", "entry", "place"))
+@pytest.mark.parametrize("record", RECORDS, ids=("arrival", "message", "hung", "entry", "place"))
 def test_random_damage_is_refused_or_harmless(record: object) -> None:
     """Bytes changed, cut or put in at random give a record of the type or ForeignValueError."""
     rng = random.Random(1)
@@ -84,7 +86,7 @@ def test_random_damage_is_refused_or_harmless(record: object) -> None:
             continue
 
 
-@pytest.mark.parametrize("kind", [Arrival, Note, Entry, Place])
+@pytest.mark.parametrize("kind", [Arrival, NodeMessage, Entry, RankAssignment])
 def test_random_bytes_are_refused(kind: type) -> None:
     """Bytes that are no record raise ForeignValueError and nothing else."""
     rng = random.Random(2)
@@ -100,7 +102,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
-@pytest.mark.parametrize("kind", [Arrival, Note, Entry, Place])
+@pytest.mark.parametrize("kind", [Arrival, NodeMessage, Entry, RankAssignment])
 def test_strange_documents_are_refused(kind: type, text: str) -> None:
     """Documents that are empty, deep, huge or of another shape raise ForeignValueError."""
     with pytest.raises(ForeignValueError):
@@ -110,30 +112,33 @@ def test_strange_documents_are_refused(kind: type, text: str) -> None:
 WRONG_VALUES = [
     *((Entry, "seq", value) for value in (-1, 1.0, "1", True, None, 1 << 62, [], {})),
     *((Entry, "phase", value) for value in ("closing", 1, None, [], {}, "x" * 60000)),
-    *((Entry, "marks", value) for value in (1, [], {"failures": 1}, {"failures": [["n"]]})),
-    *((Entry, "marks", {"failures": value}) for value in ([["n", 1]], [[1, [1]]], [["n", ["1"]]])),
-    *((Entry, "marks", {"named": value}) for value in ("n", [["n", 1]], [["n", "w", "x"]])),
-    *((Entry, "marks", {"unhealthy": value}) for value in ("n", [1], {"n": 1})),
+    *((Entry, "reputation", value) for value in (1, [], {"failures": 1}, {"failures": [["n"]]})),
+    *(
+        (Entry, "reputation", {"failures": value})
+        for value in ([["n", 1]], [[1, [1]]], [["n", ["1"]]])
+    ),
+    *((Entry, "reputation", {"named": value}) for value in ("n", [["n", 1]], [["n", "w", "x"]])),
+    *((Entry, "reputation", {"unhealthy": value}) for value in ("n", [1], {"n": 1})),
     *((Entry, "restart_ages_s", value) for value in (1, "1", ["1"], [True], [None], {"a": 1})),
     *((Entry, "is_controlled", value) for value in (1, 0, "yes", None)),
     *((Entry, "cause", value) for value in (1, [], "x", {"kind": 1}, {"what": "w"})),
     *((Entry, "master_port", value) for value in (-1, 65536, "80")),
-    *((Place, "round", value) for value in (-1, None, "0")),
-    *((Place, "group_rank", value) for value in (-1, None, "0", 0.5)),
-    *((Place, "clock_off_s", value) for value in ("1", None, True, [])),
+    *((RankAssignment, "round", value) for value in (-1, None, "0")),
+    *((RankAssignment, "group_rank", value) for value in (-1, None, "0", 0.5)),
+    *((RankAssignment, "clock_off_s", value) for value in ("1", None, True, [])),
     *((Arrival, "clock", value) for value in ("1", True, [])),
     *((Arrival, "nproc", value) for value in (0, -8, 1 << 40, "8")),
     *((Arrival, "node", value) for value in (1, None, "n" * (MAX_TEXT + 1))),
-    *((Note, "kind", value) for value in ("gone", None, [])),
-    *((Note, "arrival", value) for value in (1, [], {"node": "n"})),
-    *((Note, "entry", value) for value in (1, {"seq": 1})),
+    *((NodeMessage, "kind", value) for value in ("gone", None, [])),
+    *((NodeMessage, "arrival", value) for value in (1, [], {"node": "n"})),
+    *((NodeMessage, "entry", value) for value in (1, {"seq": 1})),
 ]
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), WRONG_VALUES, ids=range(len(WRONG_VALUES)))
 def test_a_wrong_value_is_refused(kind: type, name: str, value: object) -> None:
     """A field of the wrong type, size or range makes the whole record foreign."""
-    record = {Entry: ENTRY, Place: PLACE, Arrival: ARRIVAL, Note: NOTE}[kind]
+    record = {Entry: ENTRY, RankAssignment: PLACE, Arrival: ARRIVAL, NodeMessage: MESSAGE}[kind]
     document = {**json.loads(encode(record)), name: value}
     with pytest.raises(ForeignValueError) as caught:
         decode(kind, json.dumps(document))
@@ -154,7 +159,7 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
 def test_an_unknown_field_is_refused() -> None:
     """A record with a field that this version does not know is foreign."""
     with pytest.raises(ForeignValueError, match="unknown field 'colour'"):
-        decode(Place, '{"round":1,"colour":"red"}')
+        decode(RankAssignment, '{"round":1,"colour":"red"}')
 
 
 @pytest.mark.parametrize("letter", ["x", "\u4e00", "\U0001f525", "\ud800", "\n", "\x00"])
@@ -162,10 +167,12 @@ def test_what_is_written_can_always_be_read(letter: str) -> None:
     """However long and odd a node's texts are, its own record is not refused as foreign."""
     long = letter * 100_000
     cause = Cause(long, long, host=long, detail={"a": long, "b": 1, "c": float("nan")})
-    note = Note(Kind.STATE, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, cause, long, ENTRY)
-    text = encode(note)
+    message = NodeMessage(
+        Kind.STATE, "10.0.0.1_7_0", ARRIVAL, WorkerState.FAILED, cause, long, ENTRY
+    )
+    text = encode(message)
     assert len(text) < MAX_VALUE_BYTES
-    back = decode(Note, text)
+    back = decode(NodeMessage, text)
     assert back.kind is Kind.STATE
     assert back.cause is not None
     back.cause.what.encode()

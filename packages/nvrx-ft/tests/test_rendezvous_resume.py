@@ -19,32 +19,32 @@ from rendezvous_store import Served, arrival, name, rules
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as marks_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, known_from
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as restarts_module
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, resume_state_from
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
+    HostReputation,
     Kind,
-    Marks,
-    Note,
+    NodeMessage,
     Phase,
-    Place,
+    RankAssignment,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
     BlameRules,
     Budget,
-    Exclusions,
+    Denylist,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Leaves,
-    News,
     NodeSession,
     Opened,
     Over,
     Placed,
-    Spare,
+    SessionEvent,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
@@ -57,10 +57,12 @@ GOES = Cause("preempted", "host node0 must go", host="node0")
 # What launchers know --------------------------------------------------------------------------
 
 
-def told(index: int, entry: Entry, rank: int | None) -> Note:
+def notified(index: int, entry: Entry, rank: int | None) -> NodeMessage:
     """Return what a launcher tells a new host."""
-    place = None if rank is None else Place(entry.round, rank)
-    return Note(Kind.RESUMED, name(index), arrival=arrival(index), entry=entry, place=place)
+    place = None if rank is None else RankAssignment(entry.round, rank)
+    return NodeMessage(
+        Kind.RESUMED, name(index), arrival=arrival(index), entry=entry, assignment=place
+    )
 
 
 def test_who_heard_most_is_believed() -> None:
@@ -68,11 +70,13 @@ def test_who_heard_most_is_believed() -> None:
     closed = Entry(5, Phase.CLOSED, 2, active=2)
     asked = dataclasses.replace(closed, seq=6, is_leaving=True)
     agreed = dataclasses.replace(asked, seq=7, save_at=9)
-    known = known_from((told(0, asked, 0), told(1, agreed, 1), told(2, closed, None)))
+    known = resume_state_from(
+        (notified(0, asked, 0), notified(1, agreed, 1), notified(2, closed, None))
+    )
     assert known is not None
     assert known.entry == agreed
-    assert [note.node for note in known.members] == [name(0), name(1)]
-    assert [note.node for note in known.spares] == [name(2)]
+    assert [message.node for message in known.members] == [name(0), name(1)]
+    assert [message.node for message in known.spares] == [name(2)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,34 +92,34 @@ class Followed(RoundFollower):
     """What a host told of rounds."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.notified: list[Any] = []
 
     def closed(self, entry: Entry, placement: Any, hosts: Mapping[str, str]) -> None:  # noqa: ARG002
-        """Note it."""
-        self.told.append(("closed", entry.round, sorted(hosts.values())))
+        """NodeMessage it."""
+        self.notified.append(("closed", entry.round, sorted(hosts.values())))
 
     def goes_on(self, entry: Entry, members: Any) -> None:
-        """Note it."""
-        self.told.append(("goes on", entry.round, [member.host for member in members]))
+        """NodeMessage it."""
+        self.notified.append(("goes on", entry.round, [member.host for member in members]))
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:  # noqa: ARG002
-        """Note it."""
-        self.told.append(("ended", round_))
+        """NodeMessage it."""
+        self.notified.append(("ended", round_))
 
 
 class Plane:
     """A store and its host, as a control plane has them; `kill` ends both at once."""
 
-    def __init__(self, by: HostRules) -> None:
+    def __init__(self, by: CoordinatorRules) -> None:
         self.served = Served()
         self.followed = Followed()
         self.is_dying = False
         self._stop = threading.Event()
         self.ended = threading.Event()
-        self.named = Exclusions()
+        self.named = Denylist()
         self.reported: list[Cause] = []
         store = self.served.connect()
-        self.host = Host(
+        self.host = Coordinator(
             store,
             by,
             me="control",
@@ -124,7 +128,7 @@ class Plane:
             is_controlled=True,
             follower=self.followed,
             on_bad_node=self.reported.append,
-            exclusions=self.named,
+            denylist=self.named,
             stop=self._stop,
         )
         self._thread = threading.Thread(target=self._run)
@@ -149,15 +153,15 @@ class Plane:
             threading.Event().wait(0.01)
         return entry
 
-    def wait_until_told(self, *told: Any) -> None:
+    def wait_until_reported(self, *notified: Any) -> None:
         """Wait until the follower was told exactly this; it is told after a decision is seen."""
-        self.wait_until(lambda: self.followed.told == [*told])
+        self.wait_until(lambda: self.followed.notified == [*notified])
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Wait for what follows from a decision that is seen already."""
         deadline = time.monotonic() + DEADLINE_S
         while not reached():
-            assert time.monotonic() < deadline, (self.followed.told, self.host._memory)
+            assert time.monotonic() < deadline, (self.followed.notified, self.host._memory)
             threading.Event().wait(0.01)
 
     def die(self) -> None:
@@ -177,7 +181,7 @@ class Plane:
 class Planes:
     """One after the other."""
 
-    def __init__(self, by: HostRules) -> None:
+    def __init__(self, by: CoordinatorRules) -> None:
         self._rules = by
         self.present = Plane(by)
 
@@ -189,7 +193,7 @@ class Planes:
 
 
 @contextlib.contextmanager
-def planes(by: HostRules) -> Iterator[Planes]:
+def planes(by: CoordinatorRules) -> Iterator[Planes]:
     """Give a control plane that may be started anew."""
     made = Planes(by)
     try:
@@ -207,23 +211,23 @@ class Node:
         self._session.attach(DEADLINE_S)
         self._session.arrive(arrival(index))
 
-    def next(self) -> News | None:
+    def next(self) -> SessionEvent | None:
         """Return what the next decision means for this node."""
         self._session.renew_lease()
-        entry = DecisionLog(self._store).wait_for(self._session.told_seq + 1, DEADLINE_S)
+        entry = DecisionLog(self._store).wait_for(self._session.notified_seq + 1, DEADLINE_S)
         assert entry is not None
         return self._session.take(entry)
 
-    def catch_up(self, entry: Entry) -> list[News]:
+    def catch_up(self, entry: Entry) -> list[SessionEvent]:
         """Take all decisions up to this one, and return what is new."""
-        news = []
-        while self._session.told_seq < entry.seq:
-            news.append(self.next())
-        return [one for one in news if one is not None]
+        event = []
+        while self._session.notified_seq < entry.seq:
+            event.append(self.next())
+        return [one for one in event if one is not None]
 
     def resume(
         self, plane: Plane, before_it_tells: Callable[[], None] | None = None
-    ) -> News | None:
+    ) -> SessionEvent | None:
         """Go on with another control plane; what happens between asking it and telling it."""
         store = self._store = plane.served.connect()
         if plane.is_dying:
@@ -240,14 +244,14 @@ class Node:
             return self._session.resume(store, DEADLINE_S)
 
     def tell(self, kind: Kind, **fields: Any) -> None:
-        """Leave a note."""
+        """Leave a message."""
         self._session.tell(kind, **fields)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
 
-def of(**fields: Any) -> HostRules:
+def of(**fields: Any) -> CoordinatorRules:
     """Return the rules of two nodes and a spare; nobody is lost while a test runs."""
     return dataclasses.replace(rules(2, most=3, lease_s=20.0), **fields)
 
@@ -298,7 +302,7 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
             assert (entry.round, len(entry.restart_ages_s)) == (1, 1)
             assert first.next() is None
             assert second.next() is None
-            plane.wait_until_told(("goes on", 1, ["node0", "node1"]))
+            plane.wait_until_reported(("goes on", 1, ["node0", "node1"]))
         second.open_next(1, GOES)
         entry = plane.wait_for(lambda entry: entry.round == 2)
         assert by.budget.left(entry) == 2, "the entry counts those before it"
@@ -308,38 +312,38 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED and entry.round == 2)
         assert by.budget.left(entry) == 1
         nodes = ["node0", "node1"]
-        plane.wait_until_told(("goes on", 1, nodes), ("ended", 1), ("closed", 2, nodes))
+        plane.wait_until_reported(("goes on", 1, nodes), ("ended", 1), ("closed", 2, nodes))
 
 
-@pytest.mark.parametrize("heard", ["nothing", "one", "all"])
-def test_a_drain_goes_on_where_it_was(heard: str) -> None:
+@pytest.mark.parametrize("received", ["nothing", "one", "all"])
+def test_a_drain_goes_on_where_it_was(received: str) -> None:
     """That a node must go, and how far ranks are that wait, survive: a call is agreed."""
     with planes(of()) as control:
         plane = control.present
         first, second = placed(plane)
         spare = spare_of(plane)
-        if heard == "nothing":
+        if received == "nothing":
             # Said to a host that dies before it decides anything.
             plane._stop.set()
             plane._thread.join(DEADLINE_S)
         first.tell(Kind.PREEMPTED, cause=GOES)
-        if heard != "nothing":
+        if received != "nothing":
             assert isinstance(first.next(), Leaves)
             first.tell(Kind.HELD, calls=7)
-        if heard == "all":
+        if received == "all":
             assert isinstance(second.next(), Leaves)
         plane = control.restart()
         # The spare tells the host itself, or is known from what it said of the round before.
-        for node in (spare, first, second) if heard == "all" else (first, second, spare):
+        for node in (spare, first, second) if received == "all" else (first, second, spare):
             node.resume(plane)
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
-        first_news, second_news = first.catch_up(entry), second.catch_up(entry)
-        if heard == "nothing":
+        first_event, second_event = first.catch_up(entry), second.catch_up(entry)
+        if received == "nothing":
             entry = plane.wait_for(lambda entry: entry.is_leaving)
-            first_news, second_news = first.catch_up(entry), second.catch_up(entry)
+            first_event, second_event = first.catch_up(entry), second.catch_up(entry)
             first.tell(Kind.HELD, calls=7)
-        assert [isinstance(one, Leaves) for one in first_news] == [True] * (heard == "nothing")
-        assert [isinstance(one, Leaves) for one in second_news] == [True] * (heard != "all")
+        assert [isinstance(one, Leaves) for one in first_event] == [True] * (received == "nothing")
+        assert [isinstance(one, Leaves) for one in second_event] == [True] * (received != "all")
         # A spare whose word came too late learns here that the host went on without it.
         spare.catch_up(entry)
         second.tell(Kind.HELD, calls=4)
@@ -395,8 +399,8 @@ def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
             node.resume(plane)
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert entry.round == 1
-        assert [type(one) for one in new.catch_up(entry)] == [Spare]
-        lines, _ = plane.served.connect().lines(keys.inbox(1), 0)
+        assert [type(one) for one in new.catch_up(entry)] == [SpareNode]
+        lines, _ = plane.served.connect().lines(keys.messages(1), 0)
         assert any(name(3) in line and '"arrived"' in line for line in lines)
 
 
@@ -507,7 +511,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert spare.resume(plane) is None, "it was one before"
-        lines, _ = plane.served.connect().lines(keys.inbox(0), 0)
+        lines, _ = plane.served.connect().lines(keys.messages(0), 0)
         assert any(name(2) in line and '"arrived"' in line for line in lines)
 
 
@@ -522,7 +526,7 @@ def test_a_round_that_ended_while_nobody_served_is_said_to_have_ended() -> None:
             node.resume(plane)
         entry = plane.wait_for(lambda entry: entry.round == 1)
         assert (entry.phase, entry.cause) == (Phase.OPEN, GOES)
-        assert plane.followed.told == [("ended", 0)]
+        assert plane.followed.notified == [("ended", 0)]
 
 
 def test_the_end_of_a_job_may_be_asked_for() -> None:
@@ -531,9 +535,9 @@ def test_the_end_of_a_job_may_be_asked_for() -> None:
         first, _ = placed(control.present)
         control.present.host.end_job("attribution_stop", GOES)
         control.present.host.end_job("failure", GOES)
-        news = first.next()
-        assert isinstance(news, Over)
-        assert (news.entry.reason, news.no_restart) == ("attribution_stop", True)
+        event = first.next()
+        assert isinstance(event, Over)
+        assert (event.entry.reason, event.no_restart) == ("attribution_stop", True)
 
 
 # A connection that breaks between two words ----------------------------------------------------
@@ -650,20 +654,22 @@ def test_a_node_that_left_and_comes_again_is_there() -> None:
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         there = {name(2)}
-        plane.wait_until(lambda: host_module.arrived(tuple(plane.host._notes)).keys() == there)
+        plane.wait_until(lambda: host_module.arrived(tuple(plane.host._messages)).keys() == there)
 
 
 def test_who_left_after_it_told_the_host_is_no_spare() -> None:
     """Its last words come to the inbox of a host that does not know yet where the job stands."""
     closed = Entry(5, Phase.CLOSED, 2, active=1)
-    left = Note(Kind.LEFT, name(2), arrival=arrival(2))
-    known = known_from((told(2, closed, None), told(0, closed, 0), left))
+    left = NodeMessage(Kind.LEFT, name(2), arrival=arrival(2))
+    known = resume_state_from((notified(2, closed, None), notified(0, closed, 0), left))
     assert known is not None
     assert (known.spares, known.gone) == ((), (left,))
-    known = known_from((told(0, closed, 0), left, told(2, closed, None)))
+    known = resume_state_from((notified(0, closed, 0), left, notified(2, closed, None)))
     assert known is not None
     assert (len(known.spares), known.gone) == (0, (left,)), "only an arrival takes it back"
-    known = known_from((left, Note(Kind.ARRIVED, name(2), arrival=arrival(2)), told(0, closed, 0)))
+    known = resume_state_from(
+        (left, NodeMessage(Kind.ARRIVED, name(2), arrival=arrival(2)), notified(0, closed, 0))
+    )
     assert known is not None
     assert known.gone == ()
 
@@ -678,19 +684,23 @@ def test_what_a_decision_says_of_hosts_is_the_newest_and_no_more() -> None:
     failures = {f"n{index}": (100.0 + index, 200.0 + index) for index in range(50)}
     named = {f"bad{index}": "x" * 1000 for index in range(50)}
     nodes = [name(index) for index in range(99)]
-    made = marks_module.marks_of(failures, named, nodes, 300.0, BlameRules(2, 160.0))
+    made = restarts_module.reputation_of(failures, named, nodes, 300.0, BlameRules(2, 160.0))
     assert made is not None
     assert [host for host, _ in made.failures[:2]] == ["n49", "n48"]
     assert made.failures[0][1] == (151.0, 51.0)
     assert (len(made.failures), len(made.named), len(made.unhealthy)) == (32, 32, 64)
     assert made.named[0][0] == "bad0"
     assert len(made.named[0][1]) == 200
-    assert marks_module.marks_of({"old": (1.0,)}, {}, (), 300.0, BlameRules(2, 150.0)) is None
-    assert marks_module.failures_in(Marks((("n1", (9.0, 4.0)),)), 20.0) == {"n1": (11.0, 16.0)}
-    heard = Marks((("n1", (9.0,)),), (("bad", "why"),))
-    more = Marks((("n1", (9.0, 4.0)),), (), ("n2",))
-    both = Marks((("n1", (9.0, 4.0)),), (("bad", "why"),), ("n2",))
-    assert marks_module.merged((heard, None, more)) == both
+    assert (
+        restarts_module.reputation_of({"old": (1.0,)}, {}, (), 300.0, BlameRules(2, 150.0)) is None
+    )
+    assert restarts_module.failures_in(HostReputation((("n1", (9.0, 4.0)),)), 20.0) == {
+        "n1": (11.0, 16.0)
+    }
+    received = HostReputation((("n1", (9.0,)),), (("bad", "why"),))
+    more = HostReputation((("n1", (9.0, 4.0)),), (), ("n2",))
+    both = HostReputation((("n1", (9.0, 4.0)),), (("bad", "why"),), ("n2",))
+    assert restarts_module.merged((received, None, more)) == both
 
 
 def fail(plane: Plane, nodes: list[Node]) -> None:
@@ -735,7 +745,7 @@ def test_what_hosts_did_is_known_to_the_next_host(is_open: bool) -> None:
 
 
 def test_named_and_unhealthy_nodes_are_known_to_the_next_host() -> None:
-    """What came while workers run is told at once, and is no news to them."""
+    """What came while workers run is told at once, and is no event for them."""
     with planes(of()) as control:
         plane = control.present
         nodes = placed(plane)
@@ -743,9 +753,11 @@ def test_named_and_unhealthy_nodes_are_known_to_the_next_host() -> None:
         spare = Node(2, plane)
         spare.tell(Kind.UNHEALTHY, cause=GOES, arrival=arrival(2))
         entry = plane.wait_for(
-            lambda entry: entry.marks is not None and len(entry.marks.unhealthy) == 1
+            lambda entry: entry.reputation is not None and len(entry.reputation.unhealthy) == 1
         )
-        assert entry.marks == Marks((), (("node1", "it fell off the bus"),), (name(2),))
+        assert entry.reputation == HostReputation(
+            (), (("node1", "it fell off the bus"),), (name(2),)
+        )
         assert [node.catch_up(entry) for node in nodes] == [[], []]
         plane = control.restart()
         for node in nodes:
@@ -760,7 +772,7 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
     """A launcher that leaves while members have still to come back says so, and is no spare."""
     with planes(of()) as control:
         first, second = placed(control.present)
-        may_connect, news = threading.Event(), queue.Queue[News]()
+        may_connect, event = threading.Event(), queue.Queue[SessionEvent]()
         may_connect.set()
 
         def connect(_: Callable[[], None]) -> JobStore:
@@ -771,7 +783,7 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
             connect,
             node=name(2),
             host="node2",
-            post=news.put,
+            post=event.put,
             clock=SystemClock(),
             lease_s=20.0,
             connect_timeout_s=5.0,
@@ -788,12 +800,12 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         may_connect.clear()
         plane = control.restart()
         may_connect.set()
-        plane.wait_until(lambda: known_from(tuple(plane.host._notes)) is not None)
+        plane.wait_until(lambda: resume_state_from(tuple(plane.host._messages)) is not None)
         threads.submit_last_words(lambda session: session.tell(Kind.LEFT, cause=GOES))
         threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)
         plane.wait_until(lambda: bool(plane.host._memory.active))
-        known = tuple(plane.host._notes)
+        known = tuple(plane.host._messages)
         assert host_module.nodes_gone(known) == {name(2)}
         assert host_module.arrived(known) == {}

@@ -213,11 +213,11 @@ def test_another_secret_is_refused_both_ways(served: Served) -> None:
 def test_a_value_copied_to_another_key_is_refused(served: Served) -> None:
     """A true value at the wrong place is foreign: its key is signed with it."""
     one = served.connect()
-    one.put(keys.place("node-a"), "rank 0")
-    raw = served.raw().get(PREFIX + keys.place("node-a"))
-    served.raw().set(PREFIX + keys.place("node-b"), raw)
+    one.put(keys.assignment("node-a"), "rank 0")
+    raw = served.raw().get(PREFIX + keys.assignment("node-a"))
+    served.raw().set(PREFIX + keys.assignment("node-b"), raw)
     with pytest.raises(ForeignValueError):
-        one.peek(keys.place("node-b"))
+        one.peek(keys.assignment("node-b"))
 
 
 def test_a_value_too_large_is_refused(served: Served) -> None:

@@ -204,7 +204,7 @@ def agent(tmp_path):
     quiet.steps_of_rank0.return_value = Steps(None, 0, 0.0)
     quiet.hang_report.return_value = {}
     quiet.should_terminate_early.return_value = False
-    parts = ("rendezvous", "gate", "monitor", "tracker", "reporter", "controller", "loop")
+    parts = ("rendezvous", "admission", "monitor", "tracker", "reporter", "controller", "loop")
     given |= dict.fromkeys(parts, quiet)
     given |= {"policy": Policy(2, 15.0, 15.0, 93), "clock": clock, "start_failure_limit": 2}
     it = NodeAgent(Parts(**given))

@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     Phase,
-    Place,
+    RankAssignment,
     encode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, connect, serve
@@ -121,8 +121,8 @@ def test_dead_workers_of_a_round_that_is_over_open_no_round(
     caplog.set_level("INFO", "nvrx")
     with a_job() as (rendezvous, store):
         rendezvous.join(0)
-        assert store.wait_until_set(keys.BELL, LIMIT_S)
-        store.put(keys.place(NODE), encode(Place(0, 0, 0)))
+        assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
+        store.put(keys.assignment(NODE), encode(RankAssignment(0, 0, 0)))
         decide(store, Entry(1, Phase.CLOSED, 0, active=2, world_size=2))
         wait_for(rendezvous, RoundReady)
         decide(store, Entry(2, Phase.OPEN, 1, cause=Cause("node_lost", "node1 is lost")))
@@ -139,8 +139,8 @@ def test_a_launcher_that_was_stopped_too_long_ends_whoever_of_its_threads_comes_
     clock = LeapingClock()
     with a_job(clock) as (rendezvous, store):
         rendezvous.join(0)
-        assert store.wait_until_set(keys.BELL, LIMIT_S)
-        store.put(keys.place(NODE), encode(Place(0, 0, 0)))
+        assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
+        store.put(keys.assignment(NODE), encode(RankAssignment(0, 0, 0)))
         decide(store, Entry(1, Phase.CLOSED, 0, active=2, world_size=2))
         wait_for(rendezvous, RoundReady)
         renewed = store.count(keys.lease(NODE), 0)
@@ -154,7 +154,7 @@ def test_a_launcher_that_was_stopped_too_long_ends_whoever_of_its_threads_comes_
         assert store.count(keys.lease(NODE), 0) == renewed
 
 
-def test_that_a_node_leaves_is_in_the_inbox_before_its_ranks_are_ended(
+def test_that_a_node_leaves_is_in_the_queue_before_its_ranks_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks of others fail by the end of this node's: the first word of it is the cause."""
@@ -162,9 +162,9 @@ def test_that_a_node_leaves_is_in_the_inbox_before_its_ranks_are_ended(
     cause = Cause("drained", "the launcher on host node1 was ended by SIGTERM", host="node1")
     with a_job() as (rendezvous, store):
         rendezvous.join(0)
-        assert store.wait_until_set(keys.BELL, LIMIT_S)
+        assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
         for _ in range(20):
             rendezvous.leave(cause)
-            lines, _ = store.lines(keys.inbox(0), 0)
+            lines, _ = store.lines(keys.messages(0), 0)
             assert any(cause.what in line for line in lines)
-            store.delete(keys.inbox(0))
+            store.delete(keys.messages(0))

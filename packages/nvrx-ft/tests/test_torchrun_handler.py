@@ -139,8 +139,8 @@ def test_the_record_tells_cycles_and_the_end(job, tmp_path, monkeypatch):
     (path,) = tmp_path.glob("events-*.jsonl")
     assert os.environ["NVRX_LAUNCH_ID"] in path.name
     events = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    told = [(e["kind"], e.get("cycle")) for e in events]
-    assert told == [
+    reported = [(e["kind"], e.get("cycle")) for e in events]
+    assert reported == [
         ("job_start", None),
         ("cycle_start", 0),
         ("fault", 0),

@@ -61,7 +61,7 @@ class AttributionService:
             return list(self.posts)
 
     def take(self, body: dict[str, Any]) -> None:
-        """Take note of a log."""
+        """Record that a log."""
         with self._arrived:
             self.bodies.append(body)
             self.posts.append((body["analysis_intent"], body["log_path"]))

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nvidia_resiliency_ext.fault_tolerance._workers import standby as standbys
+from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed as standbys
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.shared_utils.children import start_child
 
@@ -104,7 +104,7 @@ def run_cold(setting, *args, program=PROBE):
 
 def run_warm(setting, *args, program=PROBE, before_go=None):
     """Run the program in a standby that was told to go."""
-    standby = standbys.Standby.start(
+    standby = standbys.PrewarmedWorker.start(
         setting.command(*args, program=program),
         setting.env(),
         0,
@@ -130,16 +130,16 @@ def run_warm(setting, *args, program=PROBE, before_go=None):
 
 
 def receive(standby, timeout_s=TIMEOUT_S):
-    """Wait for the next news of a standby."""
+    """Wait for the next event of a standby."""
     with selectors.DefaultSelector() as selector:
         selector.register(standby, selectors.EVENT_READ)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if selector.select(deadline - time.monotonic()):
-                news = standby.receive()
-                if news is not None:
-                    return news
-    raise TimeoutError("no news of the standby")
+                event = standby.receive()
+                if event is not None:
+                    return event
+    raise TimeoutError("no event of the standby")
 
 
 class _Streams:

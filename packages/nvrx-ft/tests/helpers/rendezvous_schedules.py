@@ -30,8 +30,8 @@ from unittest import mock
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loop, keys, store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -43,12 +43,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
-    News,
     NodeSession,
     Opened,
     Over,
     Placed,
-    Spare,
+    SessionEvent,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -143,7 +143,7 @@ class RecordedThreads(NodeThreads):
         super()._take(session, entry)
 
 
-class RecordedHost(Host):
+class RecordedHost(Coordinator):
     """A host that records the decisions as they became valid."""
 
     seen: Seen
@@ -171,7 +171,7 @@ class Node(threading.Thread):
         self.plan = plan
         self.rng = random.Random(f"{seed}/{plan.name}")
         self.schedule = schedule
-        self.news: queue.Queue[News] = queue.Queue()
+        self.event: queue.Queue[SessionEvent] = queue.Queue()
         self.end = ""
         self.problem: BaseException | None = None
 
@@ -189,7 +189,7 @@ class Node(threading.Thread):
             lambda _: SlowStore(schedule.port, schedule.prefix, self.rng, self.plan.lives_for),
             node=self.plan.name,
             host=self.plan.name,
-            post=self.news.put,
+            post=self.event.put,
             clock=SystemClock(),
             lease_s=LEASE_S,
             connect_timeout_s=LIMIT_S,
@@ -198,7 +198,7 @@ class Node(threading.Thread):
         try:
             self._join(None)
             while not self.end:
-                self._meet(self.news.get(timeout=LIMIT_S))
+                self._meet(self.event.get(timeout=LIMIT_S))
             if self.end == "over":
                 self.threads.submit(lambda session: session.tell(Kind.GOODBYE))
         except queue.Empty:
@@ -213,24 +213,24 @@ class Node(threading.Thread):
         def arrive(session: NodeSession) -> None:
             assert session.entry is not None
             if session.entry.phase is Phase.OVER:
-                self.news.put(Over(session.entry))
+                self.event.put(Over(session.entry))
             elif not session.arrive(arrival):
-                self.news.put(Spare(session.entry))
+                self.event.put(SpareNode(session.entry))
 
         self.threads.submit(arrive)
 
-    def _meet(self, news: News) -> None:
-        if isinstance(news, Over):
+    def _meet(self, event: SessionEvent) -> None:
+        if isinstance(event, Over):
             self.end = "over"
-        elif isinstance(news, Lost):
-            self.end = f"lost: {news.what}"
-        elif isinstance(news, Opened):
+        elif isinstance(event, Lost):
+            self.end = f"lost: {event.what}"
+        elif isinstance(event, Opened):
             self._join(None)
-        elif isinstance(news, Spare):
-            self.schedule.seen.spares.append((self.plan.name, news.entry.round))
+        elif isinstance(event, SpareNode):
+            self.schedule.seen.spares.append((self.plan.name, event.entry.round))
         else:
-            self.schedule.seen.placed.append((self.plan.name, news))
-            self._train(news)
+            self.schedule.seen.placed.append((self.plan.name, event))
+            self._train(event)
 
     def _train(self, placed: Placed) -> None:
         round_, last = placed.entry.round, self.schedule.rounds
@@ -245,10 +245,10 @@ class Node(threading.Thread):
             self.end = "over"
         elif round_ >= last:
             self.threads.submit(lambda session: session.succeeded(round_))
-        elif placed.place.group_rank == 0 or self.rng.random() < 0.4:
+        elif placed.assignment.group_rank == 0 or self.rng.random() < 0.4:
             time.sleep(self.rng.choice((0, 0, 0.002, 0.02)))
             self.threads.submit(lambda session: session.open_next(round_, cause))
-            self._join(placed.place.group_rank)
+            self._join(placed.assignment.group_rank)
             if self.rng.random() < 0.2:
                 # The same again, when the job may be somewhere else.
                 self.threads.submit(lambda session: session.open_next(round_, cause))
@@ -290,7 +290,7 @@ class Schedule:
         Raises:
             ScheduleError: what must hold did not.
         """
-        rules = HostRules(
+        rules = CoordinatorRules(
             PlacementRules(min_nodes=self.min_nodes, max_nodes=len(self.plans)),
             Budget(1000),
             lease_s=LEASE_S,
@@ -330,7 +330,7 @@ class Schedule:
         try:
             if failed:
                 raise ScheduleError(f"the host failed: {failed[0]!r}")
-            self._judge(nodes, serving)
+            self._evaluate(nodes, serving)
         finally:
             stop.set()
             clean.cut()
@@ -353,7 +353,7 @@ class Schedule:
         session.open_next(entry.round, Cause("ghost", "from long ago"))
         client.cut()
 
-    def _judge(self, nodes: list[Node], serving: threading.Thread) -> None:
+    def _evaluate(self, nodes: list[Node], serving: threading.Thread) -> None:
         self._judge_log()
         for node in nodes:
             self._judge_node(node)
@@ -394,11 +394,11 @@ class Schedule:
         if node.end.split(":")[0] not in expected or node.is_alive():
             raise ScheduleError(f"{node.name} ended with {node.end!r}")
         by_seq = {entry.seq: encode(entry) for entry in self.seen.adopted}
-        told = self.seen.taken.get(node.name, [])
-        for entry in told:
+        notified = self.seen.taken.get(node.name, [])
+        for entry in notified:
             if by_seq.get(entry.seq) != encode(entry):
                 raise ScheduleError(f"{node.name} was told {entry}, which was never decided")
-        for one, two in itertools.pairwise(told):
+        for one, two in itertools.pairwise(notified):
             if two.seq != one.seq + 1:
                 raise ScheduleError(f"{node.name} was told {two.seq} after {one.seq}")
 
@@ -406,10 +406,10 @@ class Schedule:
         closed = {e.round: e for e in self.seen.adopted if e.phase is Phase.CLOSED}
         ranks: dict[tuple[int, int], str] = {}
         for name, placed in self.seen.placed:
-            round_, rank = placed.place.round, placed.place.group_rank
+            round_, rank = placed.assignment.round, placed.assignment.group_rank
             assert rank is not None
             entry = closed[round_]
-            if self.seen.placements[round_][rank] != name or placed.place.rank_offset != rank:
+            if self.seen.placements[round_][rank] != name or placed.assignment.rank_offset != rank:
                 raise ScheduleError(f"{name} took rank {rank} of {self.seen.placements[round_]}")
             if ranks.setdefault((round_, rank), name) != name:
                 raise ScheduleError(f"two nodes had rank {rank} in round {round_}")
@@ -422,8 +422,8 @@ class Schedule:
             over = max(closed)
             for rank, name in enumerate(names):
                 if (round_, rank) not in ranks and name not in mortal and round_ == over:
-                    told = [e.round for e in self.seen.taken[name] if e.phase is Phase.CLOSED]
-                    if round_ in told:
+                    notified = [e.round for e in self.seen.taken[name] if e.phase is Phase.CLOSED]
+                    if round_ in notified:
                         raise ScheduleError(f"{name} does not know of rank {rank} in {round_}")
 
 

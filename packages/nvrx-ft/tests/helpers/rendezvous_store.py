@@ -10,8 +10,8 @@ from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, keys, store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
@@ -54,11 +54,13 @@ class Served:
         self.kill()
 
 
-def rules(nodes: int, **fields: Any) -> HostRules:
+def rules(nodes: int, **fields: Any) -> CoordinatorRules:
     """Return rules for a job of so many nodes, of which none is lost while a test runs."""
     most = fields.pop("most", nodes)
     placement = PlacementRules(min_nodes=nodes, max_nodes=most)
-    return HostRules(placement, Budget(1000), **{"lease_s": 20.0, "last_call_s": 0.05, **fields})
+    return CoordinatorRules(
+        placement, Budget(1000), **{"lease_s": 20.0, "last_call_s": 0.05, **fields}
+    )
 
 
 def arrival(index: int) -> Arrival:
@@ -72,11 +74,13 @@ def name(index: int) -> str:
 
 
 @contextlib.contextmanager
-def hosted(served: Served, by: HostRules, clock: SystemClock | None = None) -> Iterator[Host]:
+def hosted(
+    served: Served, by: CoordinatorRules, clock: SystemClock | None = None
+) -> Iterator[Coordinator]:
     """Run a host beside the test; whatever it raises is raised at the end."""
     stop, failed = threading.Event(), []
     clock = clock or SystemClock()
-    host = Host(served.connect(), by, me="host", epoch="e", clock=clock, stop=stop)
+    host = Coordinator(served.connect(), by, me="host", epoch="e", clock=clock, stop=stop)
 
     def run() -> None:
         try:

@@ -10,7 +10,12 @@ from pathlib import Path
 import ft_conformance as conformance
 
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
-from nvidia_resiliency_ext.fault_tolerance._workers.standby import Begun, GoOrder, Ready, Standby
+from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
+    Begun,
+    GoOrder,
+    PrewarmedWorker,
+    Ready,
+)
 from nvidia_resiliency_ext.shared_utils.children import start_child
 
 TRAINING = str(Path(__file__).parent.parent / "programs" / "ft_standby_ddp.py")
@@ -54,9 +59,9 @@ def hold(folder, world, *, wait=True):
     standbys = []
     try:
         for slot in range(world):
-            standbys.append(Standby.start(command, shared_env(), slot))  # noqa: PERF401 - ended below
+            standbys.append(PrewarmedWorker.start(command, shared_env(), slot))  # noqa: PERF401 - ended below
         ready = [conformance.receive(s, TIMEOUT_S) for s in standbys] if wait else []
-        if not all(isinstance(news, Ready) and news.problem is None for news in ready):
+        if not all(isinstance(event, Ready) and event.problem is None for event in ready):
             raise AssertionError(ready)  # noqa: TRY301 - the standbys are ended below
     except BaseException:
         for standby in standbys:
@@ -72,9 +77,9 @@ def train_warm(folder, standbys):
         at = time.monotonic()
         for rank, standby in enumerate(standbys):
             standby.go(GoOrder(rank_env(rank, world)))
-        news = [conformance.receive(standby, TIMEOUT_S) for standby in standbys]
-        if not all(isinstance(one, Begun) for one in news):
-            raise AssertionError(news)  # noqa: TRY301 - likewise
+        event = [conformance.receive(standby, TIMEOUT_S) for standby in standbys]
+        if not all(isinstance(one, Begun) for one in event):
+            raise AssertionError(event)  # noqa: TRY301 - likewise
         return at, results(folder, [standby.release() for standby in standbys])
     except BaseException:
         for standby in standbys:

@@ -26,8 +26,8 @@ def main():
         before_go=lambda standby: standby_policy.append(os.sched_getscheduler(standby.child.pid)),
     )
     # One run each way cannot tell what varies.
-    told = {key: value for key, value in found.items() if key.startswith("before.process")}
-    print(json.dumps({"user": os.getuid(), "held": standby_policy, "different": told}))
+    reported = {key: value for key, value in found.items() if key.startswith("before.process")}
+    print(json.dumps({"user": os.getuid(), "held": standby_policy, "different": reported}))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main():
     time.sleep(0.3)
     weights = [parameter.tolist() for parameter in model.parameters()]
     dist.destroy_process_group()
-    told = {
+    reported = {
         "loaded_before": loaded_before,
         "same_object": __import__("torch") is torch is sys.modules["torch"],
         "seed": unseeded,
@@ -44,7 +44,7 @@ def main():
         "pid": os.getpid(),
     }
     with open(os.path.join(sys.argv[1], f"{rank}.json"), "w", encoding="utf-8") as file:
-        json.dump(told, file)
+        json.dump(reported, file)
 
 
 main()

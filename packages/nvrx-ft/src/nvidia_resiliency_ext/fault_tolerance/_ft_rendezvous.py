@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL, read_roster
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL, read_members
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
@@ -148,11 +148,11 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         entry = self._member.entry
         if entry is None or not entry.active:
             return {}
-        seats = self._read(lambda store: read_roster(store, entry.round))
+        members = self._read(lambda store: read_members(store, entry.round))
         return {
-            NodeIdentity.parse(seat.arrival.node): WorkerState[seat.state.name]
-            for seat in seats
-            if seat.group_rank is not None
+            NodeIdentity.parse(member.arrival.node): WorkerState[member.state.name]
+            for member in members
+            if member.group_rank is not None
         }
 
     def try_set_worker_state(self, state: WorkerState) -> WorkerState:

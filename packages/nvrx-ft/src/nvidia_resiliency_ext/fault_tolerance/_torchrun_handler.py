@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our rounds under plain torchrun: spares, leases, exclusions, and the record of the job.
+"""Our rounds under plain torchrun: spares, leases, denylist, and the record of the job.
 
 torch's agent starts and watches the workers, counts restarts and decides when the job has failed;
 who takes part in which round is ours. What torch tells no handler (why a rank failed, what a rank
@@ -23,7 +23,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import News, Opened, Over, Placed
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    Opened,
+    Over,
+    Placed,
+    SessionEvent,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import NodeOptions
 from nvidia_resiliency_ext.fault_tolerance.c10d_monkey_patch import create_tcp_store
@@ -55,7 +60,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         log: events.EventLog,
     ) -> None:
         self._log = log
-        # Decisions are heard in a thread.
+        # Decisions arrive in a thread.
         self._lock = threading.Lock()
         self._cycle: int | None = None
         self._reason = "start"
@@ -91,7 +96,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         if not reason and error is not None and not isinstance(error, ChildFailedError):
             self._leave(f"{type(error).__name__}: {error}")
         fallback = RDZV_SHUTDOWN_REASON_GRACEFUL if error is None else RDZV_SHUTDOWN_REASON_FAILURE
-        is_told = super().shutdown(reason or fallback)
+        is_reported = super().shutdown(reason or fallback)
         with self._lock:
             self._end_cycle("over")
         result = "success" if error is None else str(error) or type(error).__name__
@@ -101,7 +106,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
             events.JobEnd(result=result[:2000], exit_code=code, restarts=restarts), cycle=None
         )
         self._log.close()
-        return is_told
+        return is_reported
 
     def _leave(self, what: str) -> None:
         if self._member.is_over or self._member.has_left:
@@ -109,18 +114,18 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         try:
             self._member.leave(Kind.LEFT, self._cause("left", what[:1000]))
         except StoreLostError:
-            # Nobody can be told: the lease expires.
+            # No message can be sent: the lease expires.
             return
 
-    def _heard(self, news: News) -> None:
+    def _on_event(self, event: SessionEvent) -> None:
         with self._lock:
-            if isinstance(news, Opened) and news.entry.cause is not None:
-                self._restarts_because(news.entry.cause)
-            elif isinstance(news, Over):
-                self._end_cycle(news.entry.reason)
-            elif isinstance(news, Placed) and news.entry.round != self._cycle:
-                self._cycle = news.entry.round
-                start = events.CycleStart(nodes=news.entry.active, reason=self._reason)
+            if isinstance(event, Opened) and event.entry.cause is not None:
+                self._restarts_because(event.entry.cause)
+            elif isinstance(event, Over):
+                self._end_cycle(event.entry.reason)
+            elif isinstance(event, Placed) and event.entry.round != self._cycle:
+                self._cycle = event.entry.round
+                start = events.CycleStart(nodes=event.entry.active, reason=self._reason)
                 self._log.record(start, cycle=self._cycle)
 
     def _restarts_because(self, cause: Cause) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import Seat, read_roster
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import RoundMember, read_members
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
@@ -203,26 +203,26 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
 
     def get_active_node_addrs(self) -> list[str]:
         """Return the addresses of the nodes that work, by rank; empty while a round is open."""
-        return [seat.arrival.addr for seat in self._seats() if seat.group_rank is not None]
+        return [member.arrival.addr for member in self._members() if member.group_rank is not None]
 
     def get_standby_node_addrs(self) -> list[str]:
         """Return the addresses of the nodes that stand by; empty while a round is open."""
-        return [seat.arrival.addr for seat in self._seats() if seat.group_rank is None]
+        return [member.arrival.addr for member in self._members() if member.group_rank is None]
 
     def get_active_ranks(self) -> list[int]:
         """Return the infrastructure ranks of the nodes that work, in the order of their addresses.
 
         Where there are none, their group ranks.
         """
-        seats = [seat for seat in self._seats() if seat.group_rank is not None]
-        ranks = [seat.arrival.infra_rank for seat in seats]
-        return ranks if min(ranks, default=0) >= 0 else list(range(len(seats)))
+        members = [member for member in self._members() if member.group_rank is not None]
+        ranks = [member.arrival.infra_rank for member in members]
+        return ranks if min(ranks, default=0) >= 0 else list(range(len(members)))
 
-    def _seats(self) -> list[Seat]:
+    def _members(self) -> list[RoundMember]:
         entry = self._member.entry
         if entry is None or not entry.active:
             return []
-        return self._read(lambda store: read_roster(store, entry.round))
+        return self._read(lambda store: read_members(store, entry.round))
 
     def remove_this_node(self) -> None:
         """Not of this rendezvous; `_ft_rendezvous` has it."""

@@ -314,7 +314,7 @@ class RankMonitorClient(ClientTimeouts):
             os.close(previous)
 
     def _on_lost(self) -> bool:
-        """Take note, in the link's thread, that the monitor is gone; return whether to go on."""
+        """Act, in the link's thread, that the monitor is gone; return whether to go on."""
         if self.cfg is not None and self.cfg.monitor_loss == "fatal":
             self._refusal = "the rank monitor is gone, and monitor_loss is fatal"
             self._stop()

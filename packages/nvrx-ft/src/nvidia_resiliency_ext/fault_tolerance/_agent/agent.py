@@ -13,8 +13,8 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -60,6 +60,12 @@ from .preemption import PreemptionController
 from .rendezvous import Rendezvous
 from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
+    from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
+
+    from .monitor_link import MonitorPerRank, SharedMonitor
+
 logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
@@ -70,99 +76,19 @@ UNCAUGHT_EXCEPTION = 1
 _ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
 
 
-class MonitorLink(Protocol):
-    """What the agent needs of the rank monitor."""
-
-    def prepare(self, cycle: int) -> None:
-        """Be ready for the ranks of `cycle`; waits, with a bound, until the sockets listen."""
-
-    def workers_changed(self, workers: WorkersChanged) -> None:
-        """Tell the monitor the process groups to sweep if the launcher dies."""
-
-    def hang_report(self) -> dict[str, Any]:
-        """Return the monitor's report of a hang in this cycle, or {}."""
-
-    def examine(self) -> None:
-        """Ask what each rank does, for a hang on another node."""
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """Have the ranks ended that all nodes together have found to blame for a hang."""
-
-    def last_iteration(self) -> int | None:
-        """Return the highest iteration that a local rank has told in this cycle."""
-
-    def steps_of_rank0(self) -> Steps:
-        """Return how far local rank 0 has come."""
-
-
-class Gate(Protocol):
-    """What the agent needs of `gate.NodeGate`."""
-
-    def prepare(self) -> None:
-        """Begin the health checks for the next round."""
-
-    def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
-        """Answer with why this node must not join, or None."""
-
-    def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
-        """Take note of how a cycle ended."""
-
-    def workers_gone(self) -> None:
-        """Begin to wait for what stopped workers still hold."""
-
-    def start(self, begin: Callable[[], None]) -> None:
-        """Call `begin` when workers may start."""
-
-    def shut(self) -> None:
-        """Forget who wants to start."""
-
-
-class ProgressTracker(Protocol):
-    """What the agent needs of `progress_tracker.TrainingProgressTracker`."""
-
-    def update_iteration(self, iteration: int) -> None:
-        """Take note of an iteration reached."""
-
-    def analyze_previous_cycle(self) -> None:
-        """Judge the cycle that just ended."""
-
-    def should_terminate_early(self) -> bool:
-        """Return whether the job makes no progress any more."""
-
-
-class Specs(Protocol):
-    """Makes the specs of a round's workers."""
-
-    def __call__(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
-        """Return one spec per local rank.
-
-        Raises:
-            LogDirectoryError: when a worker's folder cannot be made.
-        """
-
-
+@dataclass(frozen=True, slots=True)
 class Result:
     """How the job ended here: exit code, reason, and the failures of the last cycle.
 
     `no_restart` is the reason of the rendezvous why it must not be started again, else empty.
     """
 
-    def __init__(
-        self,
-        exit_code: int,
-        reason: str,
-        failures: Sequence[Failure],
-        stop_signal: int | None = None,
-        *,
-        is_unfit: bool = False,
-        no_restart: str = "",
-    ) -> None:
-        self.exit_code = exit_code
-        self.reason = reason
-        self.failures = list(failures)
-        self.stop_signal = stop_signal
-        self.is_unfit = is_unfit
-        self.no_restart = no_restart
+    exit_code: int
+    reason: str
+    failures: Sequence[Failure]
+    stop_signal: int | None = None
+    is_unfit: bool = field(default=False, kw_only=True)
+    no_restart: str = field(default="", kw_only=True)
 
     @property
     def root_cause(self) -> Failure:
@@ -178,12 +104,12 @@ class Parts:
     loop: EventLoop
     clock: Clock
     rendezvous: Rendezvous
-    gate: Gate
+    admission: AdmissionCheck
     on_bad_node: Callable[[Cause], None]
     starter: Starter
-    specs: Specs
-    monitor: MonitorLink
-    tracker: ProgressTracker
+    specs: Callable[[Assignment, float | None], list[WorkerSpec]]
+    monitor: SharedMonitor | MonitorPerRank
+    tracker: TrainingProgressTracker
     reporter: EventReporter
     tee: Tee
     controller: PreemptionController
@@ -204,7 +130,7 @@ class NodeAgent:
         self._loop = parts.loop
         self._clock = parts.clock
         self._rendezvous = rendezvous = parts.rendezvous
-        self._gate = parts.gate
+        self._admission = parts.admission
         self._on_bad_node = parts.on_bad_node
         self._starter = parts.starter
         self._specs = parts.specs
@@ -251,8 +177,8 @@ class NodeAgent:
                 effect.cause, all_gone=effect.all_gone
             ),
             machine.LeaveRendezvous: self._leave,
-            machine.Finish: self._note_finish,
-            preemption.TellPreempted: self._tell_preempted,
+            machine.Finish: self._record_finish,
+            preemption.ReportPreempted: self._report_preempted,
             preemption.StartGrace: lambda _: controller.start_grace(),
             preemption.AskToSave: lambda effect: controller.ask(effect.cause),
             preemption.ReportHeld: self._report_held,
@@ -273,18 +199,18 @@ class NodeAgent:
         """The worker processes of the present cycle."""
         return self._workers
 
-    # What happens, told by the effects ------------------------------------------------------
+    # What happens, reported by the effects ------------------------------------------------------
 
     def post(self, event: Event) -> None:
         """Hand in an event; it is decided in the order of arrival."""
         self._events.append(event)
 
     def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
-        """Take note of an exit; those seen in one round of the loop are judged together."""
+        """Record an exit; those seen in one round of the loop are judged together."""
         self._exits.append((local_rank, status, self._clock.wall()))
 
     def rank_stuck(self, local_rank: int, why: str) -> None:
-        """Take note that the monitor cannot end a hung rank."""
+        """Record that the monitor cannot end a hung rank."""
         rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
         what = f"rank {rank} on host {self._host} survived SIGKILL: {why}"
         cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
@@ -301,7 +227,7 @@ class NodeAgent:
         self._rendezvous.hung(states_of(ranks), accusation)
 
     def _group_stopped(self, given_up: tuple[int, ...]) -> None:
-        """Take note that the cycle's workers are gone."""
+        """Record that the cycle's workers are gone."""
         self.post(machine.GroupStopped(given_up))
 
     # The loop ------------------------------------------------------------------------------
@@ -331,7 +257,7 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self._rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
-        told = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
+        preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
         while self._rendezvous.must_stay:
             self._loop.run_once()
             self._poll_rendezvous()
@@ -340,22 +266,22 @@ class NodeAgent:
                 if isinstance(event, _ASKS_TO_GO):
                     what = f"host {self._host}, which serves the job's store, was told to go"
                     cause = Cause("drained", what, host=self._host)
-                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, told or cause)
+                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
                     return
                 if isinstance(event, preemption.Preempted):
                     # The job ends with its store: first its ranks save.
-                    told = event.cause
+                    preempted = event.cause
                     self._controller.start_grace()
-                    self._rendezvous.preempted(told)
-                elif isinstance(event, machine.NextRoundOpened) and told is not None:
-                    self._rendezvous.preempted(told)
+                    self._rendezvous.preempted(preempted)
+                elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
+                    self._rendezvous.preempted(preempted)
                 elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
                     self._feed(event)
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
         if self._exits and (self._events or not self._others_may_fail()):
-            self._judge_exits()
+            self._evaluate_exits()
             return True
         if self._events:
             self._feed(self._events.popleft())
@@ -366,12 +292,12 @@ class NodeAgent:
         before = self._node.phase
         if before is Phase.RUNNING and isinstance(event, machine.RanksAsked):
             self._monitor.examine()
-        if before is Phase.RUNNING and isinstance(event, machine.HangJudged):
+        if before is Phase.RUNNING and isinstance(event, machine.HangEvaluated):
             event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
         if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
             self._record_progress()
-            self._note_end()
+            self._record_end()
         if isinstance(event, machine.NodeUnfit):
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
@@ -380,7 +306,7 @@ class NodeAgent:
         for effect in effects:
             self._apply(effect)
 
-    def _obey(self, judged: machine.HangJudged) -> machine.HangJudged:
+    def _obey(self, judged: machine.HangEvaluated) -> machine.HangEvaluated:
         """Have the culprits ended that are here, and add to the verdict what this node knows."""
         assert self._assignment is not None
         offset, cause = self._assignment.rank_offset, judged.cause
@@ -398,14 +324,14 @@ class NodeAgent:
             local_rank=cause.rank - offset if is_here and cause.rank is not None else None,
             detail={**cause.detail, "ranks": self._ranks_in_hang},
         )
-        return machine.HangJudged(cause, self._makes_no_progress())
+        return machine.HangEvaluated(cause, self._makes_no_progress())
 
-    def _note_end(self) -> None:
-        """Take note of how the cycle ended that nobody works in any more; tell the gate."""
+    def _record_end(self) -> None:
+        """Record how the cycle ended, and report it to the admission check."""
         cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
         self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
         if cause is not None and self._started_at is not None:
-            self._gate.cycle_failed(cause, lived_s, has_stepped=has_stepped)
+            self._admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
 
     def _apply(self, effect: Effect) -> None:
@@ -445,7 +371,7 @@ class NodeAgent:
             stepped=self._has_stepped(),
         )
 
-    def _judge_exits(self) -> None:
+    def _evaluate_exits(self) -> None:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
         running = self._node.phase is Phase.RUNNING
@@ -476,7 +402,7 @@ class NodeAgent:
                 )
             )
         if self._node.phase is Phase.RUNNING:
-            self._tell_monitor()
+            self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
         """Return the failures with that of the rank which the others waited for, seen or not yet.
@@ -534,13 +460,13 @@ class NodeAgent:
             self._cycle_start_time = self._clock.wall()
         self._assignment = None
         if self._workers.started:
-            self._gate.workers_gone()
-        self._gate.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
+            self._admission.workers_gone()
+        self._admission.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
 
     def _admitted(self, cycle: int, unfit: Cause | None) -> None:
         if unfit is not None:
             self.post(machine.NodeUnfit(unfit))
-        elif self._node.phase is Phase.JOINING:  # It may have been told to end meanwhile.
+        elif self._node.phase is Phase.JOINING:  # It may have ended meanwhile.
             self._rendezvous.join(cycle)
             self._poll_rendezvous()
 
@@ -552,12 +478,12 @@ class NodeAgent:
         if self._budget is not None:
             now = self._clock.monotonic()
             self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
-            self._tell_budget()
+            self._report_budget()
         self._reporter.round_joined(assignment)
         self._failures = []
         self._ranks_in_hang = []
         self._steps_recorded = Steps(None, 0, self._clock.monotonic())
-        self._gate.start(lambda: self._start_now(assignment))
+        self._admission.start(lambda: self._start_now(assignment))
 
     def _start_now(self, assignment: Assignment) -> None:
         try:
@@ -572,19 +498,19 @@ class NodeAgent:
             self.post(machine.StartFailed(Cause("start", str(error), host=self._host)))
             return
         self._started_at = self._clock.monotonic()
-        self._tell_monitor()
+        self._update_monitor()
         self._reporter.workers_started(self._workers.started)
 
-    def _tell_budget(self) -> None:
+    def _report_budget(self) -> None:
         assert self._budget is not None
         now = self._clock.monotonic()
         self.post(machine.BudgetChanged(self._budget.left(now)))
         at = self._budget.next_change(now)
         if self._refill is not None:
             self._refill.cancel()
-        self._refill = None if at is None else self._loop.call_at(at, self._tell_budget)
+        self._refill = None if at is None else self._loop.call_at(at, self._report_budget)
 
-    def _tell_monitor(self) -> None:
+    def _update_monitor(self) -> None:
         started, assignment = self._workers.started, self._assignment
         assert assignment is not None
         local_ranks = sorted(started)
@@ -602,13 +528,13 @@ class NodeAgent:
         )
 
     def _started_again(self, local_rank: int) -> None:
-        self._tell_monitor()
+        self._update_monitor()
         self._reporter.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: machine.StopWorkers) -> None:
-        self._gate.shut()
+        self._admission.shut()
         if self._node.outcome is machine.Outcome.RESTART:
-            self._gate.prepare()
+            self._admission.prepare()
         if self._node.outcome is machine.Outcome.SIGNALLED and self._workers.started:
             logger.warning(
                 "workers get %s, and SIGKILL after %g s; a second signal kills them at once",
@@ -640,7 +566,7 @@ class NodeAgent:
         self._barrier = self._loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
 
-    def _tell_preempted(self, effect: preemption.TellPreempted) -> None:
+    def _report_preempted(self, effect: preemption.ReportPreempted) -> None:
         self._rendezvous.preempted(effect.cause)
         self._poll_rendezvous()
 
@@ -648,7 +574,7 @@ class NodeAgent:
         self._rendezvous.held(effect.calls)
         self._poll_rendezvous()
 
-    def _note_finish(self, effect: machine.Finish) -> None:
+    def _record_finish(self, effect: machine.Finish) -> None:
         self._finish = effect
 
     def _tick_progress(self) -> None:

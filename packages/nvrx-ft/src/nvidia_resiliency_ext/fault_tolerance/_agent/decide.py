@@ -14,7 +14,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    NextRoundOpened           FINISHED   [LeaveRendezvous | CloseRendezvous], Finish(1)
                                                     (a rank has asked for it)
     JOINING    Preempted                 FINISHED   LeaveRendezvous, Finish
-    JOINING    Preempted (store host)    JOINING    TellPreempted, StartGrace (the ranks save first)
+    JOINING    Preempted (store host)    JOINING    ReportPreempted, StartGrace (ranks save first)
     JOINING    GraceOver                 FINISHED   CloseRendezvous, Finish
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
     RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
@@ -23,9 +23,9 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    StartFailed               STOPPING   ReportFault, StopWorkers
     RUNNING    Signalled                 STOPPING   StopWorkers (the same signal)
     RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
-    RUNNING    HangJudged                STOPPING   ReportFault, [OpenNextRound], StopWorkers
+    RUNNING    HangEvaluated             STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    RoundClosed               STOPPING   StopWorkers
-    RUNNING    Preempted                 RUNNING    TellPreempted, StartGrace (leaving.py)
+    RUNNING    Preempted                 RUNNING    ReportPreempted, StartGrace (leaving.py)
     RUNNING    RoundLeaves               RUNNING    AskToSave     (at some node's request)
     RUNNING    RanksHeld                 RUNNING    ReportHeld
     RUNNING    SaveAgreed                RUNNING    ReleaseRanks
@@ -66,7 +66,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Event,
     Finish,
     GroupStopped,
-    HangJudged,
+    HangEvaluated,
     Join,
     JoinTimedOut,
     KillWorkers,
@@ -102,10 +102,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     RanksHeld,
     ReleaseRanks,
     ReportHeld,
+    ReportPreempted,
     RoundLeaves,
     SaveAgreed,
     StartGrace,
-    TellPreempted,
 )
 
 Decision = tuple[Node, tuple[Effect, ...]]
@@ -114,7 +114,7 @@ Decision = tuple[Node, tuple[Effect, ...]]
 def decide(node: Node, event: Event) -> Decision:
     """Return the next state and what is to be done; events that no longer matter do nothing."""
     if isinstance(event, RequestReceived):
-        return _note_request(node, event)
+        return _record_request(node, event)
     if isinstance(event, StopRequested):
         return _no_restart(node, event)
     if isinstance(event, BudgetChanged):
@@ -138,7 +138,7 @@ def _no_restart(node: Node, event: StopRequested) -> Decision:
     return node, ()
 
 
-def _note_request(node: Node, event: RequestReceived) -> Decision:
+def _record_request(node: Node, event: RequestReceived) -> Decision:
     if node.phase is Phase.FINISHED:
         return node, ()
     noted = (*node.requests, (event.request, event.description))
@@ -191,7 +191,7 @@ def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
     """Return how this node joins the next round, which does not know yet that it must go."""
     joins = Join(node.cycle + 1, cause)
     if node.leaving is not None and node.must_go:
-        return joins, TellPreempted(node.leaving.cause)
+        return joins, ReportPreempted(node.leaving.cause)
     return (joins,)
 
 
@@ -263,7 +263,7 @@ def _while_running(  # noqa: PLR0911 - one for each kind of event
         return _while_leaving(node, event)
     if isinstance(event, NextRoundOpened):
         return _restarts(node, event)
-    if isinstance(event, HangJudged):
+    if isinstance(event, HangEvaluated):
         return _hung(node, event)
     if isinstance(event, RoundClosed):
         return _over(node, event)
@@ -274,7 +274,7 @@ def _while_running(  # noqa: PLR0911 - one for each kind of event
     return node, ()
 
 
-def _hung(node: Node, event: HangJudged) -> Decision:
+def _hung(node: Node, event: HangEvaluated) -> Decision:
     if node.must_go:
         return _out_of_time(node)
     return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
@@ -309,11 +309,11 @@ def _agreeing(event: RanksHeld | SaveAgreed) -> tuple[Effect, ...]:
 
 
 def _preempted(node: Node, event: Preempted) -> Decision:
-    """This node was told to go: its workers may save first, and its time begins."""
+    """Preempt this node: its workers may save first, and its time begins."""
     if node.must_go:
         return node, ()
     node = dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True))
-    return node, (TellPreempted(event.cause), StartGrace())
+    return node, (ReportPreempted(event.cause), StartGrace())
 
 
 def _out_of_time(node: Node) -> Decision:
@@ -420,7 +420,7 @@ def _while_stopping(node: Node, event: Event) -> Decision:
 
 
 def _no_more_restart(node: Node, event: Event) -> Decision:
-    """Take note of what makes the restart impossible for which workers are being stopped."""
+    """Record what makes the restart impossible for which workers are being stopped."""
     if isinstance(event, StoreLost):
         return _lost(node, event)
     if isinstance(event, RoundClosed):

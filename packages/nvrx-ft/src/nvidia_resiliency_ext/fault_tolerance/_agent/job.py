@@ -28,17 +28,17 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
-from nvidia_resiliency_ext.fault_tolerance._health.admission import make_gate
+from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    CoordinatorContext,
+    CoordinatorServices,
     CycleNodes,
-    HostPlace,
-    HostServices,
     host_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions, RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
@@ -72,20 +72,19 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 from .agent import NodeAgent, Parts, Result
 from .monitor_link import (
     MonitorPerRank,
-    NoMonitor,
     SharedMonitor,
     longest_limit_s,
     needs_heartbeats,
 )
 from .preemption import PreemptionController
+from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
 from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_run_paths
-from .standbys import StandbyStarter
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 
-    from .many_nodes import Meeting
+    from .many_nodes import StoreEndpoint
 
 logger = logging.getLogger("nvrx")
 
@@ -109,7 +108,7 @@ class Job:
         self._clock = SystemClock()
         self._stack = contextlib.ExitStack()
         self._next_look: Timer | None = None
-        self._exclusions = Exclusions()
+        self._denylist = Denylist()
 
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
@@ -142,8 +141,8 @@ class Job:
         stack.enter_context(self._signals.installed())
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
-        meeting = self._find_meeting()
-        store_host = StoreHost() if meeting is None else meeting.store_host
+        endpoint = self._find_endpoint()
+        store_host = StoreHost() if endpoint is None else endpoint.store_host
         self._is_store_host = store_host.is_here
         self._paths = make_run_paths(plan, self._environ, stack)
         self._services = self._build_services(store_host)
@@ -152,7 +151,7 @@ class Job:
         self._build_record()
         self._torch_events = self._build_torch_events()
         self._bad_node_hook = self._build_bad_node_hook()
-        self._gate = make_gate(
+        self._admission = make_admission_check(
             plan,
             self._environ,
             host=self._paths.host,
@@ -161,11 +160,11 @@ class Job:
             clock=self._clock,
             reporter=self._reporter,
         )
-        stack.callback(self._gate.close)
-        self._gate.prepare()
-        self._build_environment(meeting)
+        stack.callback(self._admission.close)
+        self._admission.prepare()
+        self._build_environment(endpoint)
         stack.callback(self._sweep)
-        self._standbys = StandbyStarter(
+        self._prewarm = PrewarmStarter(
             plan,
             self._base_env,
             self._loop,
@@ -173,10 +172,10 @@ class Job:
             self._reporter,
             self._running_pids,
         )
-        stack.callback(self._standbys.close)
-        self._standbys.hold_first_cycle()
+        stack.callback(self._prewarm.close)
+        self._prewarm.hold_first_cycle()
         self._follow_attribution()
-        self._rendezvous = self._build_rendezvous(meeting)
+        self._rendezvous = self._build_rendezvous(endpoint)
         stack.callback(self._rendezvous.shutdown)
         self._controller = self._build_controller()
         self._monitor = self._build_monitor()
@@ -186,7 +185,7 @@ class Job:
         self._agent = self._build_agent()
         self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
-        stack.callback(self._standbys.close)
+        stack.callback(self._prewarm.close)
         self._watch()
         self._keep_file_timers()
 
@@ -206,25 +205,25 @@ class Job:
             raise NvrxError(str(error)) from None
         return self._plan.node_rank if rank < 0 and self._plan.node_rank is not None else rank
 
-    def _find_meeting(self) -> Meeting | None:
+    def _find_endpoint(self) -> StoreEndpoint | None:
         if self._plan.max_nodes == 1:
             return None
-        from .many_nodes import find_meeting, rules_of
+        from .many_nodes import find_endpoint, rules_of
 
         rules_of(self._plan, self._environ)
-        meeting = find_meeting(self._plan)
-        if meeting.listener is not None:
-            self._stack.callback(meeting.listener.close)
-        return meeting
+        endpoint = find_endpoint(self._plan)
+        if endpoint.listener is not None:
+            self._stack.callback(endpoint.listener.close)
+        return endpoint
 
-    def _build_services(self, store_host: StoreHost) -> HostServices | None:
+    def _build_services(self, store_host: StoreHost) -> CoordinatorServices | None:
         """Start what this node runs for the whole job, if it is the one that does."""
         if not store_host.is_here:
             return None
-        services = HostServices(
+        services = CoordinatorServices(
             host_plan_of(self._plan),
             self._environ,
-            HostPlace(store_host.address, self._paths.host, self._paths.run_dir.path),
+            CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,
             self._clock,
             is_shared=store_host.is_shared,
@@ -232,9 +231,9 @@ class Job:
         self._stack.callback(services.close)
         return services
 
-    def _build_rendezvous(self, meeting: Meeting | None) -> Rendezvous:
+    def _build_rendezvous(self, endpoint: StoreEndpoint | None) -> Rendezvous:
         plan = self._plan
-        if meeting is None:
+        if endpoint is None:
             return LocalRendezvous(
                 nproc=plan.nproc_per_node,
                 master_addr=plan.local_addr or plan.master_addr,
@@ -245,7 +244,7 @@ class Job:
         return make_rendezvous(
             plan,
             self._environ,
-            meeting,
+            endpoint,
             host_name=self._paths.host,
             infra_rank=self._infra_rank,
             loop=self._loop,
@@ -254,7 +253,7 @@ class Job:
             records=self._cycles,
             services=self._services,
             on_bad_node=self._bad_node,
-            exclusions=self._exclusions,
+            denylist=self._denylist,
         )
 
     def _build_record(self) -> None:
@@ -282,10 +281,10 @@ class Job:
         if plan.event_log_handler == NO_HANDLER:
             return None
         facts = JobFacts(plan.run_id, plan.role, plan.command.entry)
-        told = TorchEvents(plan.event_log_handler, facts, self._clock)
-        self._stack.callback(told.close)
-        self._reporter.follow_starts(told.started)
-        return told
+        torch_events = TorchEvents(plan.event_log_handler, facts, self._clock)
+        self._stack.callback(torch_events.close)
+        self._reporter.follow_starts(torch_events.started)
+        return torch_events
 
     def _build_bad_node_hook(self) -> BadNodeHook | None:
         command = self._plan.fault_tolerance.bad_node_hook
@@ -307,7 +306,7 @@ class Job:
         if self._bad_node_hook is not None:
             self._bad_node_hook.report(cause)
 
-    def _build_environment(self, meeting: Meeting | None) -> None:
+    def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         plan, paths = self._plan, self._paths
         self._environment = JobEnvironment(
             nproc=plan.nproc_per_node,
@@ -318,7 +317,7 @@ class Job:
             launcher_socket=paths.launcher_socket,
             monitor_sockets=paths.monitor_sockets,
             omp_num_threads=plan.omp_num_threads,
-            inprocess_store=None if meeting is None else meeting.address,
+            inprocess_store=None if endpoint is None else endpoint.address,
             virtual_devices=plan.virtual_devices,
             signals_to_handle=",".join(signum.name for signum in plan.signals_to_handle),
         )
@@ -336,7 +335,7 @@ class Job:
     def _follow_attribution(self) -> None:
         services = self._services
         if services is not None:
-            services.follow_attribution(self._attribution_stops, self._exclusions.add)
+            services.follow_attribution(self._attribution_stops, self._denylist.add)
             self._stack.callback(services.end_attribution)
 
     def _attribution_stops(self, reason: str) -> None:
@@ -355,9 +354,9 @@ class Job:
             end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
         )
 
-    def _build_monitor(self) -> SharedMonitor | MonitorPerRank | NoMonitor:
+    def _build_monitor(self) -> SharedMonitor | MonitorPerRank:
         if not self._plan.monitors_enabled:
-            return NoMonitor()
+            return MonitorPerRank([])
         local_ranks = list(range(self._plan.nproc_per_node))
         if self._plan.fault_tolerance.monitor_mode == "per-rank":
             return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])
@@ -388,7 +387,7 @@ class Job:
             self._clock,
             on_first_step=self._first_step,
             on_stuck=self._rank_stuck,
-            on_save_known=self._controller.known,
+            on_save_acknowledged=self._controller.acknowledged,
             on_ranks_seen=self._ranks_seen,
             unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
             needs_heartbeats=needs_heartbeats(self._plan.fault_tolerance),
@@ -419,9 +418,9 @@ class Job:
                 loop=self._loop,
                 clock=self._clock,
                 rendezvous=self._rendezvous,
-                gate=self._gate,
+                admission=self._admission,
                 on_bad_node=self._bad_node,
-                starter=self._standbys,
+                starter=self._prewarm,
                 specs=self._specs,
                 monitor=self._monitor,
                 tracker=tracker,
@@ -467,7 +466,7 @@ class Job:
                 self._agent.post(event)
 
     def _cycle_ended(self, cause: Cause | None) -> None:
-        """Take note that a cycle is over here; of many nodes, the host knows when it is for all."""
+        """Record that a cycle is over here; of many nodes, the host knows when it is for all."""
         if self._plan.max_nodes == 1 and self._services is not None:
             self._services.ended(self._services.cycle, cause)
 
@@ -483,7 +482,7 @@ class Job:
 
     def _first_step(self, local_rank: int, at: float) -> None:
         self._reporter.first_step(local_rank, at)
-        self._standbys.good_step()
+        self._prewarm.good_step()
 
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)
@@ -556,9 +555,9 @@ class Job:
         if self._plan.max_nodes == 1 and self._services is not None:
             self._services.begins(assignment.cycle, CycleNodes([self._paths.host], [0]))
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
-        has_room = self._has_room(assignment.cycle)
+        has_space = self._has_space(assignment.cycle)
         specs = [
-            self._spec(assignment, local_rank, stamp, has_room=has_room)
+            self._spec(assignment, local_rank, stamp, has_space=has_space)
             for local_rank in range(self._plan.nproc_per_node)
         ]
         if self._plan.output_specs is None:
@@ -571,12 +570,12 @@ class Job:
             for spec, (output, env) in zip(specs, decided, strict=True)
         ]
 
-    def _has_room(self, cycle: int) -> bool:
+    def _has_space(self, cycle: int) -> bool:
         """Return whether workers can write their files; a full disk must not end every cycle."""
         paths = self._paths
         if paths.files is paths.spare_files:
             return True
-        problem = paths.files.missing_room()
+        problem = paths.files.missing_space()
         if problem:
             logger.warning(
                 "cycle %d: %s: %s; workers write to the console instead of files there",
@@ -585,14 +584,14 @@ class Job:
         return not problem
 
     def _spec(
-        self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_room: bool
+        self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_space: bool
     ) -> WorkerSpec:
         plan, paths = self._plan, self._paths
         rank = assignment.rank_offset + local_rank
-        files = paths.files if has_room else paths.spare_files
+        files = paths.files if has_space else paths.spare_files
         directory = files.worker_directory(assignment.cycle, local_rank)
         output = worker_output(paths.output, directory, local_rank)
-        if paths.output.writes_files and not has_room:
+        if paths.output.writes_files and not has_space:
             output = console_output(directory)
         output = self._cycles.output(output, rank)
         variables = rank_variables(

@@ -40,7 +40,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     PlacementRules,
     validate,
@@ -48,7 +48,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
     BlameRules,
     Budget,
-    Exclusions,
+    Denylist,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
@@ -69,7 +69,7 @@ from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostServices
+    from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 
 logger = logging.getLogger("nvrx")
 
@@ -99,7 +99,7 @@ _OWN_AFFAIRS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class StoreEndpoint:
     """Where the nodes meet, with the listening socket when the store is to be served here."""
 
     host: str
@@ -136,7 +136,7 @@ class Meeting:
         return StoreHost(self.is_here, self.host, is_shared=True)
 
 
-def find_meeting(plan: LaunchPlan) -> Meeting:
+def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
     """Find out whether this launcher serves the store; it waits for nothing but the name service.
 
     Raises:
@@ -151,10 +151,10 @@ def find_meeting(plan: LaunchPlan) -> Meeting:
     port = port or DEFAULT_PORT
     listener = claim(host, port, is_host)
     served_at = "" if listener is None else str(listener.getsockname()[0])
-    return Meeting(host, port, listener, served_at)
+    return StoreEndpoint(host, port, listener, served_at)
 
 
-def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
+def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
     """Return what the store host decides by.
 
     Raises:
@@ -182,7 +182,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> HostRules:
         timeouts_of(plan)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from None
-    return HostRules(
+    return CoordinatorRules(
         placement=placement,
         budget=Budget(plan.max_restarts, config.restart_budget_window),
         blame=BlameRules(config.node_blame_limit, config.node_blame_window),
@@ -219,7 +219,7 @@ def _seconds(
     return value
 
 
-def must_agree(plan: LaunchPlan, rules: HostRules) -> dict[str, str]:
+def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
     config = plan.fault_tolerance
     agreed = settings_of(rules, plan.restart_policy, plan.rdzv_impl)
@@ -234,7 +234,7 @@ def must_agree(plan: LaunchPlan, rules: HostRules) -> dict[str, str]:
 def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its own
     plan: LaunchPlan,
     environ: Mapping[str, str],
-    meeting: Meeting,
+    endpoint: StoreEndpoint,
     *,
     host_name: str,
     infra_rank: int,
@@ -242,9 +242,9 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     clock: Clock,
     on_lease: Callable[[float], None],
     records: CycleRecords,
-    services: HostServices | None,
+    services: CoordinatorServices | None,
     on_bad_node: Callable[[Cause], None],
-    exclusions: Exclusions,
+    denylist: Denylist,
 ) -> StoreRendezvous:
     """Start this node's part of the rendezvous, and the store where it is to be: with `services`.
 
@@ -255,7 +255,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     config = plan.fault_tolerance
     join_s, limit_s = timeouts_of(plan)
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
-    addr = plan.local_addr or own_address(meeting.host, meeting.port)
+    addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
     node = node_identity(addr)
     agreed = must_agree(plan, rules)
     prefix = keys.prefix(plan.run_id)
@@ -263,27 +263,27 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
 
     longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
     probing = Probing(longest_pause_s=longest_s)
-    way = _Way(meeting, prefix, secret, limit_s, probing)
+    way = _Way(endpoint, prefix, secret, limit_s, probing)
     way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
     ways = itertools.chain([way], itertools.repeat(way_back))
     host: StoreHostThread | None = None
-    if meeting.is_hidden:
+    if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
             "cannot reach it; use a name or address that means the same on all of them",
-            *(meeting.host, meeting.served_at),
+            *(endpoint.host, endpoint.served_at),
         )
     logger.info(
         "%s; waiting %g s at most for %d nodes (--rdzv-endpoint, --rdzv-conf join_timeout)",
-        *(meeting.where, join_s, rules.placement.min_nodes),
+        *(endpoint.where, join_s, rules.placement.min_nodes),
     )
-    if meeting.listener is not None:
+    if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
         host = StoreHostThread(
             StorePlan(
-                listener=meeting.listener,
-                host=meeting.host,
-                port=meeting.port,
+                listener=endpoint.listener,
+                host=endpoint.host,
+                port=endpoint.port,
                 prefix=prefix,
                 secret=secret,
                 nodes=rules.placement.max_nodes,
@@ -294,7 +294,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
             clock=clock,
             services=services,
             on_bad_node=on_bad_node,
-            exclusions=exclusions,
+            denylist=denylist,
         )
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
@@ -318,7 +318,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
         group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
-        where=meeting.where,
+        where=endpoint.where,
     )
 
     def connect_when_ready(refused: Callable[[], None]) -> JobStore:
@@ -348,7 +348,7 @@ def _no_domain() -> str:
 class _Way:
     """How the job's keys are reached."""
 
-    meeting: Meeting
+    endpoint: StoreEndpoint
     prefix: str
     secret: bytes | None
     timeout_s: float
@@ -356,8 +356,10 @@ class _Way:
     patience_s: float = CALL_TIMEOUT_S
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        meeting = self.meeting
-        return connect(meeting.host, meeting.port, self.prefix, secret, timeout_s, self.patience_s)
+        endpoint = self.endpoint
+        return connect(
+            endpoint.host, endpoint.port, self.prefix, secret, timeout_s, self.patience_s
+        )
 
 
 LATE_ANSWER_S = 5.0
@@ -372,13 +374,13 @@ def _connect(
     begin: Callable[[JobStore], None],
 ) -> JobStore:
     """Connect to the job's store, which may come up later than this launcher, and `begin` there."""
-    meeting = way.meeting
+    endpoint = way.endpoint
     deadline = clock.monotonic() + way.timeout_s
     has_warned = False
     while True:
         left_s = deadline - clock.monotonic()
         wait_until_reachable(
-            meeting.host, meeting.port, left_s, clock, stop, refused, probing=way.probing
+            endpoint.host, endpoint.port, left_s, clock, stop, refused, probing=way.probing
         )
         began = clock.monotonic()
         try:
@@ -390,7 +392,7 @@ def _connect(
                 has_warned = True
                 logger.warning(
                     "no answer from the job's store at %s:%d, tried again for %.0f s at most: %s",
-                    *(meeting.host, meeting.port, left_s, error),
+                    *(endpoint.host, endpoint.port, left_s, error),
                 )
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):

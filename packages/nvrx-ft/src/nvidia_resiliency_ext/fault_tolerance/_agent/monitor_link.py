@@ -58,49 +58,6 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
     return config.rank_heartbeat_timeout is not None and not any(others)
 
 
-class NoMonitor:
-    """Stands in when `NVRX_DISABLE_RANK_MONITORS` switches monitoring off."""
-
-    def prepare(self, cycle: int) -> None:
-        """Nothing to prepare."""
-
-    def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Nobody to tell."""
-
-    def lease_held(self, until: float) -> None:
-        """Nobody to tell."""
-
-    def hang_report(self) -> dict[str, Any]:
-        """Nobody reports."""
-        return {}
-
-    def examine(self) -> None:
-        """Nobody to ask."""
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """Nobody to tell."""
-
-    def last_iteration(self) -> int | None:
-        """Nobody knows."""
-        return None
-
-    def steps_of_rank0(self) -> Steps:
-        """Nobody counts."""
-        return NO_STEPS
-
-    def save(self, word: int) -> None:
-        """Nobody asks."""
-
-    @property
-    def is_save_known(self) -> bool:
-        """Nobody is to know."""
-        return True
-
-    def save_calls(self) -> dict[int, int]:
-        """Nobody asks."""
-        return {}
-
-
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
@@ -111,10 +68,10 @@ class SharedMonitor:
         clock: The clock of the loop.
         on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
         on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
-        on_save_known: Called when the slots hold the last word for `should_checkpoint`.
+        on_save_acknowledged: Called when the slots hold the last word for `should_checkpoint`.
         on_ranks_seen: Called with what each local rank does in a hang, as in `HangFound.ranks`, and
             with the report when a limit was broken here: the nodes compare.
-        unwatched_after_s: How long after its workers' start a job without any client is told of
+        unwatched_after_s: How long after its workers' start a job without any client is notified of
             that, once; None where no limit is set.
         needs_heartbeats: Whether only heartbeats have limits: a client alone is not enough then.
     """
@@ -127,7 +84,7 @@ class SharedMonitor:
         *,
         on_first_step: Callable[[int, float], None],
         on_stuck: Callable[[int, str], None],
-        on_save_known: Callable[[], None] = lambda: None,
+        on_save_acknowledged: Callable[[], None] = lambda: None,
         on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None,
         unwatched_after_s: float | None = None,
         needs_heartbeats: bool = False,
@@ -141,10 +98,10 @@ class SharedMonitor:
         self._clock = clock
         self._on_first_step = on_first_step
         self._on_stuck = on_stuck
-        self._on_save_known = on_save_known
+        self._on_save_acknowledged = on_save_acknowledged
         self._on_ranks_seen = on_ranks_seen
         self._save_word = 0
-        self._known_word = 0
+        self._acknowledged_word = 0
         self._prepared_at = 0.0
         self._cycle = 0
         self._workers: messages.WorkersChanged | None = None
@@ -222,7 +179,7 @@ class SharedMonitor:
             )
             return
         logger.warning(
-            "limits for heartbeats or sections are set, but no rank has told of itself: hangs are"
+            "limits for heartbeats or sections are set, but no rank has reported itself: hangs are"
             " not found. Call RankMonitorClient().init_workload_monitoring() in each rank, then"
             " send_heartbeat() or start_section() and end_section() in each step"
         )
@@ -246,10 +203,10 @@ class SharedMonitor:
         self._handle.send(messages.Sentence(local_ranks))
 
     def last_iteration(self) -> int | None:
-        """Return the highest iteration that any local rank has told in this cycle."""
+        """Return the highest iteration that any local rank has reported in this cycle."""
         views = (self._view(index) for index in range(len(self._handle.slots)))
-        told = (view.iteration for view in views if view is not None)
-        return max((iteration for iteration in told if iteration is not None), default=None)
+        iterations = (view.iteration for view in views if view is not None)
+        return max((iteration for iteration in iterations if iteration is not None), default=None)
 
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come; heartbeats count where it opens no section."""
@@ -264,9 +221,9 @@ class SharedMonitor:
         self._handle.send(messages.Save(word))
 
     @property
-    def is_save_known(self) -> bool:
+    def is_save_acknowledged(self) -> bool:
         """Whether the slots hold it."""
-        return self._known_word == self._save_word
+        return self._acknowledged_word == self._save_word
 
     def save_calls(self) -> dict[int, int]:
         """Return how often each rank has called `should_checkpoint`, by place in this monitor."""
@@ -288,9 +245,9 @@ class SharedMonitor:
 
     def _expect_answer(self) -> None:
         at = self._clock.monotonic() + ANSWER_TIMEOUT_S
-        self._unanswered = self._loop.call_at(at, self._judge_silence)
+        self._unanswered = self._loop.call_at(at, self._evaluate_silence)
 
-    def _judge_silence(self) -> None:
+    def _evaluate_silence(self) -> None:
         timer = self._unanswered
         self._receive()
         if timer is None or timer is not self._unanswered:
@@ -333,13 +290,13 @@ class SharedMonitor:
             self._take_report(message.report)
         elif isinstance(message, messages.RanksSeen):
             self._on_ranks_seen(message.ranks, {})
-        elif isinstance(message, messages.SaveKnown):
-            self._known_word = message.word
-            self._on_save_known()
+        elif isinstance(message, messages.SaveAcknowledged):
+            self._acknowledged_word = message.word
+            self._on_save_acknowledged()
         elif isinstance(message, messages.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
             self._on_stuck(message.local_rank, where)
-        elif isinstance(message, messages.CycleKnown):
+        elif isinstance(message, messages.CycleAcknowledged):
             self._forget_answer()
             if message.cycle != self._cycle:
                 self._expect_answer()  # That was the answer for an earlier cycle.
@@ -363,7 +320,7 @@ class SharedMonitor:
             status.describe() if status else "it closed its socket",
         )
         self._handle.close()
-        self._known_word = _UNKNOWN
+        self._acknowledged_word = _UNKNOWN
         earliest = self._started_at + MIN_RESTART_INTERVAL_S
         self._reopening = self._loop.call_at(earliest, self._retry)
 
@@ -409,7 +366,7 @@ class SharedMonitor:
 
 
 class MonitorPerRank:
-    """One monitor process for each local rank (`--ft-monitor-mode per-rank`)."""
+    """One monitor process for each local rank (`--ft-monitor-mode per-rank`), or none at all."""
 
     def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
         """Take the monitors by local rank; closing them stays the caller's part."""
@@ -446,13 +403,13 @@ class MonitorPerRank:
         return next((r for r in reports if r["culprits"]), reports[0] if reports else {})
 
     def last_iteration(self) -> int | None:
-        """Return the highest iteration that any local rank has told in this cycle."""
-        told = [monitor.last_iteration() for monitor in self._monitors]
-        return max((iteration for iteration in told if iteration is not None), default=None)
+        """Return the highest iteration that any local rank has reported in this cycle."""
+        iterations = [monitor.last_iteration() for monitor in self._monitors]
+        return max((iteration for iteration in iterations if iteration is not None), default=None)
 
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come."""
-        return self._monitors[0].steps_of_rank0()
+        return self._monitors[0].steps_of_rank0() if self._monitors else NO_STEPS
 
     def save(self, word: int) -> None:
         """Tell all of them."""
@@ -460,9 +417,9 @@ class MonitorPerRank:
             monitor.save(word)
 
     @property
-    def is_save_known(self) -> bool:
+    def is_save_acknowledged(self) -> bool:
         """Whether all of them know it."""
-        return all(monitor.is_save_known for monitor in self._monitors)
+        return all(monitor.is_save_acknowledged for monitor in self._monitors)
 
     def save_calls(self) -> dict[int, int]:
         """Return how often each local rank has called `should_checkpoint`."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
@@ -23,6 +23,9 @@ from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
+if TYPE_CHECKING:
+    from .monitor_link import MonitorPerRank, SharedMonitor
+
 logger = logging.getLogger("nvrx")
 
 PreemptionEvent = Preempted | RanksHeld | GraceOver
@@ -31,20 +34,6 @@ PreemptionEvent = Preempted | RanksHeld | GraceOver
 SETTLE_S = 0.02
 # A scheduler may reach a launcher twice, directly and through whoever started it.
 SAME_SIGNAL_S = 1.0
-
-
-class SaveLink(Protocol):
-    """What the controller needs of the rank monitor."""
-
-    def save(self, word: int) -> None:
-        """Put the word for `should_checkpoint` into the slots; `known` is called then."""
-
-    @property
-    def is_save_known(self) -> bool:
-        """Whether the word is in all of them."""
-
-    def save_calls(self) -> Mapping[int, int]:
-        """Return how often each local rank has called `should_checkpoint` in this cycle."""
 
 
 class PreemptionController:
@@ -76,28 +65,22 @@ class PreemptionController:
         self._grace_s = grace_s
         self._end = end
         self._post: Callable[[PreemptionEvent], None] = lambda _: None
-        self._monitor: SaveLink | None = None
+        self._monitor: SharedMonitor | MonitorPerRank | None = None
         self._running_pids: Callable[[], Collection[int]] = list
         self._is_asked = False
         self._asked_ranks = 0
         self._has_word = False
-        self._is_told = False
+        self._is_reported = False
         self._signalled_at: float | None = None
         self._is_over = False
 
     def open(
         self,
         post: Callable[[PreemptionEvent], None],
-        monitor: SaveLink,
+        monitor: SharedMonitor | MonitorPerRank,
         running_pids: Callable[[], Collection[int]],
     ) -> None:
-        """Begin: a deadline is waited for from now on.
-
-        Args:
-            post: Takes events for `decide`.
-            monitor: Reaches the ranks.
-            running_pids: Tells the process ids of the running workers.
-        """
+        """Begin: a deadline is waited for from now on."""
         self._post = post
         self._monitor = monitor
         self._running_pids = running_pids
@@ -115,7 +98,7 @@ class PreemptionController:
         return self._signum is not None and signum == self._signum and not self._is_over
 
     def announced(self, signum: int) -> None:
-        """Take note of the signal; one that comes again says that the time is over."""
+        """Record the signal; one that comes again says that the time is over."""
         name, now = signal.Signals(signum).name, self._clock.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
@@ -130,15 +113,15 @@ class PreemptionController:
         self._tell("time_limit", f"host {self._host} must go: its time is over in {left_s:.0f} s")
 
     def _tell(self, kind: str, what: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             logger.warning("%s; ranks have %g s to save and leave", what, self._grace_s)
             self._post(Preempted(Cause(kind, what, host=self._host, detected_by="scheduler")))
 
-    def known(self) -> None:
-        """Take note that slots hold the last word."""
+    def acknowledged(self) -> None:
+        """Record that slots hold the last word."""
         assert self._monitor is not None
-        if self._is_asked and self._monitor.is_save_known:
+        if self._is_asked and self._monitor.is_save_acknowledged:
             self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
 
     def cycle_begins(self) -> None:
@@ -163,7 +146,7 @@ class PreemptionController:
         self._asked_ranks = len(self._monitor.save_calls())
         self._monitor.save(SAVE_ASKED)
         _pass_on(self._signum, self._running_pids())
-        self.known()
+        self.acknowledged()
 
     def release(self, at: int) -> None:
         """Tell the ranks at which call they save."""
@@ -175,11 +158,11 @@ class PreemptionController:
     def _report(self) -> None:
         """Say how far the ranks are, which cannot go on from the next call on.
 
-        Ranks whose monitor died are not seen until the next one has them: then `known` is called
-        again, and they are waited for. The grace time ends that.
+        Ranks whose monitor died are not seen until the next one has them: then `acknowledged` is
+        called again, and they are waited for. The grace time ends that.
         """
         assert self._monitor is not None
-        if not self._is_asked or not self._monitor.is_save_known:
+        if not self._is_asked or not self._monitor.is_save_acknowledged:
             return
         calls = self._monitor.save_calls()
         if len(calls) < min(self._asked_ranks, len(self._running_pids())):

@@ -14,7 +14,7 @@ from typing import Protocol
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
-    HangJudged,
+    HangEvaluated,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -41,7 +41,7 @@ RoundEvent = (
     | RoundLeaves
     | SaveAgreed
     | RanksAsked
-    | HangJudged
+    | HangEvaluated
 )
 
 
@@ -149,7 +149,7 @@ class LocalRendezvous:
         return None
 
     def open_next(self, cause: Cause) -> None:
-        """Nobody else is there to be told."""
+        """Do nothing: there is no other node."""
 
     def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Refuse further rounds."""

@@ -140,7 +140,7 @@ class StoreHost:
 
 
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
-    """Return what workers are told of cycle information; the same in all cycles."""
+    """Return what workers are notified of cycle information; the same in all cycles."""
     directory = plan.fault_tolerance.cycle_info_dir
     if directory is None:
         return {}
@@ -158,7 +158,7 @@ class CycleRecords:
     """Cycle logs of one node; `close` ends all of it.
 
     Attributes:
-        asks_for_log_server: Whether this node must be told of the job's log servers.
+        asks_for_log_server: Whether this node must ask for the job's log servers.
 
     Raises:
         NvrxError: A directory cannot be used.
@@ -222,11 +222,7 @@ class CycleRecords:
     # While the job runs ------------------------------------------------------------------------
 
     def log_server_said(self, said: str | None) -> None:
-        """Take what the job's host says of its log servers; from any thread, told again.
-
-        Args:
-            said: A token, a word of `log_token`, or None: nothing in time.
-        """
+        """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
         with self._lock:
             first, self._log_server_said = not self._log_server_said, said or NO_SERVER
         if said == IN_A_FILE and self._token.is_given:
@@ -253,7 +249,7 @@ class CycleRecords:
             self._logs.write_files_instead()
 
     def begin(self, assignment: Assignment) -> None:
-        """Take note that the workers of a cycle are about to start on this node."""
+        """Record that the workers of a cycle are about to start on this node."""
         if self._logs is not None:
             self._logs.begin_cycle(assignment.cycle, assignment.world_size)
 

@@ -55,7 +55,7 @@ class StartFailures:
         self._message = ""
         self._count = 0
         self._has_worked = False
-        self._is_judged = False
+        self._is_evaluated = False
 
     def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
         """Return whether failures seen so far may be a start that fails on all ranks.
@@ -63,9 +63,9 @@ class StartFailures:
         Args:
             messages: `Type: text` of each exit so far; None for one without a known exception.
             lived_s: How long the cycle's workers have run.
-            stepped: Whether a rank has told of a step in this cycle.
+            stepped: Whether a rank has reported a step in this cycle.
         """
-        self._note(lived_s, stepped=stepped)
+        self._record(lived_s, stepped=stepped)
         return (
             self._limit > 0
             and not self._has_worked
@@ -76,15 +76,8 @@ class StartFailures:
     def is_hopeless(
         self, messages: Collection[str | None], workers: int, lived_s: float, *, stepped: bool
     ) -> bool:
-        """Count a cycle that has failed, and return whether no further one should follow.
-
-        Args:
-            messages: As for `counts`, of all exits of the cycle.
-            workers: How many workers the cycle had.
-            lived_s: As for `counts`.
-            stepped: As for `counts`.
-        """
-        self._is_judged = True
+        """Count a cycle that has failed, and return whether no further one should follow."""
+        self._is_evaluated = True
         if not self.counts(messages, lived_s, stepped=stepped) or len(messages) < workers:
             self._count = 0
             return False
@@ -94,16 +87,11 @@ class StartFailures:
         return self._count >= self._limit
 
     def cycle_ended(self, lived_s: float, *, stepped: bool) -> None:
-        """Take note of a cycle's end, also of one that `is_hopeless` was not asked about.
-
-        Args:
-            lived_s: As for `counts`.
-            stepped: As for `counts`.
-        """
-        self._note(lived_s, stepped=stepped)
-        if not self._is_judged:
+        """Record a cycle's end, also of one that `is_hopeless` was not asked about."""
+        self._record(lived_s, stepped=stepped)
+        if not self._is_evaluated:
             self._count = 0
-        self._is_judged = False
+        self._is_evaluated = False
 
-    def _note(self, lived_s: float, *, stepped: bool) -> None:
+    def _record(self, lived_s: float, *, stepped: bool) -> None:
         self._has_worked = self._has_worked or stepped or lived_s >= LONGEST_START_S

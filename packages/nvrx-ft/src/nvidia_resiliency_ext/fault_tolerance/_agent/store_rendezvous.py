@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
 
-The launcher's loop hands in what it wants and polls for news; what waits does so in the threads of
-`_rendezvous`. The lease is judged here, by a timer of the loop: a store that stopped answering
+The launcher's loop hands in what it wants and polls for events; calls that wait run in the threads
+of `_rendezvous`. The lease is judged here, by a timer of the loop: a store that stopped answering
 cannot say so itself.
 """
 
@@ -17,12 +17,12 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
-    HangJudged,
+    HangEvaluated,
     JoinTimedOut,
     NextRoundOpened,
     NodeUnfit,
@@ -48,12 +48,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Hung,
     Leaves,
     Lost,
-    News,
     NodeSession,
     Opened,
     Over,
     Placed,
-    Spare,
+    SessionEvent,
+    SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
@@ -63,6 +63,9 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, Wake
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .rendezvous import RoundEvent
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread
 
 logger = logging.getLogger("nvrx")
 
@@ -93,19 +96,6 @@ class NodeSettings:
     where: str = ""
 
 
-class HostThread(Protocol):
-    """The thread of the store host."""
-
-    def is_alive(self) -> bool:
-        """Whether the store is served."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it is not."""
-
-    def stop(self) -> None:
-        """Serve no longer."""
-
-
 class StoreRendezvous:
     """Rounds of many nodes. The loop's thread only.
 
@@ -125,7 +115,7 @@ class StoreRendezvous:
         *,
         loop: EventLoop,
         clock: Clock,
-        host: HostThread | None = None,
+        host: StoreHostThread | None = None,
         stop: threading.Event | None = None,
         on_lease: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -134,7 +124,7 @@ class StoreRendezvous:
         self._clock = clock
         self._host = host
         self._stop = stop
-        self._news: queue.SimpleQueue[News | RoundEvent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[SessionEvent | RoundEvent] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         # The one that this node has workers in. Those of a node that was stopped for a while may
         # be found dead when the others have long begun another round: that one did not fail.
@@ -160,9 +150,9 @@ class StoreRendezvous:
         self._wall_ahead_s = clock.wall() - clock.monotonic()
         self._said_of_clocks = ""
         self._on_lease = on_lease
-        self._told_at: float | None = None
+        self._notified_at: float | None = None
         self._fence: Timer | None = None
-        self._judge_lease()
+        self._evaluate_lease()
 
     # What the loop wants -----------------------------------------------------------------------
 
@@ -189,14 +179,14 @@ class StoreRendezvous:
         """Return what happened since the last call."""
         self._wake_up.clear()
         events = []
-        while not self._news.empty():
-            event = self._event(self._news.get())
+        while not self._events.empty():
+            event = self._event(self._events.get())
             if event is not None:
                 events.append(event)
         return events
 
     def fileno(self) -> int | None:
-        """Return the descriptor that is readable when there is news."""
+        """Return the descriptor that is readable when there are events."""
         return self._wake_up.fileno()
 
     def open_next(self, cause: Cause) -> None:
@@ -237,7 +227,7 @@ class StoreRendezvous:
 
         self._threads.submit_last_words(say)
         # This node's ranks are ended next, and those of others fail by that: what comes first in
-        # the inbox is the cause that all are told.
+        # the queue is the cause that all get.
         is_said.wait(SAID_S)
 
     def preempted(self, cause: Cause) -> None:
@@ -250,8 +240,8 @@ class StoreRendezvous:
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang."""
-        round_, told = self._round, tuple(ranks)
-        self._threads.submit(lambda session: session.hung(round_, told, accusation))
+        round_, states = self._round, tuple(ranks)
+        self._threads.submit(lambda session: session.hung(round_, states, accusation))
 
     @property
     def must_stay(self) -> bool:
@@ -301,46 +291,48 @@ class StoreRendezvous:
         if unfit is not None:
             self._push(NodeUnfit(unfit))
         elif not session.arrive(arrival):
-            self._push(Spare(entry))
+            self._push(SpareNode(entry))
 
-    def _push(self, news: News | RoundEvent) -> None:
+    def _push(self, event: SessionEvent | RoundEvent) -> None:
         """Hand something to `poll`, from any thread."""
-        self._news.put(news)
+        self._events.put(event)
         self._wake_up.set()
 
     def _event(  # noqa: PLR0911 - one for each kind
-        self, news: News | RoundEvent
+        self, event: SessionEvent | RoundEvent
     ) -> RoundEvent | None:
-        if isinstance(news, (Placed, Spare)):
-            self._say_clocks(news.entry.clocks)
-        if isinstance(news, Placed):
-            return self._placed(news)
-        if isinstance(news, Spare):
+        if isinstance(event, (Placed, SpareNode)):
+            self._say_clocks(event.entry.clocks)
+        if isinstance(event, Placed):
+            return self._placed(event)
+        if isinstance(event, SpareNode):
             self._cancel_join_deadline()
             self._previous_rank = None
-            logger.info("round %d goes on without this node: it waits as a spare", news.entry.round)
+            logger.info(
+                "round %d goes on without this node: it waits as a spare", event.entry.round
+            )
             return None
-        if isinstance(news, Opened):
-            cause = news.entry.cause or Cause("opened", "a new round was opened")
+        if isinstance(event, Opened):
+            cause = event.entry.cause or Cause("opened", "a new round was opened")
             return NextRoundOpened(cause)
-        if isinstance(news, Leaves):
-            entry = news.entry
+        if isinstance(event, Leaves):
+            entry = event.entry
             cause = entry.cause or Cause("preempted", "a node must go")
             return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
-        if isinstance(news, Hung):
-            judged = news.entry.cause if news.entry.hang == HangStage.JUDGED else None
-            return RanksAsked() if judged is None else HangJudged(judged)
-        if isinstance(news, Over):
+        if isinstance(event, Hung):
+            judged = event.entry.cause if event.entry.hang == HangStage.EVALUATED else None
+            return RanksAsked() if judged is None else HangEvaluated(judged)
+        if isinstance(event, Over):
             self._is_over = True
-            return RoundClosed(news.entry.reason, news.no_restart, news.entry.cause)
-        if isinstance(news, Lost):
+            return RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
+        if isinstance(event, Lost):
             if self._is_over or self._is_lost:
-                # The store goes when the job is over; that is no news.
+                # The store goes when the job is over; that is no failure.
                 return None
             self._is_lost = True
             fence_s = FENCE_STOP_LEASES * self._settings.lease_s
-            return StoreLost(news.what, fence_s if news.is_replaced else STORE_LOST_STOP_S)
-        return news
+            return StoreLost(event.what, fence_s if event.is_replaced else STORE_LOST_STOP_S)
+        return event
 
     def _say_clocks(self, what: str) -> None:
         """Tell people whose clock is off, the same once."""
@@ -348,24 +340,24 @@ class StoreRendezvous:
             logger.warning("%s", what)
         self._said_of_clocks = what
 
-    def _placed(self, news: Placed) -> RoundReady:
-        entry, place = news.entry, news.place
+    def _placed(self, event: Placed) -> RoundReady:
+        entry, own = event.entry, event.assignment
         self._cancel_join_deadline()
         self._round = entry.round
-        self._previous_rank = place.group_rank
-        if place.group_rank == 0 and self._settings.master_port is None:
+        self._previous_rank = own.group_rank
+        if own.group_rank == 0 and self._settings.master_port is None:
             # Offered and taken: kept while rank 0 is here; the next round offers another.
             self._in_use, self._reserved = self._reserved, PortReservation()
         assignment = Assignment(
             cycle=entry.round,
-            group_rank=place.group_rank,
+            group_rank=own.group_rank,
             group_world_size=entry.active,
-            rank_offset=place.rank_offset,
+            rank_offset=own.rank_offset,
             world_size=entry.world_size,
             master_addr=entry.master_addr,
             master_port=entry.master_port,
             restart_ages_s=entry.restart_ages_s,
-            clock_off_s=place.clock_off_s,
+            clock_off_s=own.clock_off_s,
         )
         return RoundReady(assignment, tuple(range(self._settings.nproc)))
 
@@ -385,13 +377,13 @@ class StoreRendezvous:
         where = f"; {self._settings.where}" if self._settings.where else ""
         self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
-    def _judge_lease(self) -> None:
+    def _evaluate_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
         lease_s, now = self._settings.lease_s, self._clock.monotonic()
         confirmed = self._threads.confirmed_at
         if confirmed is not None and not self._is_lost and not self._is_over:
-            if confirmed != self._told_at:
-                self._told_at = confirmed
+            if confirmed != self._notified_at:
+                self._notified_at = confirmed
                 self._on_lease(confirmed + LEASES_TO_KILL * lease_s)
             if now >= confirmed + LEASES_TO_FENCE * lease_s:
                 self._is_lost = True
@@ -401,7 +393,7 @@ class StoreRendezvous:
                 )
                 self._push(StoreLost(what, FENCE_STOP_LEASES * lease_s))
                 return
-        self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._judge_lease)
+        self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
 # Not from 0: in containers every launcher may have the same pid, and the same address again when it

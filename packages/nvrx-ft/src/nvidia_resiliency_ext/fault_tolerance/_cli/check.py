@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import Meeting
+from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import StoreEndpoint
 from nvidia_resiliency_ext.fault_tolerance._config.flags import DEPRECATED, FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
@@ -67,15 +67,7 @@ def listing(
     log_level: int,
     flags: Sequence[Flag] = FLAGS,
 ) -> list[Value]:
-    """Return all options in the order of `--help`.
-
-    Args:
-        args: The parsed command line.
-        layers: What flags and file gave, merged.
-        environ: The launcher's environment.
-        log_level: The level of the log where no option names one.
-        flags: The program's flags.
-    """
+    """Return all options in the order of `--help`."""
     config = layers.config()
     given: Mapping[str, str] = getattr(args, "given", {})
     values = []
@@ -176,7 +168,7 @@ def check(plan: LaunchPlan, environ: Mapping[str, str], *, as_json: bool) -> int
         found: list[Finding] = []
         meet = None
         if plan.max_nodes > 1:
-            meet = _prepare_meeting(plan, environ, stack, found)
+            meet = _prepare_endpoint(plan, environ, stack, found)
         found += local_findings(plan, environ, clock.wall())
         if plan.max_nodes == 1:
             found.append(skipped("other nodes", "one node"))
@@ -186,7 +178,7 @@ def check(plan: LaunchPlan, environ: Mapping[str, str], *, as_json: bool) -> int
     return exit_code_of(found)
 
 
-def _prepare_meeting(
+def _prepare_endpoint(
     plan: LaunchPlan,
     environ: Mapping[str, str],
     stack: contextlib.ExitStack,
@@ -194,7 +186,7 @@ def _prepare_meeting(
 ) -> _Meet | None:
     """Claim or resolve the endpoint; return how to meet, or None with a finding that says why."""
     from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import (
-        find_meeting,
+        find_endpoint,
         must_agree,
         rules_of,
     )
@@ -206,20 +198,20 @@ def _prepare_meeting(
     conf, token_file = plan.rdzv_configuration, plan.fault_tolerance.rdzv_token_file
     try:
         wait_s = rdzv_config_get_as_float(conf, "join_timeout", WAIT_S) or WAIT_S
-        meeting = find_meeting(plan)
+        endpoint = find_endpoint(plan)
         secret = read_token(token_file) if token_file else None
     except ConfigError:
         raise
     except (NvrxError, ValueError) as error:
         found.append(failed("endpoint", str(error)))
         return None
-    if meeting.listener is not None:
-        stack.callback(meeting.listener.close)
-    if meeting.is_hidden:
-        text = f"{meeting.host} is {meeting.served_at} here, which other machines cannot reach"
+    if endpoint.listener is not None:
+        stack.callback(endpoint.listener.close)
+    if endpoint.is_hidden:
+        text = f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
         found.append(failed("endpoint", text))
     else:
-        found.append(passed("endpoint", meeting.where))
+        found.append(passed("endpoint", endpoint.where))
 
     def meet(own: list[Finding], clock: SystemClock) -> list[Finding]:
         report = NodeReport(
@@ -230,7 +222,7 @@ def _prepare_meeting(
         )
         try:
             return compare_nodes(
-                meeting,
+                endpoint,
                 report,
                 run_id=plan.run_id,
                 secret=secret,
@@ -244,14 +236,14 @@ def _prepare_meeting(
     return meet
 
 
-# Marks of one event on all nodes differ by less than this where clocks are synchronised.
+# Readings of one event on all nodes differ by less than this where clocks are synchronised.
 CLOCK_TOLERANCE_S = 1.0
 MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node told of itself; `clock` is its wall clock (unix s) at one common moment."""
+    """What a node reported of itself; `clock` is its wall clock (unix s) at one common moment."""
 
     host: str
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -279,12 +271,12 @@ def nodes_finding(reports: Sequence[NodeReport], least: int, most: int, waited_s
     return passed("nodes", text)
 
 
-def _same(name: str, told: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
-    keys = sorted({key for _, values in told for key in values})
+def _same(name: str, reported: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
+    keys = sorted({key for _, values in reported for key in values})
     different = []
     for key in keys:
         by_value: dict[str, list[str]] = {}
-        for host, values in told:
+        for host, values in reported:
             by_value.setdefault(values.get(key, "missing"), []).append(host)
         if len(by_value) > 1:
             said = " and ".join(
@@ -302,19 +294,19 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 
 def _clocks(reports: Sequence[NodeReport]) -> Finding:
-    told = [r.clock for r in reports if r.clock is not None]
-    if len(told) < len(reports):
-        return failed("clocks", f"only {len(told)} of {len(reports)} nodes told theirs")
+    reported = [r.clock for r in reports if r.clock is not None]
+    if len(reported) < len(reports):
+        return failed("clocks", f"only {len(reported)} of {len(reports)} nodes reported theirs")
     # By number: hosts may have one name, and nobody's clock is right for being the first.
-    marks = {
-        number: agreement.Reading(r.clock - told[0])
+    readings = {
+        number: agreement.Reading(r.clock - reported[0])
         for number, r in enumerate(reports)
         if r.clock is not None
     }
-    off = agreement.off_by(marks, CLOCK_TOLERANCE_S)
+    off = agreement.off_by(readings, CLOCK_TOLERANCE_S)
     if off:
         return failed("clocks", agreement.sentence([(reports[n].host, s) for n, s in off.items()]))
-    return passed("clocks", f"they differ by {max(told) - min(told):.3f} s at most")
+    return passed("clocks", f"they differ by {max(reported) - min(reported):.3f} s at most")
 
 
 def _failures(reports: Sequence[NodeReport]) -> list[Finding]:
@@ -333,7 +325,7 @@ _FIELDS = ("host", "versions", "settings", "failures")
 
 
 def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
-    meeting: Meeting,
+    endpoint: StoreEndpoint,
     report: NodeReport,
     *,
     run_id: str,
@@ -351,18 +343,18 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
 
     prefix = keys.prefix(f"{run_id}:check")
     server = None
-    if meeting.listener is not None:
-        server = serve(meeting.listener, meeting.host, nodes[1])
+    if endpoint.listener is not None:
+        server = serve(endpoint.listener, endpoint.host, nodes[1])
         secret = secret or share_secret(server, prefix)
-    wait_until_reachable(meeting.host, meeting.port, wait_s, clock, threading.Event())
-    store = connect(meeting.host, meeting.port, prefix, secret, wait_s)
+    wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
+    store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
     me = store.count("came", 1)
     store.put(f"report/{me}", json_within(asdict(report), keys_limit()))
-    if store.count("told", 1) == nodes[1]:
+    if store.count("reported", 1) == nodes[1]:
         store.put("all", "1")
     if server is not None:
         store.wait_until_set("all", wait_s)
-        store.put("go", str(store.count("told", 0)))
+        store.put("go", str(store.count("reported", 0)))
     count = store.wait_for("go", wait_s + ANSWER_S)
     now = time.time()
     if count is None or not count.isdecimal():
@@ -398,10 +390,10 @@ def _found(
 
 
 def _report(store: JobStore, number: int) -> NodeReport:
-    """Return what a node told; what is no report is one that says nothing."""
+    """Return what a node reported; what is no report is one that says nothing."""
     try:
-        told = json.loads(store.peek(f"report/{number}") or "")
-        report = NodeReport(**{name: told[name] for name in _FIELDS})
+        reported = json.loads(store.peek(f"report/{number}") or "")
+        report = NodeReport(**{name: reported[name] for name in _FIELDS})
         clock = store.peek(f"clock/{number}")
         return replace(report, clock=float(clock) if clock else None)
     except (ValueError, TypeError, KeyError, NvrxError):

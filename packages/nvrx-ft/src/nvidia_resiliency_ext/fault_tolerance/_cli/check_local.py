@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservati
 from nvidia_resiliency_ext.shared_utils import doctor
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
-# Of what is too long, the first so many of a list are told, and so many characters of a text.
+# Of what is too long, the first so many of a list are shown, and so many characters of a text.
 _MOST_ITEMS = 20
 _LEAST_TEXT = 16
 

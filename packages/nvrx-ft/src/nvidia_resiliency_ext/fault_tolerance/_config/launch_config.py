@@ -64,7 +64,7 @@ class LaunchConfig:
         metrics_cfg: Without effect: torch's metrics are not written.
         local_addr: Address of this node.
         rank_monitors: Must be empty: the launcher starts its own monitor.
-        event_log_handler: A handler of torch that is told of starts and ends.
+        event_log_handler: A handler of torch that is notified of starts and ends.
         numa_options: torch's `NumaOptions`, or the name of a mode: CPUs near GPUs.
         duplicate_stdout_filters: Texts; lines of redirected stdout with one are also elsewhere.
         duplicate_stderr_filters: The same for stderr.
@@ -195,6 +195,25 @@ class LogFunnelPorts:
         """Return all ports, the root's last."""
         leaves = tuple(self.base_port + index for index in range(self.first_level_count))
         return (*leaves, self.root_listen_port) if self.uses_two_level else leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogServerPlan:
+    """The log servers of a job.
+
+    Attributes:
+        ports: Their ports.
+        leaf_queue_chunks: Length of a leaf's queue.
+        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
+        grace_s: How long a leaf may take to write what it has; the root has twice as long.
+        allowed_roots: Directories below which logs may lie.
+    """
+
+    ports: LogFunnelPorts
+    leaf_queue_chunks: int
+    log_prefix: str | None
+    grace_s: float
+    allowed_roots: tuple[str, ...] = ()
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:

@@ -95,7 +95,7 @@ class ControlPlan:
         no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
         token_file: File with the job's token.
         log_level: Level of the log.
-        bad_node_hook: Command that is told of bad nodes.
+        bad_node_hook: Command that is notified of bad nodes.
         services: What runs beside the store.
         warnings: What should be logged once, at WARNING.
     """

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    HostPlace,
-    HostServices,
+    CoordinatorContext,
+    CoordinatorServices,
     token_file,
 )
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
@@ -44,7 +44,7 @@ from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of,
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 
 logger = logging.getLogger("nvrx")
 
@@ -57,10 +57,6 @@ STOP_S = 5.0
 class ControlPlane:
     """Serves one job; use it as a context manager. The main thread only.
 
-    Args:
-        plan: What to serve.
-        environ: The program's environment.
-
     Raises:
         ConfigError: The token file is unusable.
         NvrxError: The endpoint or a log server's port is taken, or a directory cannot be used.
@@ -71,7 +67,7 @@ class ControlPlane:
         self._environ = environ
         self._clock = SystemClock()
         self._stack = contextlib.ExitStack()
-        self._exclusions = Exclusions()
+        self._denylist = Denylist()
         self._hook: BadNodeHook | None = None
         self._is_stopped = False
         self._thread: StoreHostThread | None = None
@@ -123,8 +119,8 @@ class ControlPlane:
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
         secret = read_token(plan.token_file) if plan.token_file else None
-        # Before anybody can connect: who waits in the queue of a port is not told that no store is
-        # there yet, and its lease does not stand still.
+        # Before anybody can connect: a client in the queue of a port does not learn that no store
+        # is there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.
         listener = self._listen()
@@ -133,7 +129,7 @@ class ControlPlane:
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
         self._capture_streams()
         self._build_hook()
-        self._services.follow_attribution(self._attribution_stops, self._exclusions.add)
+        self._services.follow_attribution(self._attribution_stops, self._denylist.add)
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
         self._build_thread(listener, secret)
         logger.info("%s serves job %r at %s:%d", PROGRAM, plan.run_id, plan.host, plan.port)
@@ -149,7 +145,7 @@ class ControlPlane:
         assert listener is not None
         return listener
 
-    def _build_services(self) -> HostServices:
+    def _build_services(self) -> CoordinatorServices:
         plan = self._plan.services
         run_dir = ""
         if (
@@ -159,9 +155,11 @@ class ControlPlane:
             # What one that was killed has left.
             remove_stale_run_dirs(self._environ)
             run_dir = self._stack.enter_context(RunDir.create("control", self._environ)).path
-        place = HostPlace(self._plan.address, self._host_name, run_dir)
+        place = CoordinatorContext(self._plan.address, self._host_name, run_dir)
         self._own_token = token_file(self._environ, plan.token_file, run_dir).path
-        return HostServices(plan, self._environ, place, self._loop, self._clock, is_shared=True)
+        return CoordinatorServices(
+            plan, self._environ, place, self._loop, self._clock, is_shared=True
+        )
 
     def _capture_streams(self) -> None:
         """Let the program's own output go where that of launchers goes, if that was asked for."""
@@ -213,7 +211,7 @@ class ControlPlane:
             clock=self._clock,
             services=self._services,
             on_bad_node=self._bad_node,
-            exclusions=self._exclusions,
+            denylist=self._denylist,
             on_end=self._loop.wake,
         )
         self._stack.callback(self._end_thread, self._thread)
@@ -244,7 +242,7 @@ class ControlPlane:
             self._thread.end_job(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP, cause)
 
 
-def _wait_for_rules(store: JobStore, stop: threading.Event) -> HostRules | None:
+def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules | None:
     """Wait for the first launcher, which tells what all launchers go by.
 
     Raises:
@@ -263,7 +261,7 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> HostRules | None:
     return None
 
 
-def _rules_from(settings: Mapping[str, str]) -> HostRules:
+def _rules_from(settings: Mapping[str, str]) -> CoordinatorRules:
     try:
         return rules_from_settings(settings)
     except ConfigError as error:

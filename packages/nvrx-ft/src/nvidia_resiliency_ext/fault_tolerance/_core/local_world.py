@@ -166,12 +166,7 @@ _COUNTED_COLUMNS = 8  # guest time, behind them, is part of user time
 
 
 class IdleMeter:
-    """Counts idle processors between one question and the next.
-
-    Args:
-        cores: The processors that count; those that this process may use if None.
-        stat: Where the kernel's counters are read.
-    """
+    """Counts idle processors between one question and the next."""
 
     def __init__(
         self, cores: frozenset[int] | None = None, stat: str | os.PathLike[str] = _STAT

@@ -19,10 +19,10 @@ from .preemption import (
     RanksHeld,
     ReleaseRanks,
     ReportHeld,
+    ReportPreempted,
     RoundLeaves,
     SaveAgreed,
     StartGrace,
-    TellPreempted,
 )
 
 EXIT_OK = 0
@@ -112,7 +112,7 @@ class Node:
 
     @property
     def must_go(self) -> bool:
-        """Whether this node itself was told to leave: it takes part in no further round."""
+        """Whether this node itself must leave: it takes part in no further round."""
         return self.leaving is not None and self.leaving.is_own
 
 
@@ -206,7 +206,7 @@ class RanksAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class HangJudged:
+class HangEvaluated:
     """All nodes together have found whom a hang is to be blamed on; see `WorkerExited`."""
 
     cause: Cause
@@ -243,7 +243,7 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The job is to end and not to be started again; `reason` is what the others are told."""
+    """The job is to end and not to be started again; `reason` goes to the others."""
 
     cause: Cause
     reason: str
@@ -268,7 +268,7 @@ Event = (
     | WorkerExited
     | WorkerStuck
     | RanksAsked
-    | HangJudged
+    | HangEvaluated
     | StartFailed
     | GroupStopped
     | Signalled
@@ -376,7 +376,7 @@ Effect = (
     | ReportBroken
     | LeaveRendezvous
     | Finish
-    | TellPreempted
+    | ReportPreempted
     | StartGrace
     | AskToSave
     | ReportHeld

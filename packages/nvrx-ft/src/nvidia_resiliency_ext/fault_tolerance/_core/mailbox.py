@@ -43,7 +43,7 @@ class RefusalLog:
         self.next_check: float | None = None
         """When `check` is due, on the monotonic clock."""
 
-    def note(self, now: float, text: str) -> None:
+    def record(self, now: float, text: str) -> None:
         """Take a refusal, described in `text`."""
         self.check(now)
         if self.next_check is None:
@@ -179,19 +179,19 @@ class Mailbox:
         try:
             peer = require_same_user(sock)
         except PeerRefusedError as error:
-            self._note(f"refused a connection: {error}")
+            self._record(f"refused a connection: {error}")
             sock.close()
             return
         if len(self._clients) >= self._most_clients:
             oldest = next(iter(self._clients.values()))
-            self._note(f"too many clients, dropped pid {oldest.pid}")
+            self._record(f"too many clients, dropped pid {oldest.pid}")
             self._drop(oldest)
         self._clients[sock.fileno()] = _Client(sock, peer.pid)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def _refuse_one(self) -> None:
         """Take one waiting connection off the queue, or `fileno` would stay readable for ever."""
-        self._note("no file descriptors left, refused a connection")
+        self._record("no file descriptors left, refused a connection")
         if self._spare is not None:
             os.close(self._spare)
         with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ class Mailbox:
                 received.append(message)
                 self._answer(client, self._acknowledgement)
         except WireError as error:
-            self._note(f"pid {client.pid} sent no message: {error}")
+            self._record(f"pid {client.pid} sent no message: {error}")
             with contextlib.suppress(OSError):
                 self._answer(client, self._messages.encode(ErrorMsg(cause=str(error)[:1000])))
             self._drop(client)
@@ -230,8 +230,8 @@ class Mailbox:
         if client.sock.send(data, socket.MSG_NOSIGNAL) != len(data):
             raise BrokenPipeError(errno.EPIPE, "the client does not read its answers")
 
-    def _note(self, what: str) -> None:
-        self._refusals.note(time.monotonic(), f"{self.socket_path}: {what}")
+    def _record(self, what: str) -> None:
+        self._refusals.record(time.monotonic(), f"{self.socket_path}: {what}")
 
     def _drop(self, client: _Client) -> None:
         descriptor = client.sock.fileno()

@@ -7,11 +7,12 @@ read after it was asked of everybody are those of the last calls that any rank c
 highest plus one is a call that all ranks still have before them, and no rank that waits is needed
 by another one on the way to be read. A rank that has not called yet counts 0.
 
-A node is told to go (`Preempted`: a signal, or its time is nearly over) and tells the others. The
+A node is preempted (`Preempted`: a signal, or its time is nearly over) and notifies the others. The
 round then leaves (`RoundLeaves`, on every node): ranks are asked to save. A rank that asks
-`should_checkpoint` from then on waits until all nodes have told how far theirs are (`RanksHeld`),
-and with that at which call all save (`SaveAgreed`). Then they leave. What follows is the matter of
-the rendezvous: without the nodes that must go when enough others are there, else the job is over.
+`should_checkpoint` from then on waits until all nodes have reported how far theirs are
+(`RanksHeld`), and with that at which call all save (`SaveAgreed`). Then they leave. What follows is
+the matter of the rendezvous: without the nodes that must go when enough others are there, else the
+job is over.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
         now: The launcher's start (unix s).
 
     Raises:
-        ConfigError: Slurm is to be asked, and has not told.
+        ConfigError: Slurm is to be asked, and gave no answer.
     """
     if deadline is None:
         return None
@@ -75,7 +76,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """This node was told that it must go soon."""
+    """This node must go soon: a signal came, or its time is nearly over."""
 
     cause: Cause
 
@@ -110,7 +111,7 @@ class GraceOver:
 
 
 @dataclass(frozen=True, slots=True)
-class TellPreempted:
+class ReportPreempted:
     """Tell the other nodes that this one must go soon."""
 
     cause: Cause

@@ -250,7 +250,7 @@ def get_processes_by_pgids(
 def end_program(code: int, *, is_own: bool) -> NoReturn:
     """End the program with an exit code.
 
-    torch cannot be told to stop connecting to a store, and a thread that comes back from it while
+    torch cannot be asked to stop connecting to a store, and a thread that comes back from it while
     the interpreter is taken down aborts the process (SIGABRT). So where threads are left, that is
     left out: all that programs ask for at their end is done first.
 

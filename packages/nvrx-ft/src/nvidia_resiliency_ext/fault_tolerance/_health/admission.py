@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node waits for before it joins a round, and before its workers start.
 
-A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank told of
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank reported
 a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
 twice as long, up to a limit. Programs without heartbeats or sections tell of no steps: for them the
 time alone decides. Whoever is killed by a signal that others send did not crash.
 
 The checks themselves are nvrx-common's. Everything here may block for as long as a driver or a
-mount does, within limits, so the launcher asks in a thread (see `gate.py`).
+mount does, within limits, so the launcher asks in a thread (see `AdmissionCheck`).
 
 Before it joins: its health checks, which begin as soon as workers are being stopped. Before its
 workers start: GPU memory that the last ones still hold, and the pause of a crash loop; both overlap
@@ -54,14 +54,7 @@ _SENT_BY_OTHERS = frozenset(
 
 
 def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bool) -> int:
-    """Return how many short cycles in a row there are now.
-
-    Args:
-        crashes: How many there were before this cycle.
-        cause: Why the cycle ended.
-        lived_s: How long its workers ran.
-        has_stepped: Whether a rank told of a step in it.
-    """
+    """Return how many short cycles in a row there are now."""
     if has_stepped or lived_s >= SHORT_CYCLE_S:
         return 0
     return crashes + 1 if _is_crash(cause) else crashes
@@ -89,13 +82,7 @@ MAX_EVIDENCE_CHARS = 2000
 
 
 class NodeChecks:
-    """The checks of one node, kept over its rounds: some compare with what they saw first.
-
-    Args:
-        config: Which checks are wanted.
-        endpoint: Socket of a service that judges this node; None asks none.
-        environ: The launcher's environment.
-    """
+    """The checks of one node, kept over its rounds: some compare with what they saw first."""
 
     def __init__(
         self, config: FaultToleranceConfig, endpoint: str | None, environ: Mapping[str, str]
@@ -245,8 +232,8 @@ CLOSE_WAIT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateSettings:
-    """What a gate needs to know. Times are seconds.
+class AdmissionSettings:
+    """Settings of the admission check. Times are seconds.
 
     Attributes:
         host: This node's name.
@@ -269,24 +256,16 @@ class _Checking(enum.Enum):
     DONE = "done"
 
 
-class NodeGate:
+class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
     The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
     for.
-
-    Args:
-        settings: What it goes by.
-        check: Runs the health checks; called in a thread.
-        memory: What is known of GPU memory; used in a thread.
-        loop: Where answers arrive.
-        clock: The clock of the loop.
-        reporter: Where results of checks, and waits, are recorded.
     """
 
     def __init__(
         self,
-        settings: GateSettings,
+        settings: AdmissionSettings,
         check: Callable[[], list[HealthResult]],
         memory: GpuMemory,
         *,
@@ -352,7 +331,7 @@ class NodeGate:
     # Before the workers start ----------------------------------------------------------------
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
-        """Take note of how a cycle ended: the next start may have to wait."""
+        """Record how a cycle ended: the next start may have to wait."""
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
         self._not_before = self._clock.monotonic() + pause_s
@@ -424,7 +403,7 @@ class NodeGate:
             thread.close(CLOSE_WAIT_S)
 
 
-def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
+def make_admission_check(  # noqa: PLR0913 - named, and each of them a fact of its own
     plan: LaunchPlan,
     environ: Mapping[str, str],
     *,
@@ -433,8 +412,8 @@ def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
     loop: EventLoop,
     clock: Clock,
     reporter: EventReporter,
-) -> NodeGate:
-    """Return the gate of a launch."""
+) -> AdmissionCheck:
+    """Return the admission check of a launch."""
     config: FaultToleranceConfig = plan.fault_tolerance
     is_alone = plan.max_nodes == 1
 
@@ -442,7 +421,7 @@ def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
         # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
         return injected_failure(cycle, max(0, infra_rank), host, environ) if is_alone else None
 
-    settings = GateSettings(
+    settings = AdmissionSettings(
         host=host,
         backoff_limit_s=config.restart_backoff,
         memory=MemoryRules(
@@ -452,7 +431,7 @@ def make_gate(  # noqa: PLR0913 - named, and each of them a fact of its own
         ),
         injected=injected,
     )
-    return NodeGate(
+    return AdmissionCheck(
         settings,
         NodeChecks(config, plan.node_health_check_endpoint, environ).run,
         GpuMemory(plan.nproc_per_node, environ),

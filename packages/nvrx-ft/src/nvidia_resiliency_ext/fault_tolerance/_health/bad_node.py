@@ -173,18 +173,18 @@ class BadNodeHook:
                     "--ft-bad-node-hook for %s: %s", report.node, " ".join(problem.split())
                 )
             else:
-                logger.info("--ft-bad-node-hook was told of %s: %s", report.node, report.what)
+                logger.info("--ft-bad-node-hook was notified of %s: %s", report.node, report.what)
 
     def _run(self, report: BadNode) -> str:
         """Run the command; return what went wrong, or an empty text."""
         # Files and not pipes: a command that reads or writes nothing, or all day, blocks nobody.
-        with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:
-            told.write(report.to_json().encode())
-            told.seek(0)
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as said:
+            stdin.write(report.to_json().encode())
+            stdin.seek(0)
             child = start_child(
                 self._argv,
                 env=self._environ,
-                stdin=told.fileno(),
+                stdin=stdin.fileno(),
                 stdout=said.fileno(),
                 stderr=said.fileno(),
                 new_session=True,

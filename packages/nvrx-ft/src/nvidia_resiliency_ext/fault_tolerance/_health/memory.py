@@ -3,7 +3,7 @@
 
 A process that was killed gives its device memory back a little later. New workers that start before
 that run out of memory. Only the GPUs of this node's workers count: the device of each local rank,
-as CUDA_VISIBLE_DEVICES has it. The wait blocks, so it runs in a thread (see `gate.py`).
+as CUDA_VISIBLE_DEVICES has it. The wait blocks, so it runs in a thread (see `admission.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ class MemoryRules:
 
 
 class GpuMemory:
-    """How much memory of this node's workers' GPUs is in use. It may block; one thread only.
-
-    Args:
-        nproc: Workers on this node.
-        environ: Holds CUDA_VISIBLE_DEVICES, if it is set.
-    """
+    """How much memory of this node's workers' GPUs is in use. It may block; one thread only."""
 
     def __init__(self, nproc: int, environ: Mapping[str, str]) -> None:
         self._nproc = nproc
@@ -80,14 +75,7 @@ def busy(used_mb: Mapping[int, float], tolerance_mb: float) -> dict[int, float]:
 def wait_for_memory(
     memory: GpuMemory, rules: MemoryRules, clock: Clock, stopped: threading.Event
 ) -> float | None:
-    """Wait until the memory is free; return the seconds, or None where there is no such memory.
-
-    Args:
-        memory: What is looked at.
-        rules: When it is free, and how long to wait.
-        clock: Where the time is read.
-        stopped: Ends the wait early.
-    """
+    """Wait until the memory is free; return the seconds, or None where there is no such memory."""
     ranks = memory.ranks()
     if not ranks:
         return None

@@ -79,11 +79,7 @@ def state_file(directory: str, job_id: str) -> str:
 
 
 def state_text(evidence: Mapping[str, Collection[str]]) -> str:
-    """Return the content of the file that lists all excluded units.
-
-    Args:
-        evidence: For each excluded task id what is wrong with its nodes, one line each.
-    """
+    """Return the content of the file that lists all excluded units."""
     tasks = sorted(evidence, key=lambda task: (len(task), task))
     first = json.dumps(tasks, separators=(",", ":"))
     lines = [f"{task}: {'; '.join(evidence[task])}" for task in tasks]
@@ -148,12 +144,7 @@ def _one_line(text: bytes) -> str:
 
 
 class SegmentHealthCheck(Check):
-    """Does the scheduler exclude this node's array task, or its job?
-
-    Args:
-        directory: Where the files are, the same for all launchers.
-        environ: The launcher's environment.
-    """
+    """Does the scheduler exclude this node's array task, or its job?"""
 
     name = "segment"
     # The directory is on a shared file system: while that hangs, nobody is excluded.

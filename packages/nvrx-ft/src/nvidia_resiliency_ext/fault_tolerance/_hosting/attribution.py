@@ -330,7 +330,7 @@ class AttributionWatch:
             self._connect()
 
     def begin(self, cycle: int) -> None:
-        """Take note that the workers of a cycle start: its log is there to be read."""
+        """Record that the workers of a cycle start: its log is there to be read."""
         with self._lock:
             if cycle == self._cycle or self._is_closed:
                 return
@@ -340,11 +340,7 @@ class AttributionWatch:
                 self._submit(self._client, cycle)
 
     def ended(self, evidence: tuple[str, ...] = ()) -> None:
-        """Take note that the present cycle is over.
-
-        Args:
-            evidence: What is known of its end, as lines of a log.
-        """
+        """Record that the present cycle is over."""
         with self._lock:
             self._end(evidence)
 
@@ -408,8 +404,8 @@ class AttributionWatch:
             token_file=self._token_file,
             job_id=self._job_id,
             log_complete=self._log_complete,
-            on_verdict=self._heard,
-            on_nodes=self._heard_of_nodes,
+            on_verdict=self._on_verdict,
+            on_nodes=self._on_bad_nodes,
         )
         client.start_poller(self._node_id)
         with self._lock:
@@ -421,7 +417,7 @@ class AttributionWatch:
             # Nobody else knows of it. Its poller takes the lock.
             client.stop_poller(0.0)
 
-    def _heard(self, action: str, log_path: str, reason: str) -> None:
+    def _on_verdict(self, action: str, log_path: str, reason: str) -> None:
         """Take a verdict, in the client's thread."""
         client = self._client
         if action != ACTION_STOP or client is None:
@@ -433,7 +429,7 @@ class AttributionWatch:
         if client.stop_requested():
             self._loop.post(partial(self._stop_unless_closed, reason or log_path))
 
-    def _heard_of_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
+    def _on_bad_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""
         names = ", ".join(nodes)
         if self._on_nodes is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -145,33 +146,19 @@ logger = logging.getLogger("nvrx")
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
-    """Where the host is.
-
-    Attributes:
-        address: Where its servers listen, as other nodes reach it.
-        host: The machine's name.
-        run_dir: A private directory, for a token that is made here.
-    """
+class CoordinatorContext:
+    """Where the host is."""
 
     address: str
     host: str
     run_dir: str
 
 
-class HostServices:
-    """What a job's host runs; `close` ends all of it. Rounds may be told from any thread.
-
-    Args:
-        plan: What is asked for.
-        environ: The program's environment.
-        place: Where the host is.
-        is_shared: Whether other nodes send to its log servers.
-        loop: Where servers are watched and verdicts arrive.
-        clock: The clock of the loop.
+class CoordinatorServices:
+    """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
     Attributes:
-        log_token: What nodes are told of the log servers: a token, or one of the words in
+        log_token: What nodes are notified of the log servers: a token, or one of the words in
             `log_token`.
         cycle: The cycle that was begun last.
 
@@ -183,7 +170,7 @@ class HostServices:
         self,
         plan: HostPlan,
         environ: Mapping[str, str],
-        place: HostPlace,
+        place: CoordinatorContext,
         loop: EventLoop,
         clock: Clock,
         *,
@@ -209,10 +196,7 @@ class HostServices:
         server, roots = self._plan.logs.server, self._plan.logs.roots
         if server is None:
             return
-        from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
-            LogServers,
-            ServerPlan,
-        )
+        from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
         token = token_file(self._environ, self._plan.token_file, self._place.run_dir)
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
@@ -224,15 +208,9 @@ class HostServices:
             )
         for root in roots:
             _make_directory(root)
-        settings = ServerPlan(
-            ports=server.ports,
-            allowed_roots=roots,
-            leaf_queue_chunks=server.leaf_queue_chunks,
-            log_prefix=server.log_prefix,
-            grace_s=server.grace_s,
-        )
         servers = LogServers(
-            settings, self._place.address, token.path, self._environ, self._loop, clock
+            dataclasses.replace(server, allowed_roots=roots),
+            *(self._place.address, token.path, self._environ, self._loop, clock),
         )
         servers.start()
         self._servers = servers
@@ -297,7 +275,7 @@ class HostServices:
     # While the job runs ------------------------------------------------------------------------
 
     def begins(self, cycle: int, nodes: CycleNodes) -> None:
-        """Take note that the workers of a cycle start now."""
+        """Record that the workers of a cycle start now."""
         self.cycle = cycle
         if self._watch is not None:
             self._watch.begin(cycle)
@@ -305,7 +283,7 @@ class HostServices:
             self._reporter.report_cycle_start(nodes.snapshot(cycle))
 
     def goes_on(self, cycle: int, nodes: CycleNodes) -> None:
-        """Take note that a cycle goes on that a host before this one saw begin."""
+        """Record that a cycle goes on that a host before this one saw begin."""
         self.cycle = cycle
         if self._servers is not None:
             self._servers.expect_nodes()
@@ -315,12 +293,7 @@ class HostServices:
             self._reporter.report_cycle_goes_on(nodes.snapshot(cycle))
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
-        """Take note that a cycle is over, also one that began before; it may be told again.
-
-        Args:
-            cycle: Which one.
-            cause: Why, where that is known.
-        """
+        """Record that a cycle is over, also one that began before; it may be repeated."""
         if self._watch is not None:
             self._watch.ended(evidence_of(cause))
         if self._reporter is not None:

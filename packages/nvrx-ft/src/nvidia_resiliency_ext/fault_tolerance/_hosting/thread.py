@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
@@ -26,13 +26,13 @@ from .services import nodes_of, nodes_of_members
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules, Member
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules, Member
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Exclusions
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-    from .services import HostServices
+    from .services import CoordinatorServices
 
 
 logger = logging.getLogger("nvrx")
@@ -76,7 +76,7 @@ class StoreHostThread(threading.Thread):
         clock: Where the time is read.
         services: Who follows the rounds.
         on_bad_node: Called with a node that is lost, named, or that failed again and again.
-        exclusions: Hosts that are to have no place where that can be.
+        denylist: Hosts that are to have no place where that can be.
         on_end: Called in the thread when it ends.
 
     Attributes:
@@ -87,13 +87,13 @@ class StoreHostThread(threading.Thread):
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         plan: StorePlan,
-        rules: Callable[[JobStore, threading.Event], HostRules | None],
+        rules: Callable[[JobStore, threading.Event], CoordinatorRules | None],
         *,
         me: str,
         clock: Clock,
-        services: HostServices,
+        services: CoordinatorServices,
         on_bad_node: Callable[[Cause], None],
-        exclusions: Exclusions,
+        denylist: Denylist,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
@@ -103,10 +103,10 @@ class StoreHostThread(threading.Thread):
         self._clock = clock
         self._services = services
         self._on_bad_node = on_bad_node
-        self._exclusions = exclusions
+        self._denylist = denylist
         self._on_end = on_end
         self._end_asked = threading.Event()
-        self._host: Host | None = None
+        self._host: Coordinator | None = None
         self.problem: Exception | None = None
         self.outcome: Entry | None = None
 
@@ -142,7 +142,7 @@ class StoreHostThread(threading.Thread):
             rules = self._rules(own, self._end_asked)
             if rules is None:
                 return
-            self._host = Host(
+            self._host = Coordinator(
                 own,
                 rules,
                 me=self._me,
@@ -151,7 +151,7 @@ class StoreHostThread(threading.Thread):
                 is_controlled=plan.is_controlled,
                 follower=_Follower(self._services),
                 on_bad_node=self._on_bad_node,
-                exclusions=self._exclusions,
+                denylist=self._denylist,
                 stop=self._end_asked,
             )
             self._host.run()
@@ -165,7 +165,7 @@ class StoreHostThread(threading.Thread):
 class _Follower(RoundFollower):
     """Hands rounds on to the services, with names of hosts."""
 
-    def __init__(self, services: HostServices) -> None:
+    def __init__(self, services: CoordinatorServices) -> None:
         self._services = services
 
     def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:

@@ -50,7 +50,7 @@ class Spill:
         """Store lines.
 
         Raises:
-            OSError: There is no room here or on the disk.
+            OSError: There is no space here or on the disk.
         """
         if self.used_bytes + len(data) > self._limit_bytes:
             raise OSError(errno.ENOSPC, "the limit of the spill file is reached")
@@ -82,7 +82,7 @@ class Spill:
         return data
 
     def forget(self, record: Record) -> None:
-        """Give the room of a record back, once nothing else of its file is wanted."""
+        """Give the space of a record back, once nothing else of its file is wanted."""
         self._segments[record.segment].records -= 1
         self._drop_if_unused(record.segment)
 
@@ -129,13 +129,13 @@ class Record:
 
 
 class SpillStore(Protocol):
-    """Where lines go for which memory has no room."""
+    """Where lines go for which memory has no space."""
 
     def append(self, data: bytes, lines: int) -> Record:
         """Store lines.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is no space.
         """
 
     def take(self, record: Record) -> bytes:
@@ -146,7 +146,7 @@ class SpillStore(Protocol):
         """
 
     def forget(self, record: Record) -> None:
-        """Give the room of a record back."""
+        """Give the space of a record back."""
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class Backlog:
         queue.parts.append(data)
         queue.cost += len(data) + _PART_OVERHEAD_BYTES
         while self.memory_bytes > self._limit_bytes:
-            self._make_room(max(self._queues, key=lambda one: one.cost))
+            self._free_space(max(self._queues, key=lambda one: one.cost))
 
     def take(self, queue: Queue) -> bytes:
         """Return the oldest lines of a queue that has some."""
@@ -251,7 +251,7 @@ class Backlog:
                 return queue.gap.take_notice()
         return queue.pop_parts(BATCH_BYTES)
 
-    def _make_room(self, queue: Queue) -> None:
+    def _free_space(self, queue: Queue) -> None:
         data = queue.pop_parts(_RECORD_BYTES)
         lines = data.count(b"\n")
         while self._spill is not None:

@@ -105,13 +105,13 @@ class CycleLogs:
             self._place.try_again()
 
     def begin_cycle(self, cycle: int, world_size: int) -> None:
-        """Take note that the workers of a cycle are about to start, and that the last are gone."""
+        """Record that the workers of a cycle are about to start, and that the last are gone."""
         self.end_cycle()
         self._world_size = world_size
         self._present = self._outlet.open(self.file_of(cycle))
 
     def end_cycle(self) -> None:
-        """Take note that no worker of the present cycle will start any more.
+        """Record that no worker of the present cycle will start any more.
 
         Its pipes are read to their ends; one that somebody holds open is closed after 2 s.
         """

@@ -43,10 +43,6 @@ class LineAssembler:
 
     A NUL becomes `<NUL>`, bytes that are no UTF-8 become U+FFFD, a line of more than 1 MiB goes on
     in a new line, and lines of driver noise are left out.
-
-    Args:
-        prefix: What stands before each line; empty for text that is passed on as it is.
-        drops_noise: Whether lines that only list devices are left out.
     """
 
     def __init__(self, prefix: bytes = b"", *, drops_noise: bool = True) -> None:

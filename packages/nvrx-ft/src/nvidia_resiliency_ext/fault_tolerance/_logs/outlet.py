@@ -29,11 +29,7 @@ _LAST_RETRY_S = 5.0
 
 
 class Target:
-    """One log. Only the outlet changes it, under its lock or in its thread.
-
-    Attributes:
-        path: Where it is.
-    """
+    """One log. Only the outlet changes it, under its lock or in its thread."""
 
     def __init__(self, path: str, queue: Queue) -> None:
         self.path = path

@@ -245,7 +245,7 @@ class MultiplexingReaderThread(threading.Thread):
         except BlockingIOError:
             return 0
         except OSError as error:
-            self._note(pipe, f"this output cannot be read any more: {error}")
+            self._record(pipe, f"this output cannot be read any more: {error}")
             data = b""
         if not data:
             self._finish(fd)
@@ -253,10 +253,10 @@ class MultiplexingReaderThread(threading.Thread):
         try:
             self._waiting_bytes = self._outlet.put(pipe.target, pipe.lines.feed(data))
         except Exception as error:  # noqa: BLE001 - without this thread all workers would stop
-            self._note(pipe, f"{len(data)} bytes were lost: {error!r}")
+            self._record(pipe, f"{len(data)} bytes were lost: {error!r}")
         return len(data)
 
-    def _note(self, pipe: _Pipe, text: str) -> None:
+    def _record(self, pipe: _Pipe, text: str) -> None:
         """Write a line of our own; the launcher's logger may end in a pipe that we read."""
         self._outlet.put(pipe.target, f"[nvrx] {text}\n".encode())
 

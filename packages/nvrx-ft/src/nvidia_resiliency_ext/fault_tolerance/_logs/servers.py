@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
 
 
 logger = logging.getLogger("nvrx")
@@ -37,25 +37,6 @@ _NODES_COME_BACK_S = 5.0
 
 class LogServerError(NvrxError):
     """A log server cannot run here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlan:
-    """Which log servers there are.
-
-    Attributes:
-        ports: Their ports.
-        allowed_roots: Directories below which logs may lie.
-        leaf_queue_chunks: Length of a leaf's queue.
-        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
-        grace_s: How long a leaf may take to end; the root has twice as long.
-    """
-
-    ports: LogFunnelPorts
-    allowed_roots: tuple[str, ...]
-    leaf_queue_chunks: int
-    log_prefix: str | None
-    grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +54,7 @@ def endpoint_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def server_commands(plan: ServerPlan, host: str) -> list[ServerCommand]:
+def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
     """Return the servers of a plan, the root first."""
     ports = plan.ports
     roots = [word for root in plan.allowed_roots for word in ("--allowed-root", root)]
@@ -117,7 +98,7 @@ class LogServers:
 
     def __init__(
         self,
-        plan: ServerPlan,
+        plan: LogServerPlan,
         host: str,
         token_file: str | None,
         environ: Mapping[str, str],
@@ -158,7 +139,7 @@ class LogServers:
         return {name: child.pid for name, child in self._running.items()}
 
     def expect_nodes(self) -> None:
-        """Take note that nodes have lines for these servers and have still to find them."""
+        """Record that nodes have lines for these servers and have still to find them."""
         self._nodes_are_back_at = self._clock.monotonic() + _NODES_COME_BACK_S
 
     def _start(self, command: ServerCommand) -> None:

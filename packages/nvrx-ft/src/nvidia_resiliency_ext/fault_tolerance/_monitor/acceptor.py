@@ -65,12 +65,6 @@ class Acceptor:
     ) -> None:
         """Bind and listen.
 
-        Args:
-            path: Where to listen; a stale socket there is replaced.
-            watcher: The loop.
-            on_hello: Takes over a connection after its first message.
-            on_refused: Is told who was sent away, and why.
-
         Raises:
             ValueError: The path is too long.
             OSError: The path cannot be bound, or somebody listens there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a rank's timeouts: calculated, kept in a checkpoint, told to the monitor; not the session.
+"""Owns a rank's timeouts: calculated, kept in a checkpoint, sent to the monitor; not the session.
 
 The first half of `RankMonitorClient`; the session's own half is in `client`.
 """
@@ -139,7 +139,7 @@ class ClientTimeouts(HotPath):
         if not calc.can_get_hb_timeouts():
             return self._not_ready("heartbeats", skip_if_not_ready=skip_if_not_ready)
         self.hb_timeouts = calc.get_hb_timeouts(self.hb_timeouts)
-        self._tell_limits(limits_of(heartbeat=self.hb_timeouts))
+        self._send_limits(limits_of(heartbeat=self.hb_timeouts))
         return True
 
     def calculate_and_set_section_timeouts(
@@ -168,14 +168,14 @@ class ClientTimeouts(HotPath):
             known = self.section_timeouts.section if self.section_timeouts else {}
             for name in selected_sections:
                 if name not in known:
-                    self._note_unwatched(name)
+                    self._record_unwatched(name)
             selected_sections = [name for name in selected_sections if name in known]
         if not calc.can_get_section_timeouts(selected_sections, calc_out_of_section):
             return self._not_ready("sections", skip_if_not_ready=skip_if_not_ready)
         self.section_timeouts = calc.get_section_timeouts(
             selected_sections, calc_out_of_section, self.section_timeouts
         )
-        self._tell_limits(limits_of(section=self.section_timeouts))
+        self._send_limits(limits_of(section=self.section_timeouts))
         return True
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -232,10 +232,10 @@ class ClientTimeouts(HotPath):
             self.section_timeouts = only_known(self.loaded_section_timeouts, self.section_timeouts)
             limits |= limits_of(section=self.section_timeouts)
         if limits:
-            self._tell_limits(limits)
+            self._send_limits(limits)
 
-    def _tell_limits(self, limits: Mapping[str, Any]) -> None:
-        """Change limits in the monitor; a new monitor will be told again."""
+    def _send_limits(self, limits: Mapping[str, Any]) -> None:
+        """Change limits in the monitor; a new monitor gets them again."""
         from .messages import SetTimeouts
 
         self._own_limits = {**self._own_limits, **limits}

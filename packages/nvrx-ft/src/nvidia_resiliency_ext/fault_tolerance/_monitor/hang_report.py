@@ -64,13 +64,6 @@ def save_evidence(
 ) -> tuple[int | None, str | None]:
     """Complete the evidence and write it to a new file; may block.
 
-    Args:
-        directory: Private directory of the record; nothing is written when empty.
-        name: Name of the file without its ending.
-        pid: The process.
-        evidence: What is known so far.
-        stacks: What the process wrote.
-
     Returns:
         Its resident memory in bytes, and the file's path; None for what could not be had.
     """

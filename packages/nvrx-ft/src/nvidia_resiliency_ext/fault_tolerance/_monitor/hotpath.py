@@ -101,7 +101,7 @@ class HotPath:
         gap = now - self._heartbeat_last
         self._heartbeat_last = now
         if gap > self._heartbeat_longest:
-            self._note_long_gap(words, now, gap)
+            self._record_long_gap(words, now, gap)
         if self._is_answered:
             self._ask()
 
@@ -123,14 +123,14 @@ class HotPath:
         at = self._index.get(section)
         if at is None:
             _refuse_other_names(section)
-            self._note_unwatched(section)
+            self._record_unwatched(section)
             return
         with self._lock:
             words = self._words  # again: the link's thread may just have moved to another slot
             if words is None:
                 self._refuse()
             if _MEGATRON_GLOBALS in _modules:
-                self._note_iteration(words)
+                self._record_iteration(words)
             opened = self._open
             if section in opened:
                 raise RankMonitorClientError(f"section {section!r} is open already")
@@ -140,7 +140,7 @@ class HotPath:
             opened[section] = now
             words[at] = now
             if at in self._never_opened:
-                self._note_first_open(words, at, now)
+                self._record_first_open(words, at, now)
         if self._is_answered:
             self._ask()
 
@@ -165,7 +165,7 @@ class HotPath:
             if words is None:
                 self._refuse()
             if _MEGATRON_GLOBALS in _modules:
-                self._note_iteration(words)
+                self._record_iteration(words)
             self._close(words, section, at, _now_ns())
         if self._is_answered:
             self._ask()
@@ -219,7 +219,7 @@ class HotPath:
         finally:
             self.end_section(section)
 
-    def _note_unwatched(self, section: str) -> None:
+    def _record_unwatched(self, section: str) -> None:
         """Say once that a section has no timeout, where others have one."""
         if section in self._unwatched or not self._index or len(self._unwatched) >= _MAX_UNWATCHED:
             return
@@ -320,7 +320,7 @@ class HotPath:
             words[slot.W_STEP_FIRST_CLOSE] = now
             self._post_step(now * _NS)
 
-    def _note_long_gap(self, words: memoryview, now: int, gap: int) -> None:
+    def _record_long_gap(self, words: memoryview, now: int, gap: int) -> None:
         if not self._heartbeat_first:
             self._heartbeat_first = now
             words[slot.W_HEARTBEAT_FIRST] = now
@@ -328,7 +328,7 @@ class HotPath:
         else:
             self._heartbeat_longest = gap
 
-    def _note_first_open(self, words: memoryview, at: int, now: int) -> None:
+    def _record_first_open(self, words: memoryview, at: int, now: int) -> None:
         self._never_opened.discard(at)
         if at == self._step_at:
             words[slot.W_STEP_FIRST_OPEN] = now
@@ -336,7 +336,7 @@ class HotPath:
             self._has_posted_life = True
             self._post_life()
 
-    def _note_iteration(self, words: memoryview) -> None:
+    def _record_iteration(self, words: memoryview) -> None:
         iteration = training_iteration()
         if iteration is not None:
             words[_ITERATION] = iteration
@@ -344,7 +344,7 @@ class HotPath:
                 words[slot.W_FIRST_ITERATION] = iteration
 
     def _flush(self, calc: TimeoutsCalc) -> None:
-        """Put the figures into `calc` as if it had been told of every event."""
+        """Put the figures into `calc` as if it had got every event."""
         with self._lock:
             if self._heartbeat_first:
                 if calc.count == 0:

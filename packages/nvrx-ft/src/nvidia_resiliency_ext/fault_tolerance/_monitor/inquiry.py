@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the look at all ranks of a node when one breaks a limit: who is asked, told and ended.
+"""Owns the look at all ranks of a node when one breaks a limit: who is asked, notified and ended.
 
 Whom to blame is decided in `culprit`. One inquiry is one hang, and one report. Ranks that cannot
 be asked, because they have no session, are looked at through the kernel alone.
@@ -50,7 +50,7 @@ HOLD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The node's workers by local rank, as the launcher told them."""
+    """The node's workers by local rank, as the launcher reported them."""
 
     pids: tuple[int, ...] = ()
     error_files: tuple[str, ...] = ()
@@ -103,11 +103,7 @@ class Inquiries:
     """The inquiries of one monitor, one after another. The loop's thread only."""
 
     def __init__(self, node: Node) -> None:
-        """Begin none.
-
-        Args:
-            node: The monitor process.
-        """
+        """Begin none."""
         self._node = node
         self._open: list[_Inquiry] = []
 
@@ -155,7 +151,7 @@ class Inquiries:
         self._read_errors(inquiry)
 
     def testify(self, port: RankPort) -> None:
-        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+        """Record that the evidence on a rank is complete, or that the rank is gone."""
         for inquiry in list(self._open):
             if port.local_rank in inquiry.awaited:
                 inquiry.awaited.discard(port.local_rank)
@@ -195,38 +191,44 @@ class Inquiries:
     def _proceed(self, inquiry: _Inquiry) -> None:
         """Decide as soon as the evidence is complete, or certain without the rest."""
         is_complete = not inquiry.awaited and inquiry.errors is not None
-        known = {port: told for port in inquiry.members if (told := port.testimony()) is not None}
-        if not inquiry.is_decided and (inquiry.accuser is None or inquiry.accuser in known):
-            states = self._look(inquiry, known)
-            finding = self._judge(inquiry, states)
-            if is_complete or _is_certain(finding, inquiry, known):
+        testimonies = {
+            port: testimony
+            for port in inquiry.members
+            if (testimony := port.testimony()) is not None
+        }
+        if not inquiry.is_decided and (inquiry.accuser is None or inquiry.accuser in testimonies):
+            states = self._look(inquiry, testimonies)
+            finding = self._evaluate(inquiry, states)
+            if is_complete or _is_certain(finding, inquiry, testimonies):
                 inquiry.is_decided = True
-                self._answer(inquiry, finding, states, known)
+                self._answer(inquiry, finding, states, testimonies)
         if is_complete:
             self._close(inquiry)
 
     def _close(self, inquiry: _Inquiry) -> None:
-        """Let go of the ranks that are not ended, unless other nodes are still to be heard."""
+        """Let go of the ranks that are not ended, unless other nodes have still to answer."""
         if inquiry.held is None and not inquiry.awaited and inquiry in self._open:
             self._open.remove(inquiry)
             for port in inquiry.members:
                 if port not in inquiry.ending:
                     port.release()
 
-    def _judge(self, inquiry: _Inquiry, states: Sequence[RankState]) -> Finding:
+    def _evaluate(self, inquiry: _Inquiry, states: Sequence[RankState]) -> Finding:
         if inquiry.verdict is None or inquiry.verdict.rule in HEALTH_RULES:
             return Finding()
         return find_culprit(states, self._node.workers.world_size)
 
     # What is known --------------------------------------------------------------------------
 
-    def _look(self, inquiry: _Inquiry, known: Mapping[RankPort, Testimony]) -> list[RankState]:
+    def _look(
+        self, inquiry: _Inquiry, testimonies: Mapping[RankPort, Testimony]
+    ) -> list[RankState]:
         """Return what every rank of the node was doing."""
-        told = {port.local_rank: testimony for port, testimony in known.items()}
-        offset = self._offset(known)
+        by_rank = {port.local_rank: testimony for port, testimony in testimonies.items()}
+        offset = self._offset(testimonies)
         errors, workers, host = inquiry.errors or {}, self._node.workers, self._node.host
         states = []
-        for local_rank in sorted({*told, *range(len(workers.pids))}):
+        for local_rank in sorted({*by_rank, *range(len(workers.pids))}):
             rank, words = offset + local_rank, ""
             if local_rank in errors:
                 words = f"had failed and has not exited: {errors[local_rank]}"
@@ -234,8 +236,8 @@ class Inquiries:
             elif local_rank in workers.left:
                 words = "had left with exit code 0"
                 states.append(RankState(rank, Activity.LEFT, host, words))
-            elif local_rank in told:
-                states.append(_state_of(told[local_rank], host))
+            elif local_rank in by_rank:
+                states.append(_state_of(by_rank[local_rank], host))
             else:
                 kernel = inspect_kernel(workers.pids[local_rank])
                 activity = classify(kernel, NO_STACK)
@@ -243,10 +245,10 @@ class Inquiries:
                 states.append(RankState(rank, activity, host, words))
         return states
 
-    def _offset(self, known: Mapping[RankPort, Testimony]) -> int:
+    def _offset(self, testimonies: Mapping[RankPort, Testimony]) -> int:
         """Return the global rank of local rank 0; without a launcher sessions tell it."""
-        told = (testimony.rank - port.local_rank for port, testimony in known.items())
-        return next(told, self._node.workers.rank_offset)
+        offsets = (testimony.rank - port.local_rank for port, testimony in testimonies.items())
+        return next(offsets, self._node.workers.rank_offset)
 
     # What is done ---------------------------------------------------------------------------
 
@@ -255,24 +257,28 @@ class Inquiries:
         inquiry: _Inquiry,
         finding: Finding,
         states: Sequence[RankState],
-        known: Mapping[RankPort, Testimony],
+        testimonies: Mapping[RankPort, Testimony],
     ) -> None:
         """End who is to blame here; where other nodes have a say, tell the launcher first."""
         accuser, verdict = inquiry.accuser, inquiry.verdict
         if accuser is None or verdict is None:
-            evidence = {told.rank: told.evidence for told in known.values()}
+            evidence = {testimony.rank: testimony.evidence for testimony in testimonies.values()}
             self._node.tell(messages.RanksSeen(plain_states(states, evidence)))
             return
-        if known[accuser].has_gone_on:
-            rank = known[accuser].rank
+        if testimonies[accuser].has_gone_on:
+            rank = testimonies[accuser].rank
             logger.warning("rank %d went on while the ranks were looked at", rank)
             return
         blamed = {r.rank for r in finding.culprits}
         overdue = {r.rank for r in finding.candidates if r.is_late}
-        inquiry.ending = [port for port, told in known.items() if told.rank in blamed] or [
-            port for port, told in known.items() if port is accuser or told.rank in overdue
+        inquiry.ending = [
+            port for port, testimony in testimonies.items() if testimony.rank in blamed
+        ] or [
+            port
+            for port, testimony in testimonies.items()
+            if port is accuser or testimony.rank in overdue
         ]
-        report = self._report(inquiry, accuser, verdict, finding, states, known)
+        report = self._report(inquiry, accuser, verdict, finding, states, testimonies)
         if self._node.workers.are_all or verdict.rule in HEALTH_RULES:
             self._end(inquiry, report)
         else:
@@ -294,18 +300,22 @@ class Inquiries:
         verdict: Verdict,
         finding: Finding,
         states: Sequence[RankState],
-        known: Mapping[RankPort, Testimony],
+        testimonies: Mapping[RankPort, Testimony],
     ) -> dict[str, Any]:
-        node, ranks = self._node, {told.rank: told for told in known.values()}
-        rank = finding.culprits[0].rank if finding.culprits else known[accuser].rank
-        local_rank = rank - self._offset(known)
-        signalled = [told.signalled_at for told in known.values() if told.signalled_at is not None]
+        node, ranks = self._node, {testimony.rank: testimony for testimony in testimonies.values()}
+        rank = finding.culprits[0].rank if finding.culprits else testimonies[accuser].rank
+        local_rank = rank - self._offset(testimonies)
+        signalled = [
+            testimony.signalled_at
+            for testimony in testimonies.values()
+            if testimony.signalled_at is not None
+        ]
         failed = any(r.activity is Activity.FAILED for r in finding.culprits)
         return hang_report(
             verdict,
             finding,
             states,
-            evidence={rank: told.evidence for rank, told in ranks.items()},
+            evidence={rank: testimony.evidence for rank, testimony in ranks.items()},
             signalled_at=min(signalled, default=time.monotonic()),
             identity={
                 "cycle": node.cycle,
@@ -314,8 +324,8 @@ class Inquiries:
                 "pid": ranks[rank].pid if rank in ranks else node.workers.pids[local_rank],
                 "host": node.host,
                 "time": time.time(),
-                "signal": known[accuser].signal,
-                "accuser": known[accuser].rank,
+                "signal": testimonies[accuser].signal,
+                "accuser": testimonies[accuser].rank,
                 "ended": [port.local_rank for port in inquiry.ending],
                 "error_file": node.workers.error_files[local_rank] if failed else None,
                 "is_held": False,
@@ -323,14 +333,17 @@ class Inquiries:
         )
 
 
-def _is_certain(finding: Finding, inquiry: _Inquiry, known: Mapping[RankPort, Testimony]) -> bool:
+def _is_certain(
+    finding: Finding, inquiry: _Inquiry, testimonies: Mapping[RankPort, Testimony]
+) -> bool:
     """Return whether nothing that is still to come can change the verdict or is worth a wait.
 
     The evidence on the culprits themselves is waited for: a stopped one is asked for nothing.
     """
     blamed = {r.rank for r in finding.culprits}
     return finding.confidence is Confidence.CERTAIN and not any(
-        told.rank in blamed and port.local_rank in inquiry.awaited for port, told in known.items()
+        testimony.rank in blamed and port.local_rank in inquiry.awaited
+        for port, testimony in testimonies.items()
     )
 
 

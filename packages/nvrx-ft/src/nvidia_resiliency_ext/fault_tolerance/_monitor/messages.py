@@ -39,13 +39,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class CycleChanged:
-    """Launcher to monitor: reports from now on belong to this cycle; answered by `CycleKnown`."""
+    """Launcher to monitor: reports belong to this cycle now; answered by `CycleAcknowledged`."""
 
     cycle: int
 
 
 @dataclass(frozen=True, slots=True)
-class CycleKnown:
+class CycleAcknowledged:
     """Monitor to launcher: a sign of life, in answer to `CycleChanged`."""
 
     cycle: int
@@ -100,7 +100,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveKnown:
+class SaveAcknowledged:
     """Monitor to launcher: the word is in the slots, and will be in those of new sessions."""
 
     word: int
@@ -200,13 +200,13 @@ class LogLine:
 LAUNCHER_MESSAGES = MessageSet(
     Start,
     CycleChanged,
-    CycleKnown,
+    CycleAcknowledged,
     WorkersChanged,
     Examine,
     Sentence,
     LeaseHeld,
     Save,
-    SaveKnown,
+    SaveAcknowledged,
     Leave,
     Ready,
     FirstStep,

@@ -89,10 +89,10 @@ class NodeWatch:
         # Counters of network cards are taken now, and compared from the second check on.
         while gpus or nics:
             for rank, check in gpus.items():
-                self._judge(rank, "gpu_health", check.check())
+                self._evaluate(rank, "gpu_health", check.check())
             for rank, nic in nics.items():
                 result = nic.check()
-                self._judge(rank, "nic_health", result)
+                self._evaluate(rank, "nic_health", result)
                 if not result:
                     # Dealt with: the ranks of the next cycle start from the counters of now.
                     nic.acknowledge()
@@ -125,6 +125,6 @@ class NodeWatch:
                 checks[rank] = check
         return checks
 
-    def _judge(self, local_rank: int, rule: str, result: HealthResult) -> None:
+    def _evaluate(self, local_rank: int, rule: str, result: HealthResult) -> None:
         if not result and not self._stopped.is_set():
             self._found(Unfit(local_rank, rule, result.reason, self._interval_s))

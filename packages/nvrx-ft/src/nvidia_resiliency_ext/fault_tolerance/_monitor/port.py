@@ -20,7 +20,7 @@ from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
 from .session import change_limits, policy_of
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
-from .timeout_rules import Verdict, judge
+from .timeout_rules import Verdict, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class PortHost(Watcher, Protocol):
         """Look at all ranks of the node: this one broke a rule."""
 
     def testify(self, port: RankPort) -> None:
-        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+        """Record that the evidence on a rank is complete, or that the rank is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class _Client:
     stacks: bytearray | None = None
     seen: SlotView | None = None
     signalled_at: float | None = None
-    has_told_life: bool = False
-    has_told_step: bool = False
+    has_reported_life: bool = False
+    has_reported_step: bool = False
     held_request: int | None = None
 
 
@@ -104,15 +104,7 @@ class RankPort:
         config: Mapping[str, Any],
         lines: RestartLines,
     ) -> None:
-        """Make the slot and listen.
-
-        Args:
-            host: The monitor process.
-            local_rank: The rank's index on this node.
-            path: Where the rank will connect.
-            config: The configuration in its plain form; this port keeps a copy of its own.
-            lines: The log lines of layered restarts.
-        """
+        """Make the slot and listen."""
         self.local_rank = local_rank
         self._host = host
         self._config = dict(config)
@@ -127,7 +119,7 @@ class RankPort:
         self._pending: _Client | None = None
         self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
-        self._acceptor = Acceptor(path, host, self._welcome, self._note_refusal)
+        self._acceptor = Acceptor(path, host, self._welcome, self._record_refusal)
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
@@ -199,7 +191,7 @@ class RankPort:
         assert client.evidence is not None
         now, timeouts = time.monotonic(), self._policy.timeouts
         after, verdict = self._look(client), self._state.verdict
-        broken = judge(after, timeouts, self._state.started, now + LATE_MARGIN_S)
+        broken = evaluate(after, timeouts, self._state.started, now + LATE_MARGIN_S)
         has_gone_on = (
             verdict is not None
             and not verdict.reason
@@ -234,7 +226,7 @@ class RankPort:
             process = PidHandle(connection.pid or hello.pid)
         except OSError as exc:
             # Gone again, or we are out of descriptors: it will ask anew.
-            self._note_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
+            self._record_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
             connection.channel.close()
             return
         client = self._client
@@ -242,8 +234,8 @@ class RankPort:
         is_alive = client is not None and client.process.alive()
         self._feed(session.Joined(connection.number, is_alive))
 
-    def _note_refusal(self, text: str) -> None:
-        self._refusals.note(time.monotonic(), text)
+    def _record_refusal(self, text: str) -> None:
+        self._refusals.record(time.monotonic(), text)
 
     def _read_client(self) -> None:
         client = self._client
@@ -271,9 +263,9 @@ class RankPort:
             case messages.HeldForSave(request):
                 self._hold(client, request)
             case messages.StepBegun(t):
-                self._tell_step(client, t)
+                self._report_step(client, t)
             case messages.FirstActivity():
-                self._tell_life(client)
+                self._report_life(client)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
 
@@ -384,7 +376,7 @@ class RankPort:
         pending, self._pending = self._pending, None
         assert pending is not None
         rank, pid = pending.hello.rank, pending.process.pid
-        self._note_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
+        self._record_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
         pending.connection.channel.send(messages.Refused(reason))
         pending.connection.channel.close()
         pending.process.close()
@@ -414,21 +406,21 @@ class RankPort:
         view = read_slot(self.memory.words, self._layout)
         if client is not None and view.session_id:
             if view.is_active:
-                self._tell_life(client)
+                self._report_life(client)
             stepped_at = view.heartbeat_first or view.step_first_close
             if stepped_at is not None:
-                self._tell_step(client, stepped_at)
+                self._report_step(client, stepped_at)
         return view
 
-    def _tell_life(self, client: _Client) -> None:
-        if not client.has_told_life:
-            client.has_told_life = True
+    def _report_life(self, client: _Client) -> None:
+        if not client.has_reported_life:
+            client.has_reported_life = True
             self._lines.alive()
 
-    def _tell_step(self, client: _Client, at: float) -> None:
-        self._tell_life(client)
-        if not client.has_told_step:
-            client.has_told_step = True
+    def _report_step(self, client: _Client, at: float) -> None:
+        self._report_life(client)
+        if not client.has_reported_step:
+            client.has_reported_step = True
             self._host.tell(messages.FirstStep(self.local_rank, at))
 
     def _renew_policy(self) -> None:

@@ -91,7 +91,7 @@ class MonitorServer:
         ]
         for port in self.ports:
             port.save(start.save_word)
-        self._node_watch = NodeWatch(local_ranks, start.config, self._note_unfit)
+        self._node_watch = NodeWatch(local_ranks, start.config, self._record_unfit)
 
     @property
     def is_dismissed(self) -> bool:
@@ -107,7 +107,7 @@ class MonitorServer:
             self._watch_launcher()
 
     def run(self) -> None:
-        """Serve until told to leave; then sweep what the run left behind.
+        """Serve until it gets `Leave`; then sweep what the run left behind.
 
         Whoever gets an exception out of this has a monitor that is gone and ranks that live on.
         """
@@ -118,12 +118,12 @@ class MonitorServer:
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
                 self._guard(partial(self._inquiries.tick, time.monotonic()))
-                self._guard(self._judge_lease)
+                self._guard(self._evaluate_lease)
                 self._pass_on_lines()
         finally:
             self._close()
 
-    def _note_unfit(self, unfit: Unfit) -> None:
+    def _record_unfit(self, unfit: Unfit) -> None:
         """Take a finding of the node watch, in its thread."""
         self._loop.post(partial(self._condemn, unfit))
 
@@ -148,7 +148,7 @@ class MonitorServer:
         self._inquiries.accuse(port, verdict)
 
     def testify(self, port: RankPort) -> None:
-        """Take note that the evidence on a rank is complete, or that the rank is gone."""
+        """Record that the evidence on a rank is complete, or that the rank is gone."""
         self._inquiries.testify(port)
 
     def log_restarter_event(self, message: str) -> None:
@@ -167,8 +167,8 @@ class MonitorServer:
 
             events = EventLog.join(src="monitor")
             fault = Fault(**fault_fields(report))
-            is_told = report["culprits"] or report["rule"] in HEALTH_RULES
-            rank = report["rank"] if is_told else None
+            is_reported = report["culprits"] or report["rule"] in HEALTH_RULES
+            rank = report["rank"] if is_reported else None
             events.record(fault, cycle=report["cycle"], rank=rank, t=wall, m=at)
             events.close()
 
@@ -231,7 +231,7 @@ class MonitorServer:
             case messages.CycleChanged(cycle):
                 self.cycle = cycle
                 self.workers = Workers()  # Their error files are those of the cycle before.
-                self.tell(messages.CycleKnown(cycle))
+                self.tell(messages.CycleAcknowledged(cycle))
             case messages.WorkersChanged():
                 self.cycle = message.cycle
                 self._pgids = set(message.pgids)
@@ -251,14 +251,14 @@ class MonitorServer:
             case messages.Save(word):
                 for port in self.ports:
                     port.save(word)
-                self.tell(messages.SaveKnown(word))
+                self.tell(messages.SaveAcknowledged(word))
             case messages.Leave():
                 self._is_leaving = True
                 self._last_order = _Order.LEAVE
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
-    def _judge_lease(self) -> None:
+    def _evaluate_lease(self) -> None:
         if self._lease_until is None or time.monotonic() < self._lease_until:
             return
         self._lease_until = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .timeout_rules import Timeouts, Verdict, judge, next_look
+from .timeout_rules import Timeouts, Verdict, evaluate, next_look
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -82,7 +82,7 @@ class Phase(Enum):
     ASKING = "asking"
     DUMPING = "dumping"
     SAVING = "saving"
-    HEARD = "heard"
+    RECEIVED = "received"
     FREE = "free"
     ENDING = "ending"
     KILLING = "killing"
@@ -90,7 +90,7 @@ class Phase(Enum):
 
 
 _CONDEMNED = frozenset({Phase.ENDING, Phase.KILLING, Phase.STUCK})
-LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.HEARD})
+LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.RECEIVED})
 """Phases in which evidence on the rank is gathered or complete."""
 
 
@@ -293,14 +293,7 @@ Result: TypeAlias = tuple[SessionState, tuple[Effect, ...]]
 def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
     state: SessionState, event: Event, now: float, policy: Policy
 ) -> Result:
-    """Return the next state and what to do; an event that does not fit the phase changes nothing.
-
-    Args:
-        state: The session as it is.
-        event: What happened.
-        now: The monotonic clock.
-        policy: The rules in force.
-    """
+    """Return the next state and the effects; events that do not fit the phase change nothing."""
     match event:
         case Joined():
             return _join(state, event, now)
@@ -318,7 +311,7 @@ def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
             return replace(state, phase=Phase.ASKING, verdict=None, wake_at=None), (Inspect(),)
         case Sentenced() if state.phase in LOOKED_INTO:
             return _condemn(state, now, policy)
-        case Released() if state.phase is Phase.HEARD:
+        case Released() if state.phase is Phase.RECEIVED:
             return replace(state, phase=Phase.FREE, wake_at=now + AFTERMATH_S), ()
         case Inspected(can_dump) if state.phase is Phase.ASKING:
             if not can_dump or policy.evidence_timeout_s <= 0:
@@ -330,7 +323,7 @@ def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
             quiet_at = now + DUMP_QUIET_S if ends_line else state.give_up_at
             return replace(state, wake_at=min(quiet_at, state.give_up_at)), ()
         case Saved() if state.phase is Phase.SAVING:
-            return _heard(state)
+            return _received(state)
         case _:
             return state, ()
 
@@ -372,7 +365,7 @@ def _wake(state: SessionState, now: float) -> Result:
         case Phase.DUMPING:
             return _save(state, now)
         case Phase.SAVING:
-            return _heard(state)
+            return _received(state)
         case Phase.FREE:
             return replace(state, phase=Phase.LIVE, verdict=None, wake_at=now), ()
         case Phase.ENDING:
@@ -387,7 +380,7 @@ def _wake(state: SessionState, now: float) -> Result:
 def _look(state: SessionState, view: SlotView, now: float, policy: Policy) -> Result:
     if state.phase not in (Phase.LIVE, Phase.SUSPECT):
         return state, ()
-    verdict = judge(view, policy.timeouts, state.started, now)
+    verdict = evaluate(view, policy.timeouts, state.started, now)
     if verdict is None:
         at = next_look(view, policy.timeouts, state.started, now, policy.longest_pause_s)
         return replace(state, phase=Phase.LIVE, verdict=None, wake_at=at), ()
@@ -414,8 +407,8 @@ def _save(state: SessionState, now: float) -> Result:
     return replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S), (SaveEvidence(),)
 
 
-def _heard(state: SessionState) -> Result:
-    return replace(state, phase=Phase.HEARD, wake_at=None), (Testify(),)
+def _received(state: SessionState) -> Result:
+    return replace(state, phase=Phase.RECEIVED, wake_at=None), (Testify(),)
 
 
 def _condemn(state: SessionState, now: float, policy: Policy) -> Result:

@@ -42,7 +42,7 @@ HEADER_WORDS = 14
 
 WORD_BYTES = 8
 NO_ITERATION = -1
-"""Value of the iteration words while the rank has not told an iteration."""
+"""Value of the iteration words while the rank has not reported an iteration."""
 
 SAVE_ASKED = -1
 """Value of `W_SAVE` while it is being agreed at which call ranks save: a number of 1 or more."""
@@ -126,12 +126,7 @@ class SlotView:
 
 
 def read_slot(buffer: memoryview, layout: SlotLayout) -> SlotView:
-    """Take one look at a slot.
-
-    Args:
-        buffer: The slot's memory, as bytes or as 8-byte words.
-        layout: The layout it was made with.
-    """
+    """Take one look at a slot."""
     words = buffer if buffer.format == "q" else buffer[: layout.size_bytes].cast("q")
     opened = {name: words[at] * _NS for name, at in layout.index.items() if words[at]}
     iteration, first_iteration = words[W_ITERATION], words[W_FIRST_ITERATION]
@@ -176,7 +171,7 @@ class SlotWriter:
         words[W_SESSION_ID] = session_id
 
     def heartbeat(self, now_ns: int) -> None:
-        """Note a heartbeat."""
+        """Record a heartbeat."""
         words = self.words
         words[W_HEARTBEAT_LAST] = now_ns
         words[W_HEARTBEAT_COUNT] += 1
@@ -184,13 +179,13 @@ class SlotWriter:
             words[W_HEARTBEAT_FIRST] = now_ns
 
     def open(self, section: str, now_ns: int) -> None:
-        """Note that a section was opened."""
+        """Record that a section was opened."""
         self.words[self.layout.index[section]] = now_ns
         if section == STEP and not self.words[W_STEP_FIRST_OPEN]:
             self.words[W_STEP_FIRST_OPEN] = now_ns
 
     def close(self, section: str, now_ns: int, *, is_last: bool) -> None:
-        """Note that a section was closed; `is_last` when no other one is open."""
+        """Record that a section was closed; `is_last` when no other one is open."""
         if is_last:
             # Before the section's own word: a rank stopped between the two stores must not look
             # as if it had been outside sections since the previous stretch.
@@ -198,7 +193,7 @@ class SlotWriter:
         self.words[self.layout.index[section]] = 0
 
     def iterate(self, iteration: int) -> None:
-        """Note the training iteration."""
+        """Record the training iteration."""
         self.words[W_ITERATION] = iteration
 
 

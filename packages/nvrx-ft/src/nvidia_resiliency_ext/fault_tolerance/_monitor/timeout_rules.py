@@ -74,7 +74,9 @@ class Verdict:
         return self.since + self.limit_s
 
 
-def judge(view: SlotView, timeouts: Timeouts, session_start: float, now: float) -> Verdict | None:
+def evaluate(
+    view: SlotView, timeouts: Timeouts, session_start: float, now: float
+) -> Verdict | None:
     """Return the rule whose deadline passed first, or None while the rank keeps all of them.
 
     Args:

@@ -85,7 +85,7 @@ def log_level(environ: Mapping[str, str]) -> int:
     return LogConfig.get_log_level(environ)
 
 
-def monitor_notes(environ: Mapping[str, str]) -> list[str]:
+def monitor_warnings(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence when the rank monitor is switched off."""
     if environ.get(_env.DISABLE_RANK_MONITORS):
         return [f"{_env.DISABLE_RANK_MONITORS} is set: hangs are not found, no rank has a monitor"]

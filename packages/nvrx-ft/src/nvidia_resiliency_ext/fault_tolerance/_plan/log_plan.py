@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
+    LogFunnelPorts,
+    LogServerPlan,
+)
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
 
 if TYPE_CHECKING:
@@ -32,23 +35,6 @@ ORPHANS_NEED_NO_PIPES = (
     f"--ft-orphan-workers keep and {_APPLOG} exclude each other: workers that outlive the launcher "
     "would write into pipes that nobody reads"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogServerPlan:
-    """The log servers of a job.
-
-    Attributes:
-        ports: Their ports.
-        leaf_queue_chunks: Length of a leaf's queue.
-        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
-        grace_s: Longest wait for one to write what it has.
-    """
-
-    ports: LogFunnelPorts
-    leaf_queue_chunks: int
-    log_prefix: str | None
-    grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +134,7 @@ def agreed_on_logs(logs: LogPlan) -> dict[str, str]:
     return agreed
 
 
-def log_notes(plan: LogPlan, args: argparse.Namespace) -> list[str]:
+def stream_warnings(plan: LogPlan, args: argparse.Namespace) -> list[str]:
     """Return what should be said once about what has no effect."""
     filters = [name for name in _FILTERS if getattr(args, name)]
     if plan.applog_prefix is not None:

@@ -43,7 +43,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 
 from . import environment
-from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_notes, log_plan, log_problems
+from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_plan, log_problems, stream_warnings
 
 if TYPE_CHECKING:
     import argparse
@@ -68,48 +68,23 @@ class PrewarmSettings:
 class LaunchPlan:
     """Everything that a launch on this node needs. Times are seconds.
 
-    Fields marked (describes) tell a caller what was asked for; on one node nothing follows from
-    them.
+    Fields that `LaunchConfig` has too mean the same as there. `monitor_interval_s`, `start_method`
+    and `rdzv_backend` only tell a caller what was asked for.
 
     Attributes:
-        command: What a worker runs.
-        nproc_per_node: Workers on this node.
-        min_nodes: Nodes without which the job does not start.
-        max_nodes: Nodes that work at most.
-        run_id: The job's name, made up where it has none.
         job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
-        role: The workers' role.
-        max_restarts: Restarts before the job fails.
-        restart_policy: When workers are restarted.
-        term_timeout_s: From SIGTERM to SIGKILL when the launcher was signalled.
-        workers_stop_timeout_s: From SIGTERM to SIGKILL when workers are restarted.
-        monitor_interval_s: (describes) Between two looks at the workers; deaths are seen at once.
-        start_method: (describes) How functions are started; each has a fresh interpreter.
-        master_addr: Address of rank 0.
         master_port: Port of rank 0 in every cycle; None takes a fresh one for each. Never that
             of the endpoint.
-        local_addr: Address of this node.
-        rdzv_backend: (describes) How nodes meet.
-        rdzv_endpoint: Where nodes meet.
         rdzv_configuration: Settings of the rendezvous.
         rdzv_impl: `barrier`, or `legacy`: every node up to `max_nodes` works.
         use_infra_group_rank: Whether the scheduler's order of nodes gives the ranks.
-        node_rank: The order of this node where no scheduler knows one; None if not given.
-        log_dir: Directory for logs and record.
         output: Which streams of which workers go to files and to the console.
         output_specs: An object of the user's that says so instead, for each cycle.
-        event_log_handler: A handler of torch that is told of starts and ends.
         virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
             None: they see what the launcher sees.
-        log_line_prefix_template: Prefix of a worker's lines on the console.
-        signals_to_handle: Signals passed to the workers.
         omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
-        no_restart_exit_code: Exit code of a job that must not be started again.
         monitors_enabled: Whether ranks are watched.
-        node_health_check_endpoint: Socket of a service that judges this node's health.
-        fault_tolerance: How faults are noticed and handled.
         attribution: The service that is asked why a cycle ended.
-        cycle_info_job_id: The job in the names of files about cycles; None takes the scheduler's.
         logs: Cycle logs, the launcher's own log and log servers.
         warnings: What the launcher should log once, at WARNING.
     """
@@ -211,13 +186,13 @@ def plan_from_args(
     for text in environment.deprecated_variables(environ):
         warnings.warn(text, DeprecationWarning, stacklevel=2)
     threads = environment.omp_rule(environ, nproc)
-    notes = [
+    messages = [
         *getattr(args, "warnings", ()),
         *layers.warnings,
         *([threads.warning] if threads.warning else []),
-        *environment.monitor_notes(environ),
+        *environment.monitor_warnings(environ),
         *(hidden_packages(command) if looks_for_script else []),
-        *log_notes(logs, args),
+        *stream_warnings(logs, args),
     ]
     if max_nodes > 1 and get_rdzv_endpoint(args).startswith("127."):
         notes.append(
@@ -265,7 +240,7 @@ def plan_from_args(
         output_specs=_output_specs(args, output),
         event_log_handler=args.event_log_handler,
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
-        warnings=tuple(notes),
+        warnings=tuple(messages),
     )
 
 
@@ -432,7 +407,7 @@ def _bound(
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
-    """Return what keeps the command that is told of bad nodes from running."""
+    """Return what keeps the command that is notified of bad nodes from running."""
     if command is None:
         return []
     import shlex
@@ -465,11 +440,6 @@ def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
 
     Several nodes meet at the endpoint's port, where the job's store listens as long as the job
     lasts; so that port is never rank 0's, though users of torchrun give both as one.
-
-    Args:
-        given: `--master-port`, if somebody gave it.
-        endpoint: Where nodes meet, as HOST:PORT.
-        max_nodes: Nodes that work at most.
     """
     if given is None or max_nodes == 1:
         return given

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .host import HostRules
+from .host import CoordinatorRules
 from .placement import PlacementRules, validate
 from .records import ForeignValueError
 from .restarts import BlameRules, Budget
@@ -67,7 +67,7 @@ LEGACY = "legacy"
 NONE = "None"
 
 
-def settings_of(rules: HostRules, policy: str, implementation: str) -> dict[str, str]:
+def settings_of(rules: CoordinatorRules, policy: str, implementation: str) -> dict[str, str]:
     """Return the rules as settings, by flag."""
     placement = rules.placement
     return {
@@ -88,7 +88,7 @@ def settings_of(rules: HostRules, policy: str, implementation: str) -> dict[str,
     }
 
 
-def rules_from_settings(settings: Mapping[str, str]) -> HostRules:
+def rules_from_settings(settings: Mapping[str, str]) -> CoordinatorRules:
     """Return the rules that `settings_of` wrote.
 
     Raises:
@@ -106,7 +106,7 @@ def rules_from_settings(settings: Mapping[str, str]) -> HostRules:
             use_infra_rank=settings[USE_INFRA_RANK] == "True",
         )
         validate(placement)
-        return HostRules(
+        return CoordinatorRules(
             placement=placement,
             budget=Budget(int(settings[MAX_RESTARTS]), _seconds(settings[WINDOW])),
             blame=BlameRules(int(settings[BLAME_LIMIT]), float(settings[BLAME_WINDOW])),
@@ -183,9 +183,9 @@ def sentence(off: Iterable[tuple[str, float]]) -> str:
     worst = sorted(off, key=lambda item: (-abs(item[1]), item[0]))
     if not worst:
         return ""
-    told = [
+    offsets = [
         f"{name} is {abs(off_s):.1f} s {'ahead' if off_s > 0 else 'behind'}"
         for name, off_s in worst[:MAX_SHOWN]
     ]
     more = f" and {len(worst) - MAX_SHOWN} more" if len(worst) > MAX_SHOWN else ""
-    return f"clocks are off, by the others' time: {', '.join(told)}{more}; synchronise them"
+    return f"clocks are off, by the others' time: {', '.join(offsets)}{more}; synchronise them"

@@ -36,7 +36,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Link:
-    """The socket under a torch client; None when it could not be told from others."""
+    """The socket under a torch client; None when it could not be identified."""
 
     def __init__(self, sock: socket.socket | None) -> None:
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ asked again whenever something may have changed, so no single event can be misse
     CLOSED   every node with a place succeeded                 End(graceful)
     CLOSED   a node with a place is lost or has left           Open(cause), or End without budget
     CLOSED   a limit was broken by a rank that may wait        AskRanks: what do the others do?
-    CLOSED   all have told what their ranks do, or 3 s passed  JudgeHang: whom to blame
+    CLOSED   all have reported what their ranks do, or 3 s passed  EvaluateHang: whom to blame
     CLOSED   a node that must go                               Leave, and agree where ranks save
     CLOSED   all left, and enough without those that must go   Open(cause)
     CLOSED   min-healthy: too few nodes healthy or done        Open(cause), or End without budget
@@ -41,7 +41,7 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 from . import restarts
 from .keys import LEASES_IN_DOUBT, LEASES_TO_EXPIRY
 from .placement import Candidate, NotEnough, Placement, PlacementError, PlacementRules, place
-from .records import Arrival, Entry, HangStage, Kind, Note, Phase, WorkerState
+from .records import Arrival, Entry, HangStage, Kind, NodeMessage, Phase, WorkerState
 from .restarts import BlameRules, Budget, Failures, is_named
 
 # A node that dies between its two writes delays a round by no more than this.
@@ -54,7 +54,7 @@ _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
-class HostRules:
+class CoordinatorRules:
     """What the host goes by. Times are seconds."""
 
     placement: PlacementRules
@@ -100,7 +100,7 @@ class View:
     """
 
     entry: Entry
-    notes: tuple[Note, ...] = ()
+    messages: tuple[NodeMessage, ...] = ()
     quiet_s: Mapping[str, float] = field(default_factory=dict)
     acknowledged: frozenset[str] = frozenset()
     entry_age_s: float = 0.0
@@ -147,8 +147,8 @@ class AskRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeHang:
-    """All nodes have told what their ranks do: this is why the round ends."""
+class EvaluateHang:
+    """All nodes have reported what their ranks do: this is why the round ends."""
 
     cause: Cause
 
@@ -161,7 +161,7 @@ class End:
     cause: Cause | None = None
 
 
-Decision = Wait | Close | Open | Leave | AskRanks | JudgeHang | End
+Decision = Wait | Close | Open | Leave | AskRanks | EvaluateHang | End
 
 
 def candidate_of(arrival: Arrival) -> Candidate:
@@ -177,30 +177,30 @@ def candidate_of(arrival: Arrival) -> Candidate:
     )
 
 
-def arrived(notes: tuple[Note, ...]) -> dict[str, Arrival]:
+def arrived(messages: tuple[NodeMessage, ...]) -> dict[str, Arrival]:
     """Return the nodes that are there: arrived, and not gone since."""
     there: dict[str, Arrival] = {}
-    for note in notes:
-        if note.kind is Kind.ARRIVED and note.arrival is not None:
-            there[note.node] = note.arrival
-        elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            there.pop(note.node, None)
+    for message in messages:
+        if message.kind is Kind.ARRIVED and message.arrival is not None:
+            there[message.node] = message.arrival
+        elif message.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            there.pop(message.node, None)
     return there
 
 
-def carried_over(memory: Memory, notes: tuple[Note, ...]) -> Memory:
-    """Return what is remembered into the next round, with all notes of the one that ends."""
+def carried_over(memory: Memory, messages: tuple[NodeMessage, ...]) -> Memory:
+    """Return what is remembered into the next round, with all messages of the one that ends."""
     active = {member.candidate.node for member in memory.active}
     return dataclasses.replace(
         memory,
-        spares=frozenset(arrived(notes).keys() - active),
-        unhealthy=memory.unhealthy | {n.node for n in notes if n.kind is Kind.UNHEALTHY},
-        gone=memory.gone | nodes_gone(notes),
+        spares=frozenset(arrived(messages).keys() - active),
+        unhealthy=memory.unhealthy | {n.node for n in messages if n.kind is Kind.UNHEALTHY},
+        gone=memory.gone | nodes_gone(messages),
         enough_since=None,
     )
 
 
-def decide(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
+def decide(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
     """Return what follows from what the store says."""
     if view.entry.phase is Phase.OPEN:
         return _while_open(rules, memory, view, now)
@@ -209,23 +209,23 @@ def decide(rules: HostRules, memory: Memory, view: View, now: float) -> Decision
     return Wait(now + LOOK_AGAIN_S)
 
 
-def expiry_s(rules: HostRules) -> float:
+def expiry_s(rules: CoordinatorRules) -> float:
     """Return after how long without a sign a node counts as lost."""
     return LEASES_TO_EXPIRY * rules.lease_s
 
 
-def present(rules: HostRules, view: View) -> dict[str, Arrival]:
+def present(rules: CoordinatorRules, view: View) -> dict[str, Arrival]:
     """Return the nodes of an open round that are there and alive."""
     limit = expiry_s(rules)
-    there = arrived(view.notes)
+    there = arrived(view.messages)
     return {node: a for node, a in there.items() if view.quiet_s.get(node, 0.0) <= limit}
 
 
-def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
-    for note in view.notes:
-        if note.kind is Kind.MISMATCH and not memory.active:
-            return _failure("mismatch", note.text)
-    unhealthy = memory.unhealthy | {n.node for n in view.notes if n.kind is Kind.UNHEALTHY}
+def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
+    for message in view.messages:
+        if message.kind is Kind.MISMATCH and not memory.active:
+            return _failure("mismatch", message.text)
+    unhealthy = memory.unhealthy | {n.node for n in view.messages if n.kind is Kind.UNHEALTHY}
     surplus = rules.placement.max_nodes - rules.placement.min_nodes
     if rules.counts_unhealthy and len(unhealthy) > surplus:
         return _failure(
@@ -235,7 +235,7 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
         )
     there = present(rules, view)
     try:
-        result = place_all(rules, memory, there, unhealthy_groups(view.notes), now)
+        result = place_all(rules, memory, there, unhealthy_groups(view.messages), now)
     except PlacementError as error:
         # One of them may be dead, and its place be taken by the launcher that follows it.
         if any(
@@ -259,13 +259,13 @@ def _while_open(rules: HostRules, memory: Memory, view: View, now: float) -> Dec
     return Close(result)
 
 
-def nodes_gone(notes: tuple[Note, ...]) -> frozenset[str]:
+def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
     """Return the nodes that said that they take part no longer."""
-    return frozenset(n.node for n in notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
+    return frozenset(n.node for n in messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
 
 
 def place_all(
-    rules: HostRules,
+    rules: CoordinatorRules,
     memory: Memory,
     there: Mapping[str, Arrival],
     bad_groups: frozenset[str],
@@ -302,7 +302,7 @@ def place_all(
 
 
 def _placed(
-    candidates: list[Candidate], rules: HostRules, bad_groups: frozenset[str]
+    candidates: list[Candidate], rules: CoordinatorRules, bad_groups: frozenset[str]
 ) -> Placement | None:
     """Return who works of some nodes, None where these are not enough or do not fit."""
     try:
@@ -312,18 +312,20 @@ def _placed(
     return None if isinstance(result, NotEnough) else result
 
 
-def unhealthy_groups(notes: tuple[Note, ...]) -> frozenset[str]:
+def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
     """Return the replacement groups of nodes that said in this round that they are unhealthy."""
-    bad = {note.node for note in notes if note.kind is Kind.UNHEALTHY}
-    groups = (note.arrival.group for note in notes if note.arrival and note.node in bad)
+    bad = {message.node for message in messages if message.kind is Kind.UNHEALTHY}
+    groups = (
+        message.arrival.group for message in messages if message.arrival and message.node in bad
+    )
     return frozenset(group for group in groups if group is not None)
 
 
 def _absent(
-    rules: HostRules, memory: Memory, view: View, there: Mapping[str, Arrival]
+    rules: CoordinatorRules, memory: Memory, view: View, there: Mapping[str, Arrival]
 ) -> list[Member]:
     """Return who had a place before and is neither here nor gone nor lost."""
-    gone = memory.gone | nodes_gone(view.notes)
+    gone = memory.gone | nodes_gone(view.messages)
     limit = expiry_s(rules)
     return [
         member
@@ -335,7 +337,7 @@ def _absent(
 
 
 def _last_call(
-    rules: HostRules,
+    rules: CoordinatorRules,
     memory: Memory,
     view: View,
     result: Placement,
@@ -357,7 +359,7 @@ def _last_call(
     return f"active before: {', '.join(member.host for member in absent)}"
 
 
-def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> Decision:
+def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
     states = _states(rules, memory, view)
     done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
     if memory.active and done == len(memory.active):
@@ -371,7 +373,7 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     if not broken:
         patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
         return _leave(memory, view) or _hang(memory, view) or Wait(now + patience_s)
-    cause = _first_cause(view.notes, states) or _lost(broken[0])
+    cause = _first_cause(view.messages, states) or _lost(broken[0])
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
         if healthy == 0 and done >= rules.placement.min_nodes:
@@ -383,22 +385,22 @@ def _while_closed(rules: HostRules, memory: Memory, view: View, now: float) -> D
     return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
 
 
-def _hang(memory: Memory, view: View) -> AskRanks | JudgeHang | None:
+def _hang(memory: Memory, view: View) -> AskRanks | EvaluateHang | None:
     """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
 
     What is certain is not waited for: a stopped rank is to blame, whatever the others do.
     """
-    told = {note.node: note for note in view.notes if note.kind is Kind.HUNG}
-    accusation = next((n.cause for n in view.notes if n.kind is Kind.HUNG and n.cause), None)
-    if accusation is None or view.entry.hang == HangStage.JUDGED:
+    reports = {message.node: message for message in view.messages if message.kind is Kind.HUNG}
+    accusation = next((n.cause for n in view.messages if n.kind is Kind.HUNG and n.cause), None)
+    if accusation is None or view.entry.hang == HangStage.EVALUATED:
         return None
-    states = [state for note in told.values() for state in note.ranks]
+    states = [state for message in reports.values() for state in message.ranks]
     finding = find_culprit(states, view.entry.world_size)
-    silent = [m.host for m in memory.active if m.candidate.node not in told]
+    silent = [m.host for m in memory.active if m.candidate.node not in reports]
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
     if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
         return None if view.entry.hang else AskRanks()
-    return JudgeHang(hang_cause(finding, accusation, silent))
+    return EvaluateHang(hang_cause(finding, accusation, silent))
 
 
 def hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
@@ -426,16 +428,16 @@ def hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Ca
     )
 
 
-def may_have_more_nodes(rules: HostRules, memory: Memory, now: float) -> bool:
+def may_have_more_nodes(rules: CoordinatorRules, memory: Memory, now: float) -> bool:
     """Return whether nodes may live that have not come back to this host yet."""
     since = memory.resumed_at
     return since is not None and now < since + LEASES_IN_DOUBT * rules.lease_s
 
 
 def _must_go(view: View) -> dict[str, Cause]:
-    """Return the nodes that were told to go, and why."""
+    """Return the nodes that were activated, and why."""
     unknown = Cause("preempted", "a node must go")
-    return {n.node: n.cause or unknown for n in view.notes if n.kind is Kind.PREEMPTED}
+    return {n.node: n.cause or unknown for n in view.messages if n.kind is Kind.PREEMPTED}
 
 
 def _leave(memory: Memory, view: View) -> Leave | None:
@@ -447,14 +449,14 @@ def _leave(memory: Memory, view: View) -> Leave | None:
         return None
     if not view.entry.is_leaving:
         return Leave(causes[0])
-    held = {note.node: note.calls for note in view.notes if note.kind is Kind.HELD}
-    done = {n.node for n in view.notes if n.state is WorkerState.SUCCEEDED}
+    held = {message.node: message.calls for message in view.messages if message.kind is Kind.HELD}
+    done = {n.node for n in view.messages if n.state is WorkerState.SUCCEEDED}
     if not active - done <= held.keys():
         return None
     return Leave(causes[0], agreed_call(held.values()))
 
 
-def _goes_on_without(rules: HostRules, memory: Memory, view: View) -> Cause | None:
+def _goes_on_without(rules: CoordinatorRules, memory: Memory, view: View) -> Cause | None:
     """Return why the job goes on without nodes that had to go, or None when it is over."""
     going = _must_go(view)
     if (
@@ -464,61 +466,61 @@ def _goes_on_without(rules: HostRules, memory: Memory, view: View) -> Cause | No
     ):
         return None
     limit = expiry_s(rules)
-    gone = {n.node for n in view.notes if n.kind in (Kind.LEFT, Kind.UNHEALTHY)} | going.keys()
+    gone = {n.node for n in view.messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY)} | going.keys()
     there = {member.candidate.node for member in memory.active} | memory.spares
-    there |= {note.node for note in view.notes if note.kind is Kind.ARRIVED}
+    there |= {message.node for message in view.messages if message.kind is Kind.ARRIVED}
     left = [node for node in there - gone if view.quiet_s.get(node, 0.0) <= limit]
     if len(left) < rules.placement.min_nodes:
         return None
     return next(iter(going.values()), None)
 
 
-def losses(rules: HostRules, memory: Memory, view: View) -> tuple[Note, ...]:
+def losses(rules: CoordinatorRules, memory: Memory, view: View) -> tuple[NodeMessage, ...]:
     """Return what nobody has said yet: the nodes of a closed round that are lost."""
     if view.entry.phase is not Phase.CLOSED:
         return ()
-    told, known = _told(memory, view), _states(rules, memory, view)
+    reported, states = _reported_states(memory, view), _states(rules, memory, view)
     return tuple(
-        Note(Kind.STATE, node, state=WorkerState.UNKNOWN, cause=_lost(member))
+        NodeMessage(Kind.STATE, node, state=WorkerState.UNKNOWN, cause=_lost(member))
         for member in memory.active
-        if known[node := member.candidate.node][0] is WorkerState.UNKNOWN
-        and told[node][0] is not WorkerState.UNKNOWN
+        if states[node := member.candidate.node][0] is WorkerState.UNKNOWN
+        and reported[node][0] is not WorkerState.UNKNOWN
     )
 
 
 def _states(
-    rules: HostRules, memory: Memory, view: View
+    rules: CoordinatorRules, memory: Memory, view: View
 ) -> dict[str, tuple[WorkerState, Cause | None]]:
     """Return what is known of each node with a place, and why it is not healthy."""
-    states = _told(memory, view)
+    states = _reported_states(memory, view)
     for node, (state, _) in states.items():
         if state is WorkerState.HEALTHY and view.quiet_s.get(node, 0.0) > expiry_s(rules):
             states[node] = (WorkerState.UNKNOWN, None)
     return states
 
 
-def _told(memory: Memory, view: View) -> dict[str, tuple[WorkerState, Cause | None]]:
-    """Return what nodes with a place have told of themselves."""
+def _reported_states(memory: Memory, view: View) -> dict[str, tuple[WorkerState, Cause | None]]:
+    """Return what nodes with a place have reported of themselves."""
     states: dict[str, tuple[WorkerState, Cause | None]] = {
         member.candidate.node: (WorkerState.HEALTHY, None) for member in memory.active
     }
-    for note in view.notes:
-        if note.node not in states or states[note.node][0] is WorkerState.SUCCEEDED:
+    for message in view.messages:
+        if message.node not in states or states[message.node][0] is WorkerState.SUCCEEDED:
             continue
-        if note.kind is Kind.STATE and note.state is not None:
-            states[note.node] = (note.state, note.cause)
-        elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            states[note.node] = (WorkerState.UNKNOWN, note.cause)
+        if message.kind is Kind.STATE and message.state is not None:
+            states[message.node] = (message.state, message.cause)
+        elif message.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            states[message.node] = (WorkerState.UNKNOWN, message.cause)
     return states
 
 
 def _first_cause(
-    notes: tuple[Note, ...], states: Mapping[str, tuple[WorkerState, Cause | None]]
+    messages: tuple[NodeMessage, ...], states: Mapping[str, tuple[WorkerState, Cause | None]]
 ) -> Cause | None:
-    """Return what was told first of what broke."""
-    for note in notes:
-        if note.cause is not None and states.get(note.node, (None,))[0] in _BROKEN:
-            return note.cause
+    """Return the first cause that a broken node reported."""
+    for message in messages:
+        if message.cause is not None and states.get(message.node, (None,))[0] in _BROKEN:
+            return message.cause
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store host at work: waits for the bell, reads what is there, does what `host.decide` says.
+"""The coordinator: waits for the notification key, reads messages, does what `host.decide` says.
 
 It runs in a thread of its own with a connection of its own, in the launcher that serves the store
 or in a control plane that has no workers.
@@ -21,10 +21,10 @@ from . import agreement, host, keys, restarts
 from .host import (
     AskRanks,
     Close,
+    CoordinatorRules,
     Decision,
     End,
-    HostRules,
-    JudgeHang,
+    EvaluateHang,
     Leave,
     Member,
     Memory,
@@ -32,22 +32,22 @@ from .host import (
     View,
     Wait,
 )
-from .log import DecisionLog, GoOn, Known, decide_resume, known_from
+from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
 from .placement import Placement, summary
 from .records import (
     Arrival,
     Entry,
     ForeignValueError,
     HangStage,
+    HostReputation,
     Kind,
-    Marks,
-    Note,
+    NodeMessage,
     Phase,
-    Place,
+    RankAssignment,
     decode,
     encode,
 )
-from .restarts import Exclusions, is_named
+from .restarts import Denylist, is_named
 from .store import JobStore, StoreLostError
 
 logger = logging.getLogger("nvrx")
@@ -59,19 +59,19 @@ KEEP_DECISIONS_S = 60.0
 
 
 class RoundFollower:
-    """Who is told of rounds, in the host's thread: it must not wait. This one does nothing."""
+    """Who is notified of rounds, in the host's thread: it must not wait. This one does nothing."""
 
     def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        """Take note of a closed round and the names of its nodes' hosts: its workers start."""
+        """Record a closed round and the names of its nodes' hosts: its workers start."""
 
     def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
-        """Take note that a round goes on which another host has closed."""
+        """Record that a round goes on which another host has closed."""
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:
-        """Take note that nobody works in a round any more, and why; it may be told again."""
+        """Record that nobody works in a round any more, and why; it may be repeated."""
 
 
-class Host:
+class Coordinator:
     """Decides the rounds of one job until it is over.
 
     Args:
@@ -81,16 +81,16 @@ class Host:
         epoch: Which life of the store this is.
         clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
-        follower: Who is told of rounds; for records.
+        follower: Who is notified of rounds; for records.
         on_bad_node: Called with a node that is lost, or that failed again and again.
-        exclusions: Hosts that are to have no place where that can be.
+        denylist: Hosts that are to have no place where that can be.
         stop: Makes `run` return soon; for a host that goes before the job is over.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         store: JobStore,
-        rules: HostRules,
+        rules: CoordinatorRules,
         *,
         me: str,
         epoch: str,
@@ -98,7 +98,7 @@ class Host:
         is_controlled: bool = False,
         follower: RoundFollower | None = None,
         on_bad_node: Callable[[Cause], None] | None = None,
-        exclusions: Exclusions | None = None,
+        denylist: Denylist | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self._store = store
@@ -108,10 +108,10 @@ class Host:
         self._clock = clock
         self._follower = RoundFollower() if follower is None else follower
         self._on_bad_node = on_bad_node
-        self._exclusions = Exclusions() if exclusions is None else exclusions
+        self._denylist = Denylist() if denylist is None else denylist
         self._memory = Memory()
         self._stop = threading.Event() if stop is None else stop
-        self._notes: list[Note] = []
+        self._messages: list[NodeMessage] = []
         self._read_to = 0
         self._leases: dict[str, tuple[int, float]] = {}
         self._leases_at = -math.inf
@@ -132,7 +132,7 @@ class Host:
             round=0,
             epoch=epoch,
             by=me,
-            bell_from=rules.placement.min_nodes,
+            notify_from=rules.placement.min_nodes,
             is_controlled=is_controlled,
         )
         self._adopted = collections.deque([(0, clock.monotonic())])
@@ -153,8 +153,8 @@ class Host:
         wake_at = self._clock.monotonic()
         while not self._stop.is_set() and self._entry.phase is not Phase.OVER:
             wait_s = min(host.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
-            if wait_s > 0 and self._store.wait_until_set(keys.BELL, wait_s):
-                self._store.delete(keys.BELL)
+            if wait_s > 0 and self._store.wait_until_set(keys.NOTIFY, wait_s):
+                self._store.delete(keys.NOTIFY)
                 # Again, in case that somebody else has written over it.
                 self._log.announce(self._entry.seq)
             self._looked_at, self._looks_at = self._looks_at, self._clock.monotonic()
@@ -196,21 +196,21 @@ class Host:
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
             self._log.forget(self._adopted.popleft()[0])
-        self._notes = [note for note in self._notes if note.kind is not Kind.RESUMED]
+        self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:
                 self._opened_at.append(self._clock.monotonic())
-            self._read_inbox_of(before.round)
-            self._memory = host.carried_over(self._memory, tuple(self._notes))
-            self._notes, self._read_to = [], 0
+            self._read_messages_of(before.round)
+            self._memory = host.carried_over(self._memory, tuple(self._messages))
+            self._messages, self._read_to = [], 0
             if self._memory.spares - self._leases.keys():
                 self._leases_at = -math.inf  # They came just now, and are to be waited for.
-            self._note_blame(entry)
+            self._record_blame(entry)
             if entry.round > 1:
-                for key in (keys.inbox, keys.arrivals, keys.successes):
+                for key in (keys.messages, keys.arrivals, keys.successes):
                     self._store.delete(key(entry.round - 2))
 
-    def _note_blame(self, entry: Entry) -> None:
+    def _record_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self._rules.blame, self._clock.monotonic()
         if cause is None or not cause.host or not restarts.is_of_the_node(cause.kind):
@@ -218,7 +218,7 @@ class Host:
         if cause.kind == "node_lost":
             self._report_bad_node(cause)
         before = restarts.blamed(self._memory.failures, now, rules)
-        failures = restarts.note(self._memory.failures, cause.host, now, rules)
+        failures = restarts.record_failure(self._memory.failures, cause.host, now, rules)
         self._memory = dataclasses.replace(self._memory, failures=failures)
         if cause.host in restarts.blamed(failures, now, rules) - before:
             what = (
@@ -233,26 +233,28 @@ class Host:
         if self._on_bad_node is not None:
             self._on_bad_node(cause)
 
-    def _read_inbox(self) -> None:
-        self._read_inbox_of(self._entry.round)
+    def _read_messages(self) -> None:
+        self._read_messages_of(self._entry.round)
 
-    def _read_inbox_of(self, round_: int) -> None:
-        lines, self._read_to = self._store.lines(keys.inbox(round_), self._read_to)
+    def _read_messages_of(self, round_: int) -> None:
+        lines, self._read_to = self._store.lines(keys.messages(round_), self._read_to)
         for line in lines:
             try:
-                note = _read_note(line)
+                message = _read_message(line)
             except ForeignValueError as error:
                 self._store.report_foreign(error)
                 continue
-            self._notes.append(note)
-            self._read_clock(note)
+            self._messages.append(message)
+            self._read_clock(message)
 
-    def _read_clock(self, note: Note) -> None:
+    def _read_clock(self, message: NodeMessage) -> None:
         """Read the clock of a node that has arrived since the last look."""
-        if note.kind is Kind.ARRIVED and note.arrival is not None and note.arrival.clock:
+        if message.kind is Kind.ARRIVED and message.arrival is not None and message.arrival.clock:
             now = self._clock.monotonic()
-            self._clocks[note.node] = agreement.read(
-                note.arrival.clock, self._looked_at + self._wall_ahead_s, now + self._wall_ahead_s
+            self._clocks[message.node] = agreement.read(
+                message.arrival.clock,
+                self._looked_at + self._wall_ahead_s,
+                now + self._wall_ahead_s,
             )
 
     def _clocks_off(self, there: Mapping[str, Arrival]) -> Mapping[str, float]:
@@ -263,7 +265,7 @@ class Host:
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self._clock.monotonic()
-        known = {n.node for n in self._notes if n.kind is Kind.ARRIVED}
+        known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
         known |= {member.candidate.node for member in self._memory.active} | self._memory.spares
         for node in known - self._leases.keys():
             # To read many counters waits for those that are missing; this makes them.
@@ -284,72 +286,76 @@ class Host:
         for node in gone - known:
             del self._leases[node]
             self._store.delete(keys.lease(node))
-            self._store.delete(keys.place(node))
+            self._store.delete(keys.assignment(node))
 
     def _resume(self) -> bool:
         """Take the job up where its launchers say it stands; False when there is nothing to do."""
-        known = known_from(tuple(self._notes)) if self._entry.is_controlled else None
+        state = resume_state_from(tuple(self._messages)) if self._entry.is_controlled else None
         is_new = self._entry.seq == 0
-        if known is None or not (is_new or known.entry.round > self._entry.round):
+        if state is None or not (is_new or state.entry.round > self._entry.round):
             return False
         if self._resuming_since is None:
             self._resuming_since = self._clock.monotonic()
         waited_s = self._clock.monotonic() - self._resuming_since
         # A round that other launchers have begun beside it cannot just be taken up.
         patience_s = host.expiry_s(self._rules) if is_new else 0.0
-        answer = decide_resume(known, waited_s, patience_s)
+        answer = decide_resume(state, waited_s, patience_s)
         if answer is None:
             return True
         self._resuming_since = None
-        self._opened_at = [self._clock.monotonic() - age for age in known.entry.restart_ages_s]
-        self._take_over(known.marks)
+        self._opened_at = [self._clock.monotonic() - age for age in state.entry.restart_ages_s]
+        self._take_over(state.reputation)
         if isinstance(answer, GoOn) and is_new:
-            self._go_on(answer.known)
+            self._go_on(answer.state)
         elif isinstance(answer, GoOn):
             cause = Cause("opened", "the job had begun anew beside its own launchers")
-            self._create(self._next(Phase.OPEN, known.entry.round + 1, cause=cause))
+            self._create(self._next(Phase.OPEN, state.entry.round + 1, cause=cause))
         else:
-            # Whoever was told that the round before began may not have been told that it ended.
+            # Followers that know the begin of the round before may not know its end.
             self._follower.ended(answer.round - 1, answer.cause)
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True
 
-    def _take_over(self, told: Marks) -> None:
+    def _take_over(self, reputation: HostReputation) -> None:
         """Go on from what the host before knew of hosts and nodes."""
         self._memory = dataclasses.replace(
             self._memory,
-            failures=restarts.failures_in(told, self._clock.monotonic()),
-            unhealthy=self._memory.unhealthy | frozenset(told.unhealthy),
+            failures=restarts.failures_in(reputation, self._clock.monotonic()),
+            unhealthy=self._memory.unhealthy | frozenset(reputation.unhealthy),
         )
-        for name, why in reversed(told.named):
-            self._exclusions.add([name], why)
+        for name, why in reversed(reputation.named):
+            self._denylist.add([name], why)
 
-    def _marks(self) -> Marks | None:
+    def _reputation(self) -> HostReputation | None:
         """Return what another host would have to know; nobody follows one that is in a launcher."""
         if not self._entry.is_controlled:
             return None
-        unhealthy = {note.node for note in self._notes if note.kind is Kind.UNHEALTHY}
-        return restarts.marks_of(
+        unhealthy = {message.node for message in self._messages if message.kind is Kind.UNHEALTHY}
+        return restarts.reputation_of(
             self._memory.failures,
-            self._exclusions.why,
+            self._denylist.why,
             self._memory.unhealthy | unhealthy,
             self._clock.monotonic(),
             self._rules.blame,
         )
 
-    def _tell_marks(self) -> None:
+    def _publish_reputation(self) -> None:
         """Say again what holds, with what came since: a round may last for days."""
         if self._entry.phase is Phase.CLOSED and self._entry.is_controlled:
-            now = self._marks() or Marks()
-            said = self._entry.marks or Marks()
+            now = self._reputation() or HostReputation()
+            said = self._entry.reputation or HostReputation()
             if (now.named, now.unhealthy) != (said.named, said.unhealthy):
-                self._create(self._entry.again(self._me, marks=now))
+                self._create(self._entry.again(self._me, reputation=now))
 
-    def _go_on(self, known: Known) -> None:
-        old, opened_at = known.entry, list(self._opened_at)
+    def _go_on(self, state: ResumeState) -> None:
+        old, opened_at = state.entry, list(self._opened_at)
         # First: a node that comes back once more finds there that it was counted.
         self._store.put_all(
-            {keys.place(n.node): encode(n.place) for n in known.members if n.place is not None}
+            {
+                keys.assignment(n.node): encode(n.assignment)
+                for n in state.members
+                if n.assignment is not None
+            }
         )
         own = self._entry
         closed = dataclasses.replace(
@@ -358,20 +364,20 @@ class Host:
             phase=Phase.CLOSED,
             by=self._me,
             epoch=own.epoch,
-            bell_from=own.bell_from,
+            notify_from=own.notify_from,
             is_controlled=own.is_controlled,
             clocks="",
-            marks=self._marks(),
+            reputation=self._reputation(),
         )
         if self._create(closed):
             # That the round is another one than here before is no restart.
             self._opened_at = opened_at
-            told = [(note.arrival, note.place) for note in known.members]
+            pairs = [(message.arrival, message.assignment) for message in state.members]
             members = tuple(
                 Member(
                     dataclasses.replace(host.candidate_of(a), previous_rank=p.group_rank), a.host
                 )
-                for a, p in told
+                for a, p in pairs
                 if a is not None and p is not None
             )
             now = self._clock.monotonic()
@@ -383,9 +389,12 @@ class Host:
                 resumed_at=now,
             )
             # First, so that what a spare said since, perhaps that it leaves, still holds.
-            self._notes[:0] = [
-                *(Note(Kind.ARRIVED, note.node, arrival=note.arrival) for note in known.spares),
-                *known.gone,
+            self._messages[:0] = [
+                *(
+                    NodeMessage(Kind.ARRIVED, message.node, arrival=message.arrival)
+                    for message in state.spares
+                ),
+                *state.gone,
             ]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
@@ -395,16 +404,16 @@ class Host:
         now = self._clock.monotonic()
         if self._is_last_call or now - self._leases_at >= self._rules.lease_s / 4:
             self._read_leases()
-        self._read_inbox()
+        self._read_messages()
         if self._resume():
             return Wait(now + host.LOOK_AGAIN_S)
-        self._tell_marks()
+        self._publish_reputation()
         if self._entry.phase is Phase.OPEN:
-            named = frozenset(self._exclusions.why)
+            named = frozenset(self._denylist.why)
             self._memory = dataclasses.replace(self._memory, excluded=named)
         view = View(
             entry=self._entry,
-            notes=tuple(self._notes),
+            messages=tuple(self._messages),
             quiet_s=self._quiet_s(),
             acknowledged=self._acknowledged(),
             entry_age_s=now - self._entry_at,
@@ -412,10 +421,10 @@ class Host:
         )
         decision = host.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
-            self._note_wait(decision, now)
-            for note in host.losses(self._rules, self._memory, view):
+            self._record_wait(decision, now)
+            for message in host.losses(self._rules, self._memory, view):
                 # The others cannot see leases, and may want to know.
-                self._store.append_line(keys.inbox(self._entry.round), encode(note))
+                self._store.append_line(keys.messages(self._entry.round), encode(message))
         return decision
 
     def _quiet_s(self) -> dict[str, float]:
@@ -424,9 +433,11 @@ class Host:
 
     def _acknowledged(self) -> frozenset[str]:
         """Return who has seen that the present round is open: not who has in an earlier one."""
-        return frozenset(note.node for note in self._notes if note.kind is Kind.KNOWS)
+        return frozenset(
+            message.node for message in self._messages if message.kind is Kind.ACKNOWLEDGED
+        )
 
-    def _note_wait(self, decision: Wait, now: float) -> None:
+    def _record_wait(self, decision: Wait, now: float) -> None:
         self._is_last_call = decision.is_last_call
         if self._memory.enough_since is None and decision.is_last_call:
             self._memory = dataclasses.replace(self._memory, enough_since=now)
@@ -448,8 +459,8 @@ class Host:
             self._create(self._entry.again(self._me, **said))
         elif isinstance(decision, AskRanks):
             self._create(self._entry.again(self._me, hang=HangStage.ASKED))
-        elif isinstance(decision, JudgeHang):
-            said = {"cause": decision.cause, "hang": HangStage.JUDGED}
+        elif isinstance(decision, EvaluateHang):
+            said = {"cause": decision.cause, "hang": HangStage.EVALUATED}
             self._create(self._entry.again(self._me, **said))
         elif isinstance(decision, End):
             self._create(
@@ -462,11 +473,11 @@ class Host:
     def _close_round(self, placement: Placement) -> None:
         """Tell everybody their place; who arrives from here on is a spare.
 
-        Who is in the round is what the inbox said when that was decided, and nodes learn it from
+        Who is in the round is what the queue held when that was decided, and nodes learn it from
         their place alone, so nothing that happens meanwhile can make two views of it.
         """
         entry = self._entry
-        there = host.arrived(tuple(self._notes))
+        there = host.arrived(tuple(self._messages))
         offsets, world_size = [], 0
         for candidate in placement.active:
             offsets.append(world_size)
@@ -474,8 +485,8 @@ class Host:
         off = self._clocks_off(there)
         self._store.put_all(
             {
-                keys.place(one.node): encode(
-                    Place(entry.round, rank, offset, round(off.get(one.node, 0.0), 3))
+                keys.assignment(one.node): encode(
+                    RankAssignment(entry.round, rank, offset, round(off.get(one.node, 0.0), 3))
                 )
                 for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
             }
@@ -506,7 +517,7 @@ class Host:
 
     def _report_named(self, placement: Placement, there: Mapping[str, Arrival]) -> None:
         """Say of each node that was named how it went, in the round after it was."""
-        why = self._exclusions.why
+        why = self._denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
             host_name = there[node.node].host
             name = next((n for n in why if is_named(host_name, node.addr, [n])), None)
@@ -526,7 +537,7 @@ class Host:
         ages = tuple(
             round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
         )
-        said = {"restart_ages_s": ages, "marks": self._marks(), **fields}
+        said = {"restart_ages_s": ages, "reputation": self._reputation(), **fields}
         return self._entry.next(self._me, phase=phase, round=round_, **said)
 
     def _create(self, entry: Entry) -> bool:
@@ -548,29 +559,31 @@ class Host:
         )
         while not self._stop.is_set():
             try:
-                self._read_inbox()
-                said = {n.node for n in self._notes if n.kind in (Kind.GOODBYE, Kind.LEFT)}
+                self._read_messages()
+                said = {n.node for n in self._messages if n.kind in (Kind.GOODBYE, Kind.LEFT)}
                 now = self._clock.monotonic()
                 awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}
                 if (all_known and awaited <= said) or now >= deadline:
                     return
-                if self._store.wait_until_set(keys.BELL, deadline - now):
-                    self._store.delete(keys.BELL)
+                if self._store.wait_until_set(keys.NOTIFY, deadline - now):
+                    self._store.delete(keys.NOTIFY)
             except StoreLostError:
                 return
 
 
-def _keep_decisions_s(rules: HostRules) -> float:
+def _keep_decisions_s(rules: CoordinatorRules) -> float:
     return max(KEEP_DECISIONS_S, 2 * host.expiry_s(rules))
 
 
-def _read_note(line: str) -> Note:
-    note = decode(Note, line)
-    if note.arrival is not None:
-        if note.arrival.node != note.node:
-            raise ForeignValueError(f"{note.node} speaks of the arrival of {note.arrival.node}")
+def _read_message(line: str) -> NodeMessage:
+    message = decode(NodeMessage, line)
+    if message.arrival is not None:
+        if message.arrival.node != message.node:
+            raise ForeignValueError(
+                f"{message.node} speaks of the arrival of {message.arrival.node}"
+            )
         try:
-            host.candidate_of(note.arrival)
+            host.candidate_of(message.arrival)
         except ValueError as error:
             raise ForeignValueError(f"not an arrival: {error}") from None
-    return note
+    return message

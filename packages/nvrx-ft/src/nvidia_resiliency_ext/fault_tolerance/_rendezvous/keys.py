@@ -10,13 +10,7 @@ _TEXT: Final = re.compile(r"(.{1,255})_([0-9]{1,10})_([0-9]{1,10})")
 
 
 class NodeIdentity(NamedTuple):
-    """Which launcher, ordered by address, then process, then number.
-
-    Attributes:
-        addr: Name or address of its node.
-        pid: Number of the launcher's process.
-        number: Counts the identities that this process has had.
-    """
+    """Which launcher, ordered by address, then process, then number."""
 
     addr: str
     pid: int
@@ -41,7 +35,7 @@ class NodeIdentity(NamedTuple):
 
 
 HEAD = "head"
-BELL = "bell"
+NOTIFY = "notify"
 # Who decides the rounds, where several could: the first one that names itself here.
 HOST = "host"
 # What the first launcher was started with, and what the control plane was, where there is one.
@@ -71,9 +65,9 @@ def log(seq: int) -> str:
     return f"log/{seq}"
 
 
-def inbox(round_: int) -> str:
-    """Return the key of the notes to the host in a round."""
-    return f"inbox/{round_}"
+def messages(round_: int) -> str:
+    """Return the key of the messages to the host in a round."""
+    return f"messages/{round_}"
 
 
 def arrivals(round_: int) -> str:
@@ -86,9 +80,9 @@ def successes(round_: int) -> str:
     return f"successes/{round_}"
 
 
-def place(node: str) -> str:
+def assignment(node: str) -> str:
     """Return the key of a node's part in the last closed round."""
-    return f"place/{node}"
+    return f"assignment/{node}"
 
 
 def lease(node: str) -> str:

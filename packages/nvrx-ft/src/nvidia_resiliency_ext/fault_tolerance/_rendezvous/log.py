@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 
 from . import keys, restarts
-from .records import Entry, ForeignValueError, Kind, Marks, Note, Phase, decode, encode
+from .records import (
+    Entry,
+    ForeignValueError,
+    HostReputation,
+    Kind,
+    NodeMessage,
+    Phase,
+    decode,
+    encode,
+)
 from .store import JobStore
 
 MAX_DIGITS = 18
@@ -96,25 +105,25 @@ class DecisionLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the launchers have told: the last decision, who is still in its round, who waits.
+class ResumeState:
+    """What the launchers have resumed: the last decision, who is still in its round, who waits.
 
     `gone` is what nodes said that take part no longer: they are no spares, and a member among them
-    is one that has left. `marks` is what the lost host knew of hosts and nodes.
+    is one that has left. `reputation` is what the lost host knew of hosts and nodes.
     """
 
     entry: Entry
-    members: tuple[Note, ...]
-    spares: tuple[Note, ...] = ()
-    gone: tuple[Note, ...] = ()
-    marks: Marks = field(default_factory=Marks)
+    members: tuple[NodeMessage, ...]
+    spares: tuple[NodeMessage, ...] = ()
+    gone: tuple[NodeMessage, ...] = ()
+    reputation: HostReputation = field(default_factory=HostReputation)
 
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """The job stands where `known` says, and goes on."""
+    """The job stands where `state` says, and goes on."""
 
-    known: Known
+    state: ResumeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,56 +134,56 @@ class Reopen:
     cause: Cause
 
 
-def known_from(notes: tuple[Note, ...]) -> Known | None:
-    """Return what launchers have told of the time before, or None if none has."""
-    told = [n for n in notes if n.kind is Kind.RESUMED and n.entry is not None]
-    if not told:
+def resume_state_from(messages: tuple[NodeMessage, ...]) -> ResumeState | None:
+    """Return what launchers have resumed of the time before, or None if none has."""
+    resumed = [n for n in messages if n.kind is Kind.RESUMED and n.entry is not None]
+    if not resumed:
         return None
-    # Not all may have heard yet that ranks are to save and leave, and at which call.
+    # Not all may know yet that ranks are to save and leave, and at which call.
     entry = max(
-        (n.entry for n in told if n.entry),
+        (n.entry for n in resumed if n.entry),
         key=lambda e: (e.round, e.phase is Phase.CLOSED, e.is_leaving, e.save_at),
     )
-    latest = {n.node: n for n in told}
+    latest = {n.node: n for n in resumed}
     members = tuple(
-        note
-        for note in latest.values()
-        if note.entry is not None
-        and note.entry.round == entry.round
-        and note.entry.phase is Phase.CLOSED
-        and note.place is not None
+        message
+        for message in latest.values()
+        if message.entry is not None
+        and message.entry.round == entry.round
+        and message.entry.phase is Phase.CLOSED
+        and message.assignment is not None
     )
-    gone = _gone(notes)
+    gone = _gone(messages)
     spares = tuple(
-        note
-        for note in latest.values()
-        if note.arrival is not None and note not in members and note.node not in gone
+        message
+        for message in latest.values()
+        if message.arrival is not None and message not in members and message.node not in gone
     )
-    known_marks = restarts.merged(n.entry.marks for n in told if n.entry)
-    return Known(entry, members, spares, tuple(gone.values()), known_marks)
+    reputation = restarts.merged(n.entry.reputation for n in resumed if n.entry)
+    return ResumeState(entry, members, spares, tuple(gone.values()), reputation)
 
 
-def _gone(notes: tuple[Note, ...]) -> dict[str, Note]:
+def _gone(messages: tuple[NodeMessage, ...]) -> dict[str, NodeMessage]:
     """Return what nodes said last that left and have not arrived since."""
-    gone: dict[str, Note] = {}
-    for note in notes:
-        if note.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            gone[note.node] = note
-        elif note.kind is Kind.ARRIVED:
-            gone.pop(note.node, None)
+    gone: dict[str, NodeMessage] = {}
+    for message in messages:
+        if message.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            gone[message.node] = message
+        elif message.kind is Kind.ARRIVED:
+            gone.pop(message.node, None)
     return gone
 
 
-def decide_resume(known: Known, waited_s: float, patience_s: float) -> GoOn | Reopen | None:
+def decide_resume(state: ResumeState, waited_s: float, patience_s: float) -> GoOn | Reopen | None:
     """Return how the job goes on, or None while launchers may still come."""
-    entry = known.entry
+    entry = state.entry
     if entry.phase is Phase.OPEN:
         cause = entry.cause or Cause("opened", "a round was open when the store was lost")
         return Reopen(entry.round, cause)
-    if len(known.members) >= entry.active:
-        return GoOn(known)
+    if len(state.members) >= entry.active:
+        return GoOn(state)
     if waited_s < patience_s:
         return None
-    missing = entry.active - len(known.members)
+    missing = entry.active - len(state.members)
     what = f"{missing} of {entry.active} nodes were lost while the store was away"
     return Reopen(entry.round + 1, Cause("node_lost", what, detected_by="lease"))

@@ -36,7 +36,7 @@ def by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
     return dict(members)
 
 
-def seat(
+def choose_nodes(
     domains: Sequence[str], earlier_ranks: Sequence[int | None], *, size: int, blocks: int
 ) -> list[int]:
     """Return the nodes that get a rank, in rank order.
@@ -63,7 +63,7 @@ class _Seating:
         self._size = size
         self._blocks = blocks
         self._members = by_domain(domains)
-        self._room = {domain: len(nodes) // size for domain, nodes in self._members.items()}
+        self._free_blocks = {domain: len(nodes) // size for domain, nodes in self._members.items()}
         # Who had each rank that still exists; of two that claim one rank the first has it.
         self._holders: dict[int, int] = {}
         for index, rank in enumerate(earlier_ranks):
@@ -76,10 +76,10 @@ class _Seating:
         ranks: dict[str, list[int]] = {domain: [] for domain in self._members}
         for block in range(self._blocks):
             ranks[homes[block]].extend(range(block * self._size, (block + 1) * self._size))
-        seats: dict[int, int] = {}
+        node_by_rank: dict[int, int] = {}
         for domain, members in self._members.items():
-            seats.update(self._fill(domain, members, ranks[domain]))
-        return [seats[rank] for rank in range(self._blocks * self._size)]
+            node_by_rank.update(self._fill(domain, members, ranks[domain]))
+        return [node_by_rank[rank] for rank in range(self._blocks * self._size)]
 
     def _keep_homes(self) -> dict[int, str]:
         """Leave blocks to the domains of those who had their ranks, as far as there is room."""
@@ -88,32 +88,32 @@ class _Seating:
         )
         homes: dict[int, str] = {}
         for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
-            if block not in homes and self._room[domain]:
+            if block not in homes and self._free_blocks[domain]:
                 homes[block] = domain
-                self._room[domain] -= 1
+                self._free_blocks[domain] -= 1
         return homes
 
     def _find_homes(self, homes: dict[int, str]) -> None:
         """Give the other blocks to the domains, the first ones first."""
-        free = (domain for domain in self._members for _ in range(self._room[domain]))
+        free = (domain for domain in self._members for _ in range(self._free_blocks[domain]))
         for block in range(self._blocks):
             if block not in homes:
                 homes[block] = next(free)
 
     def _fill(self, domain: str, members: list[int], ranks: list[int]) -> dict[int, int]:
-        seats = {
+        node_by_rank = {
             rank: self._holders[rank]
             for rank in ranks
             if rank in self._holders and self._domains[self._holders[rank]] == domain
         }
-        seated = set(seats.values())
-        holes = [rank for rank in ranks if rank not in seats]
+        chosen = set(node_by_rank.values())
+        holes = [rank for rank in ranks if rank not in node_by_rank]
         # Whoever trained before goes on training, if not at the old rank.
         waiting = sorted(
-            (index for index in members if index not in seated),
+            (index for index in members if index not in chosen),
             key=lambda index: (self._earlier_ranks[index] is None, index),
         )
-        return {**seats, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
+        return {**node_by_rank, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
 
 
 NO_DOMAIN: Final = "none"
@@ -221,11 +221,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class NotEnough:
-    """The round cannot be closed with the nodes that have arrived.
-
-    Attributes:
-        reason: Who or what is missing.
-    """
+    """The round cannot be closed with the nodes that have arrived."""
 
     reason: str
 
@@ -294,10 +290,10 @@ def place(
     if blocks * size < rules.min_nodes:
         return NotEnough(_why_not_enough(len(everybody), domains, why, rules))
     earlier = [node.previous_rank if keeps_ranks else None for node in usable]
-    seats = seat(domains, earlier, size=size, blocks=blocks)
-    taken = set(seats)
+    node_by_rank = choose_nodes(domains, earlier, size=size, blocks=blocks)
+    taken = set(node_by_rank)
     return Placement(
-        active=tuple(usable[index] for index in seats),
+        active=tuple(usable[index] for index in node_by_rank),
         standby=tuple(one for index, one in enumerate(usable) if index not in taken),
         excluded=tuple(excluded),
         why_excluded=why,

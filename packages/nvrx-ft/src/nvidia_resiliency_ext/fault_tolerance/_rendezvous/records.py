@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -53,7 +54,7 @@ class WorkerState(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a note to the store host is about."""
+    """What a message to the store host is about."""
 
     ARRIVED = "arrived"
     STATE = "state"
@@ -64,7 +65,7 @@ class Kind(enum.Enum):
     MISMATCH = "mismatch"
     GOODBYE = "goodbye"
     RESUMED = "resumed"
-    KNOWS = "knows"
+    ACKNOWLEDGED = "acknowledged"
     HUNG = "hung"
 
 
@@ -73,7 +74,7 @@ class HangStage(enum.IntEnum):
 
     NONE = 0
     ASKED = 1
-    JUDGED = 2
+    EVALUATED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class HostReputation:
     """What is held against hosts and nodes.
 
     Attributes:
@@ -122,7 +123,7 @@ class Entry:
         by: The node that decided.
         cause: Why a round was opened or the job ended.
         reason: The word for the end of a job.
-        bell_from: How many must have arrived before a further one wakes the host.
+        notify_from: How many must have arrived before a further one wakes the host.
         active: Nodes with a place, when closed.
         world_size: Ranks in the job, when closed.
         master_addr: Address of rank 0, when closed.
@@ -132,7 +133,7 @@ class Entry:
         save_at: At which call of `should_checkpoint` they do, once that is agreed.
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
         clocks: Whose clock is off, in words for everybody's log.
-        marks: What another host of the job has to know of hosts and nodes.
+        reputation: What another host of the job has to know of hosts and nodes.
         hang: How far the nodes are in finding the culprit of a hang (`HangStage`); `cause` says it
             once that is judged.
     """
@@ -144,7 +145,7 @@ class Entry:
     by: str = ""
     cause: Cause | None = None
     reason: str = ""
-    bell_from: int = 1
+    notify_from: int = 1
     active: int = 0
     world_size: int = 0
     master_addr: str = ""
@@ -154,7 +155,7 @@ class Entry:
     is_leaving: bool = False
     save_at: int = 0
     clocks: str = ""
-    marks: Marks | None = None
+    reputation: HostReputation | None = None
     hang: int = 0
 
     def again(self, by: str, **fields: Any) -> Entry:
@@ -188,7 +189,7 @@ _OF_ONE_DECISION: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankAssignment:
     """A node's part in a closed round; spares have none.
 
     `clock_off_s` is how far its clock is ahead of the others', 0 where that is not worth a word.
@@ -201,8 +202,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A line in the host's inbox of one round; `entry` and `place` are those of a lost store.
+class NodeMessage:
+    """A message to the coordinator; `entry` and `assignment` are those of a lost store.
 
     `ranks` is what the node's ranks do in a hang; with `cause` a limit was broken there.
     """
@@ -214,15 +215,17 @@ class Note:
     cause: Cause | None = None
     text: str = ""
     entry: Entry | None = None
-    place: Place | None = None
+    assignment: RankAssignment | None = None
     calls: int = 0
     ranks: tuple[RankState, ...] = ()
 
 
-_Record = TypeVar("_Record", Arrival, Note, Entry, Place, Cause, Marks, RankState)
+_Record = TypeVar(
+    "_Record", Arrival, NodeMessage, Entry, RankAssignment, Cause, HostReputation, RankState
+)
 
 
-def encode(record: Arrival | Note | Entry | Place) -> str:
+def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
     """Return one line of ASCII without a newline; texts that are too long are cut."""
     line = ""
     for limit in (MAX_TEXT, MAX_TEXT // 8, MAX_TEXT // 64):
@@ -350,10 +353,6 @@ def _ages(value: Any) -> tuple[float, ...]:
     return ages
 
 
-def _marks(value: Any) -> Marks:
-    return _record(Marks, value)
-
-
 def _pairs(value: Any, second: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or not all(
         isinstance(pair, list) and len(pair) == _PAIR for pair in value
@@ -386,10 +385,6 @@ def _detail(value: Any) -> dict[str, object]:
     }
 
 
-def _cause(value: Any) -> Cause:
-    return _record(Cause, value)
-
-
 def _ranks(value: Any) -> tuple[RankState, ...]:
     if not isinstance(value, list) or len(value) > _MAX_WORKERS:
         raise TypeError("not a list of ranks")
@@ -402,37 +397,32 @@ def _progress(value: Any) -> tuple[int, int]:
     return _natural(value[0]), _natural(value[1])
 
 
-def _arrival(value: Any) -> Arrival:
-    return _record(Arrival, value)
-
-
-def _entry(value: Any) -> Entry:
-    return _record(Entry, value)
-
-
-def _place(value: Any) -> Place:
-    return _record(Place, value)
-
-
+_cause, _arrival, _entry = (
+    partial(_record, Cause),
+    partial(_record, Arrival),
+    partial(_record, Entry),
+)
+_assignment = partial(_record, RankAssignment)
+_reputation = partial(_record, HostReputation)
 _READERS: Mapping[type, Mapping[str, Any]] = {
     Arrival: {
         "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
         "group": _text, "nproc": _workers, "master_port": _port, "previous_rank": _whole,
         "clock": _seconds,
     },
-    Note: {
+    NodeMessage: {
         "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
-        "text": _text, "entry": _entry, "place": _place, "calls": _whole, "ranks": _ranks,
+        "text": _text, "entry": _entry, "assignment": _assignment, "calls": _whole, "ranks": _ranks,
     },
     Entry: {
         "seq": _natural, "phase": Phase, "round": _natural, "epoch": _text, "by": _text,
-        "cause": _cause, "reason": _text, "bell_from": _whole, "active": _natural,
+        "cause": _cause, "reason": _text, "notify_from": _whole, "active": _natural,
         "world_size": _natural, "master_addr": _text, "master_port": _port,
         "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
-        "save_at": _whole, "hang": _natural, "clocks": _text, "marks": _marks,
+        "save_at": _whole, "hang": _natural, "clocks": _text, "reputation": _reputation,
     },
-    Marks: {"failures": _failures, "named": _named, "unhealthy": _texts},
-    Place: {
+    HostReputation: {"failures": _failures, "named": _named, "unhealthy": _texts},
+    RankAssignment: {
         "round": _natural, "group_rank": _natural, "rank_offset": _natural,
         "clock_off_s": _seconds,
     },

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .records import Entry, Marks
+from .records import Entry, HostReputation
 
 
 class RefillingBudget:
@@ -21,7 +21,7 @@ class RefillingBudget:
         self._times: list[float] = []
 
     def round_begins(self, cycle: int, ages_s: tuple[float, ...], now: float) -> None:
-        """Take note of a round; `ages_s` are all restarts that others know of."""
+        """Record a round; `ages_s` are all restarts that others know of."""
         if ages_s:
             self._times = [now - age for age in ages_s]
         elif cycle > self._cycle:
@@ -80,7 +80,7 @@ def is_of_the_node(kind: str) -> bool:
     return kind in _OF_THE_NODE
 
 
-def note(failures: Failures, host: str, now: float, rules: BlameRules) -> Failures:
+def record_failure(failures: Failures, host: str, now: float, rules: BlameRules) -> Failures:
     """Return the failures with one more; those before the window are forgotten."""
     since = now - rules.window_s
     kept = {name: tuple(at for at in times if at > since) for name, times in failures.items()}
@@ -101,7 +101,7 @@ def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
 logger = logging.getLogger("nvrx")
 
 
-class Exclusions:
+class Denylist:
     """The named hosts of one job; any thread. They stay named until the job ends."""
 
     def __init__(self) -> None:
@@ -141,13 +141,13 @@ MOST_NODES = 64
 MOST_TEXT = 200
 
 
-def marks_of(
+def reputation_of(
     failures: Failures,
     named: Mapping[str, str],
     unhealthy: Iterable[str],
     now: float,
     rules: BlameRules,
-) -> Marks | None:
+) -> HostReputation | None:
     """Return what a decision says of hosts and nodes, None where that is nothing.
 
     Args:
@@ -160,30 +160,30 @@ def marks_of(
     since = now - rules.window_s
     recent = {name: [at for at in times if at > since] for name, times in failures.items()}
     newest = sorted((name for name in recent if recent[name]), key=lambda name: -recent[name][-1])
-    marks = Marks(
+    reputation = HostReputation(
         failures=tuple(
             (name, tuple(round(now - at, 3) for at in recent[name])) for name in newest[:MOST_HOSTS]
         ),
         named=tuple((name, why[:MOST_TEXT]) for name, why in named.items())[:MOST_HOSTS],
         unhealthy=tuple(sorted(unhealthy))[:MOST_NODES],
     )
-    return None if marks == Marks() else marks
+    return None if reputation == HostReputation() else reputation
 
 
-def merged(told: Iterable[Marks | None]) -> Marks:
-    """Return what any of several decisions says: not everybody has heard the last one."""
+def merged(reports: Iterable[HostReputation | None]) -> HostReputation:
+    """Merge the reputation of several decisions: not every launcher has read the last one."""
     failures: dict[str, tuple[float, ...]] = {}
     named: dict[str, str] = {}
     unhealthy: set[str] = set()
-    for marks in told:
-        if marks is not None:
-            for name, ages in marks.failures:
+    for reputation in reports:
+        if reputation is not None:
+            for name, ages in reputation.failures:
                 failures[name] = max(failures.get(name, ()), ages, key=len)
-            named.update(marks.named)
-            unhealthy.update(marks.unhealthy)
-    return Marks(tuple(failures.items()), tuple(named.items()), tuple(sorted(unhealthy)))
+            named.update(reputation.named)
+            unhealthy.update(reputation.unhealthy)
+    return HostReputation(tuple(failures.items()), tuple(named.items()), tuple(sorted(unhealthy)))
 
 
-def failures_in(marks: Marks, now: float) -> Failures:
+def failures_in(reputation: HostReputation, now: float) -> Failures:
     """Return when hosts failed, by a clock that shows `now`: later than they did, never sooner."""
-    return {name: tuple(sorted(now - age for age in ages)) for name, ages in marks.failures}
+    return {name: tuple(sorted(now - age for age in ages)) for name, ages in reputation.failures}

@@ -22,9 +22,9 @@ from .records import (
     Entry,
     ForeignValueError,
     Kind,
-    Note,
+    NodeMessage,
     Phase,
-    Place,
+    RankAssignment,
     WorkerState,
     decode,
     encode,
@@ -34,7 +34,7 @@ from .store import JobStore, StoreLostError
 FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20
 
-# Notes about the round, and not about who is there.
+# Messages about the round, and not about who is there.
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
 _OF_THE_END = (Kind.LEFT, Kind.UNHEALTHY)
 
@@ -49,11 +49,11 @@ class Placed:
     """This node has a place in a closed round."""
 
     entry: Entry
-    place: Place
+    assignment: RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class SpareNode:
     """The round closed without a place for this node; it waits for the next."""
 
     entry: Entry
@@ -94,23 +94,17 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The store is gone, or others have taken this node's place; nothing more will be told."""
+    """The store is gone, or others have taken this node's place; nothing more will be notified."""
 
     what: str
     is_replaced: bool = False
 
 
-News = Placed | Spare | Opened | Leaves | Hung | Over | Lost
+SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
-    """The steps of one node, over a connection of one thread.
-
-    Args:
-        store: A connection for the calling thread alone.
-        node: This node's identity, unique in the job.
-        host: Its name for people.
-    """
+    """The steps of one node, over a connection of one thread."""
 
     def __init__(self, store: JobStore, node: str, host: str) -> None:
         self._store = store
@@ -119,19 +113,19 @@ class NodeSession:
         self._host = host
         self.entry: Entry | None = None
         # What the launcher knows, which may be less; None: whatever comes is new to it.
-        self._told: Entry | None = None
+        self._notified: Entry | None = None
         self._opened_round = -1
         self._ended_at = -1
         self._arrived_in: int | None = None
         self._arrival: Arrival | None = None
-        self._place: Place | None = None
+        self._assignment: RankAssignment | None = None
         # What was known when the store was lost, and what the launcher knew of it.
         self._resumes: tuple[Entry, Entry | None] | None = None
-        # What this node said of the present round: another host has to be told again.
+        # What this node said of the present round: another host has to be notified again.
         self._said_in = -1
-        self._said: dict[Kind, Note] = {}
+        self._said: dict[Kind, NodeMessage] = {}
         # That it takes part no longer, until it arrives again: this holds for every host.
-        self._left: Note | None = None
+        self._left: NodeMessage | None = None
 
     def attach(self, timeout_s: float) -> Entry:
         """Begin to live, and return where the job stands.
@@ -150,47 +144,49 @@ class NodeSession:
                 self._store.report_foreign(error)
                 entry = None
             if entry is not None:
-                self.entry = self._told = entry
+                self.entry = self._notified = entry
                 return entry
             # The host puts right what somebody else has written over.
-            self.ring()
+            self.notify()
             self._store.wait_until_set(keys.NEVER, FOREIGN_PAUSE_S)
         raise StoreLostError("somebody else keeps writing over where the job stands")
 
     @property
-    def told_seq(self) -> int:
+    def notified_seq(self) -> int:
         """The last decision of which the launcher knows."""
-        return -1 if self._told is None else self._told.seq
+        return -1 if self._notified is None else self._notified.seq
 
     @property
     def is_resuming(self) -> bool:
         """Whether a new host has still to say how the job goes on."""
         return self._resumes is not None
 
-    def resume(self, store: JobStore, timeout_s: float) -> News | None:
+    def resume(self, store: JobStore, timeout_s: float) -> SessionEvent | None:
         """Go on over a new connection, to the same store or to one that knows nothing yet.
 
         Raises:
             StoreLostError: as `attach`.
         """
-        # A store that goes while it is told of the one before leaves this as it was.
-        old, told = self._resumes or (self._present(), self._told)
-        self._resumes = old, told
+        # A store that goes while it is notified of the one before leaves this as it was.
+        old, notified = self._resumes or (self._present(), self._notified)
+        self._resumes = old, notified
         self._store, self._log = store, DecisionLog(store)
         present = self.attach(timeout_s)
         if present.epoch == old.epoch:
             self._resumes = None
-            self.entry, self._told = old, told
+            self.entry, self._notified = old, notified
             return None
         self._opened_round = self._ended_at = -1
         if present.seq > 0 or (old.phase is Phase.OPEN and old.round == 0):
-            self._told = None
+            self._notified = None
             return self.take(present)
-        note = Note(Kind.RESUMED, self.node, arrival=self._arrival, entry=old, place=self._place)
-        self._send(note, present.round)
+        message = NodeMessage(
+            Kind.RESUMED, self.node, arrival=self._arrival, entry=old, assignment=self._assignment
+        )
+        self._send(message, present.round)
         if self._left is not None:
             self._send(self._left, present.round)
-        self.ring()
+        self.notify()
         return None
 
     def renew_lease(self) -> None:
@@ -199,42 +195,44 @@ class NodeSession:
 
     def acknowledge(self) -> None:
         """Say that this node has seen that a round was opened: it stops its workers."""
-        self._send(Note(Kind.KNOWS, self.node), self._present().round)
+        self._send(NodeMessage(Kind.ACKNOWLEDGED, self.node), self._present().round)
 
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when that is closed, so it is a spare.
 
-        Who is in a round is what the host found in its inbox when it closed it, and this node
+        Who is in a round is what the host found in its queue when it closed it, and this node
         learns that from its place. The counter only wakes the host at the right time.
         """
         entry = self._present()
-        self._arrival, self._place, self._left = arrival, None, None
+        self._arrival, self._assignment, self._left = arrival, None, None
         self._arrived_in = entry.round
-        self._send(Note(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
+        self._send(NodeMessage(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
-        if self._store.count(keys.arrivals(entry.round), 1) >= entry.bell_from:
-            self.ring()
+        if self._store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
+            self.notify()
         return True
 
-    def take(self, entry: Entry) -> News | None:
-        """Take note of a decision; return what it means for this node."""
-        present, told = self._present(), self._told
-        if told is not None and entry.seq <= told.seq:
+    def take(self, entry: Entry) -> SessionEvent | None:
+        """Record a decision; return what it means for this node."""
+        present, notified = self._present(), self._notified
+        if notified is not None and entry.seq <= notified.seq:
             return None
-        self._told = entry
+        self._notified = entry
         if entry.seq > present.seq:
             self.entry = entry
         resumes = None if self._resumes is None else self._resumes[0]
         self._resumes = None
         # No other host closes a round that it has not opened.
-        is_taken_up = resumes is not None or (told is not None and told.round != entry.round)
+        is_taken_up = resumes is not None or (
+            notified is not None and notified.round != entry.round
+        )
         if is_taken_up and entry.phase is Phase.CLOSED and not self._works_in(entry):
-            # What it told may have come too late, or to the inbox of another round.
+            # What it notified may have come too late, or to the messages of another round.
             self._say_it_is_there(entry.round)
         if resumes is not None and resumes.phase is entry.phase is Phase.CLOSED:
             return self._part_taken_up(entry, resumes)
-        if told is not None and resumes is None and not entry.follows(told):
+        if notified is not None and resumes is None and not entry.follows(notified):
             return None
         if entry.phase is Phase.OVER:
             return None if entry.seq == self._ended_at else Over(entry)
@@ -247,10 +245,10 @@ class NodeSession:
             return self._leaves(entry)
         return None if entry.hang else self._part_in(entry)
 
-    def _part_taken_up(self, entry: Entry, before: Entry) -> News | None:
+    def _part_taken_up(self, entry: Entry, before: Entry) -> SessionEvent | None:
         """Return what a closed round of another host means, after that closed one of the lost."""
         if not self._works_in(before):
-            return None if entry.round == before.round else Spare(entry)
+            return None if entry.round == before.round else SpareNode(entry)
         if self._is_counted_in(entry):
             self._say_again(entry.round)
             return self._leaves(entry) if entry.follows(before) else None
@@ -263,8 +261,8 @@ class NodeSession:
         if not self._works_in(entry):
             return False
         try:
-            text = self._store.peek(keys.place(self.node))
-            return text is not None and decode(Place, text) == self._place
+            text = self._store.peek(keys.assignment(self.node))
+            return text is not None and decode(RankAssignment, text) == self._assignment
         except ForeignValueError as error:
             self._store.report_foreign(error)
             return True
@@ -274,27 +272,27 @@ class NodeSession:
         return Leaves(entry) if self._works_in(entry) else None
 
     def _works_in(self, entry: Entry) -> bool:
-        return self._place is not None and self._place.round == entry.round
+        return self._assignment is not None and self._assignment.round == entry.round
 
-    def _part_in(self, entry: Entry) -> News:
+    def _part_in(self, entry: Entry) -> SessionEvent:
         """Return this node's part in a closed round."""
         if self._arrived_in != entry.round:
-            return Spare(entry)
+            return SpareNode(entry)
         try:
-            text = self._store.peek(keys.place(self.node))
+            text = self._store.peek(keys.assignment(self.node))
             if text is None:
-                return Spare(entry)
-            place = decode(Place, text)
+                return SpareNode(entry)
+            assignment = decode(RankAssignment, text)
         except ForeignValueError as error:
             self._store.report_foreign(error)
             what = f"what the store held as the place of host {self._host} was no place"
             cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
             self.tell(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
-            return Spare(entry)
-        if place.round != entry.round:
-            return Spare(entry)
-        self._place = place
-        return Placed(entry, place)
+            return SpareNode(entry)
+        if assignment.round != entry.round:
+            return SpareNode(entry)
+        self._assignment = assignment
+        return Placed(entry, assignment)
 
     def open_next(self, round_: int, cause: Cause) -> None:
         """Open the round after `round_`, unless that has happened or the job is over."""
@@ -321,18 +319,18 @@ class NodeSession:
         arrival: Arrival | None = None,
         calls: int = 0,
     ) -> None:
-        """Leave a note for the host."""
-        note = Note(
+        """Leave a message for the host."""
+        message = NodeMessage(
             kind, self.node, state=state, cause=cause, text=text, arrival=arrival, calls=calls
         )
-        self._send(note, self._present().round)
-        self.ring()
+        self._send(message, self._present().round)
+        self.notify()
 
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
         if self._is_in(round_):
-            self._send(Note(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
-            self.ring()
+            self._send(NodeMessage(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
+            self.notify()
 
     def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
         """Say that workers failed in `round_`; what a round before has left means nothing now."""
@@ -343,58 +341,58 @@ class NodeSession:
         """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
         if not self._is_in(round_):
             return
-        self._send(Note(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
+        self._send(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
         if self._store.count(keys.successes(round_), 1) >= self._present().active:
-            self.ring()
+            self.notify()
 
     def read(self, reader: Callable[[JobStore], _T]) -> _T:
         """Return what `reader` finds in the store."""
         return reader(self._store)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the host."""
-        self._store.put(keys.BELL, "1")
+        self._store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:
-        """Return when the store has taken what was told; it answers no write, but in order."""
-        self._store.has(keys.BELL)
+        """Return when the store has taken what was notified; it answers no write, but in order."""
+        self._store.has(keys.NOTIFY)
 
     def _present(self) -> Entry:
         if self.entry is None:
             raise RuntimeError("attach first")
         return self.entry
 
-    def _send(self, note: Note, round_: int) -> None:
-        if note.kind in _OF_THE_END:
+    def _send(self, message: NodeMessage, round_: int) -> None:
+        if message.kind in _OF_THE_END:
             # First: if the store is gone, the next one has to know.
-            self._left = note
-        self._store.append_line(keys.inbox(round_), encode(note))
-        if note.kind in _OF_A_ROUND:
+            self._left = message
+        self._store.append_line(keys.messages(round_), encode(message))
+        if message.kind in _OF_A_ROUND:
             if round_ != self._said_in:
                 self._said_in, self._said = round_, {}
-            self._said[note.kind] = note
+            self._said[message.kind] = message
 
     def _say_it_is_there(self, round_: int) -> None:
         """Tell another host of a closed round that it has this node as a spare, or has it not."""
         if self._left is not None:
             self._send(self._left, round_)
-            self.ring()
+            self.notify()
         elif self._arrival is not None:
-            self._send(Note(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
-            self.ring()
+            self._send(NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
+            self.notify()
 
     def _say_again(self, round_: int) -> None:
         """Tell another host what this node said of a round that goes on."""
         said = tuple(self._said.values()) if round_ == self._said_in else ()
         if self._left is not None:
             said = (*said, self._left)
-        for note in said:
-            if note.state is WorkerState.SUCCEEDED:
+        for message in said:
+            if message.state is WorkerState.SUCCEEDED:
                 self.succeeded(round_)
             else:
-                self._send(note, round_)
+                self._send(message, round_)
         if said:
-            self.ring()
+            self.notify()
 
     def _is_in(self, round_: int) -> bool:
         entry = self._present()
@@ -407,4 +405,4 @@ class NodeSession:
             self.entry = self._log.add(wanted)
             if wanted.phase is Phase.OVER and encode(self.entry) == encode(wanted):
                 self._ended_at = wanted.seq
-        self.ring()
+        self.notify()

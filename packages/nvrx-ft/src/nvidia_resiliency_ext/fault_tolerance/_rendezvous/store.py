@@ -56,13 +56,7 @@ class StoreLostError(NvrxError):
 
 
 class NoJobError(StoreLostError):
-    """The store answers, and holds no such job: the host of that is another one, or not there yet.
-
-    Args:
-        at: Where the store is.
-        prefix: Before all keys of the job.
-        waited_s: How long the job was waited for.
-    """
+    """The store answers and holds no such job: its coordinator is elsewhere, or not there yet."""
 
     def __init__(self, at: str, prefix: str, waited_s: float) -> None:
         super().__init__(
@@ -76,12 +70,6 @@ class JobStore:
 
     Every value carries a keyed digest over its key and text, so that neither another job's values
     nor values copied from another key are taken.
-
-    Args:
-        client: A `torch.distributed.TCPStore`.
-        prefix: Before all keys.
-        secret: Key of the digests; the same on all nodes.
-        link: The client's connection.
     """
 
     def __init__(self, client: Any, prefix: str, secret: bytes, link: Link | None = None) -> None:

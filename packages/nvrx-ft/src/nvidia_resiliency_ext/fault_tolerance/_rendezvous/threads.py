@@ -24,7 +24,7 @@ from .agreement import differences, read_settings, write_settings
 from .keys import LEASES_TO_EXPIRY
 from .log import DecisionLog
 from .records import Entry, ForeignValueError, Kind, Phase
-from .session import FOREIGN_PAUSE_S, Lost, News, NodeSession, Over
+from .session import FOREIGN_PAUSE_S, Lost, NodeSession, Over, SessionEvent
 from .store import JobStore, NoJobError, StoreLostError
 
 logger = logging.getLogger("nvrx")
@@ -81,7 +81,7 @@ def _can_read(store: JobStore, key: str) -> bool:
 
 
 class NodeThreads:
-    """Runs a session beside a loop. Commands return at once; news come through `post`.
+    """Runs a session beside a loop. Commands return at once; events come through `post`.
 
     Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
 
@@ -90,7 +90,7 @@ class NodeThreads:
             gets what to call whenever it is certain that nobody serves a store.
         node: This node's identity.
         host: Its name.
-        post: Takes news, from any thread.
+        post: Takes events, from any thread.
         clock: Where the time is read.
         lease_s: Seconds between signs of life.
         connect_timeout_s: How long the job may take to appear in the store.
@@ -103,7 +103,7 @@ class NodeThreads:
         *,
         node: str,
         host: str,
-        post: Callable[[News], None],
+        post: Callable[[SessionEvent], None],
         clock: Clock,
         lease_s: float,
         connect_timeout_s: float,
@@ -155,16 +155,16 @@ class NodeThreads:
                 thread.join(CUT_WAIT_S)
 
     def _work(self) -> None:
-        """Run; that it ends is news, whatever the reason."""
+        """Run; that it ends is an event, whatever the reason."""
         try:
             self._live()
         except StoreLostError as error:
-            self._tell_lost(_store_gone(error))
+            self._report_lost(_store_gone(error))
         except NvrxError as error:
-            self._tell_lost(str(error), is_replaced=isinstance(error, LeaseExpiredError))
+            self._report_lost(str(error), is_replaced=isinstance(error, LeaseExpiredError))
         except Exception as error:
             logger.exception("a defect in the rendezvous of this node")
-            self._tell_lost(f"the rendezvous of this node failed: {error!r}")
+            self._report_lost(f"the rendezvous of this node failed: {error!r}")
 
     def _live(self) -> None:
         session = self._begin()
@@ -176,12 +176,12 @@ class NodeThreads:
             else:
                 return
 
-    def _tell_lost(self, what: str, *, is_replaced: bool = False) -> None:
+    def _report_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
             self._post(Lost(what, is_replaced))
 
     def _keep(self, store: JobStore) -> JobStore:
-        """Note a connection, so that `close` can cut it."""
+        """Record a connection, so that `close` can cut it."""
         with self._lock:
             if not self._ended.is_set():
                 self._stores.append(store)
@@ -277,7 +277,7 @@ class NodeThreads:
                 return
             self._check_lease(session)
             if isinstance(command, _Decided):
-                # What an earlier watch has heard is of a store that is gone.
+                # The error of an earlier watch is that of a store that is gone.
                 if command.number == self._watch_number:
                     self._take(session, command.entry)
             elif isinstance(command, _WatchEnded):
@@ -322,14 +322,14 @@ class NodeThreads:
         """
         self._check_lease(session)
         self._first_settings(store)
-        news = session.resume(store, self._connect_timeout_s)
+        event = session.resume(store, self._connect_timeout_s)
         self._renew(session)
-        if news is not None:
-            self._post(news)
-        self._start_watch(store, session.told_seq)
+        if event is not None:
+            self._post(event)
+        self._start_watch(store, session.notified_seq)
 
     def _store_is_absent(self) -> None:
-        """Take note that nobody serves a store: then nobody can have replaced this node either."""
+        """Record that nobody serves a store: then nobody can have replaced this node either."""
         self._confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
@@ -403,7 +403,7 @@ class NodeThreads:
             except ForeignValueError as error:
                 # The host puts a decision in its place.
                 store.report_foreign(error)
-                store.put(keys.BELL, "1")
+                store.put(keys.NOTIFY, "1")
                 self._ended.wait(FOREIGN_PAUSE_S)
                 continue
             if entry is None:
@@ -416,6 +416,6 @@ class NodeThreads:
     def _take(self, session: NodeSession, entry: Entry) -> None:
         if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):
             raise NvrxError(self._mismatch)
-        news = session.take(entry)
-        if news is not None:
-            self._post(news)
+        event = session.take(entry)
+        if event is not None:
+            self._post(event)

@@ -70,13 +70,7 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """Tells a handler of torch what happens to the workers of this node.
-
-    Args:
-        handler: The handler's name.
-        facts: What every event says.
-        clock: Where the time is read.
-    """
+    """Tells a handler of torch what happens to the workers of this node."""
 
     def __init__(self, handler: str, facts: JobFacts, clock: Clock) -> None:
         self._handler = handler
@@ -107,7 +101,7 @@ class TorchEvents:
         self._say("SUCCEEDED" if is_known else "FAILED", None, {})
 
     def close(self) -> None:
-        """Wait until all is told, for `LAST_WORDS_S` at most."""
+        """Wait until all events are delivered, for `LAST_WORDS_S` at most."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -130,7 +124,7 @@ class TorchEvents:
             raw_error=json.dumps(error),
         )
 
-    # What is told ----------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------
 
     def _worker(
         self,
@@ -189,21 +183,21 @@ class TorchEvents:
 
     def _run(self) -> None:
         try:
-            self._tell_all()
+            self._deliver_all()
         except Exception as error:  # noqa: BLE001 - a handler of the user's may raise anything
             what = f"{type(error).__name__}: {error}"
             logger.warning("the event handler %r is told nothing more: %s", self._handler, what)
 
-    def _tell_all(self) -> None:
+    def _deliver_all(self) -> None:
         from torch.distributed.elastic import events
         from torch.distributed.elastic.events.api import Event, EventSource
 
         host = socket.getfqdn(socket.gethostname())
         while (event := self._queue.get()) is not None:
             source = EventSource.WORKER if event.is_of_worker else EventSource.AGENT
-            told = Event(
+            torch_event = Event(
                 name=f"torchelastic.worker.status.{event.state}",
                 source=source,
                 metadata={**event.metadata, "hostname": host},
             )
-            events.record(told, self._handler)
+            events.record(torch_event, self._handler)

@@ -107,7 +107,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         if self._given_monitors and missing:
             raise ValueError(f"rank_monitors: the local ranks {sorted(missing)} have none")
         self._mailbox: IpcConnector | None = None
-        self._told: RunResult | None = None
+        self._reported: RunResult | None = None
         self._tracker = TrainingProgressTracker(
             min_progress_iterations=fault_tol_cfg.min_progress_iterations,
             max_no_progress_cycles=fault_tol_cfg.max_no_progress_cycles,
@@ -156,7 +156,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
             spec.entrypoint, spec.args = before
 
         stack.callback(give_back)
-        _tell_sockets(spec, run_dir.path, is_watched=is_watched)
+        _pass_sockets(spec, run_dir.path, is_watched=is_watched)
 
     def _provide_monitors(self, run_dir: RunDir, stack: contextlib.ExitStack) -> None:
         for rank in range(self._worker_group.spec.local_world_size):
@@ -174,7 +174,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Join the next round; the number of a round is the number of restarts of the job."""
-        self._told = None
+        self._reported = None
         self._handler.set_worker_group(worker_group)
         super()._rendezvous(worker_group)
         restarts = self._handler.round()
@@ -183,7 +183,9 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return how the workers are, as far as torch's loop is to act on it."""
-        result = self._told if self._told is not None else super()._monitor_workers(worker_group)
+        result = (
+            self._reported if self._reported is not None else super()._monitor_workers(worker_group)
+        )
         if self._handler.is_closed():
             return self._after_the_end(worker_group, result)
         if self._handler.attribution_stop_requested():
@@ -192,8 +194,8 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
             raise NoRestartRequested(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
         if not self._min_healthy or result.state not in _DONE:
             return result
-        if self._told is None:
-            self._told = result
+        if self._reported is None:
+            self._reported = result
             self._handler.try_set_worker_state(result.state)
         # The store host decides what follows from the states of all nodes.
         return RunResult(state=WorkerState.HEALTHY)
@@ -251,7 +253,7 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
     return handler
 
 
-def _tell_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
+def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
     """Let each worker of `spec` find the sockets in its environment.
 
     torch's agent has no place for variables of one worker: a program is started through `env`,

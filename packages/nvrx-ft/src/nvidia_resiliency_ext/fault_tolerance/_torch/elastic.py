@@ -64,6 +64,13 @@ POLICIES = ("any-failed", "min-healthy")
 IMPLEMENTATIONS = ("barrier", "legacy")
 HIGHEST_PORT = 65535
 HIGHEST_EXIT_CODE = 255
+# Fields of `LaunchPlan` and `LaunchConfig` with one name and one meaning.
+_SAME_FIELDS = (
+    "min_nodes", "max_nodes", "nproc_per_node", "role",
+    "max_restarts", "restart_policy", "start_method", "local_addr",
+    "rdzv_backend", "rdzv_endpoint", "event_log_handler", "log_line_prefix_template",
+    "no_restart_exit_code", "node_health_check_endpoint", "cycle_info_job_id", "master_addr",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +87,7 @@ class LogSettings:
 def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
     """Return the configuration that describes `plan` to callers of `elastic_launch`."""
     return LaunchConfig(
-        min_nodes=plan.min_nodes,
-        max_nodes=plan.max_nodes,
-        nproc_per_node=plan.nproc_per_node,
+        **{name: getattr(plan, name) for name in _SAME_FIELDS},
         fault_tol_cfg=plan.fault_tolerance,
         logs_specs=LogSettings(
             plan.log_dir,
@@ -92,30 +97,17 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
             plan.attribution,
         ),
         run_id=plan.run_id,
-        role=plan.role,
-        rdzv_endpoint=plan.rdzv_endpoint,
-        rdzv_backend=plan.rdzv_backend,
         rdzv_configs={**plan.rdzv_configuration, **_rdzv_flags(plan)},
-        max_restarts=plan.max_restarts,
-        restart_policy=plan.restart_policy,
         term_timeout=plan.term_timeout_s,
         workers_stop_timeout=plan.workers_stop_timeout_s,
         monitor_interval=plan.monitor_interval_s,
-        start_method=plan.start_method,
-        log_line_prefix_template=plan.log_line_prefix_template,
-        local_addr=plan.local_addr,
-        event_log_handler=plan.event_log_handler,
         numa_options=getattr(plan.command.numa, "mode", None),
         duplicate_stdout_filters=plan.output.filters.get(Stream.STDOUT) or None,
         duplicate_stderr_filters=plan.output.filters.get(Stream.STDERR) or None,
         virtual_local_rank=plan.virtual_devices is not None,
         signals_to_handle=",".join(signal.name for signal in plan.signals_to_handle),
-        master_addr=plan.master_addr,
         master_port=plan.master_port,
         node_rank=plan.node_rank,
-        node_health_check_endpoint=plan.node_health_check_endpoint,
-        no_restart_exit_code=plan.no_restart_exit_code,
-        cycle_info_job_id=plan.cycle_info_job_id,
     )
 
 
@@ -172,14 +164,9 @@ def plan_from_config(
     threads = environment.omp_rule(environ, config.nproc_per_node)
     filters = _filters(config)
     return LaunchPlan(
+        **{name: getattr(config, name) for name in _SAME_FIELDS},
         command=command,
-        nproc_per_node=config.nproc_per_node,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
         run_id=config.run_id or ("none" if config.max_nodes > 1 else random_id()),
-        role=config.role,
-        max_restarts=config.max_restarts,
-        restart_policy=config.restart_policy,
         term_timeout_s=config.term_timeout,
         workers_stop_timeout_s=(
             config.workers_stop_timeout
@@ -187,12 +174,7 @@ def plan_from_config(
             else config.shutdown_timeout
         ),
         monitor_interval_s=config.monitor_interval,
-        start_method=config.start_method,
-        master_addr=config.master_addr,
         master_port=fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes),
-        local_addr=config.local_addr,
-        rdzv_backend=config.rdzv_backend,
-        rdzv_endpoint=config.rdzv_endpoint,
         rdzv_configuration={
             key: str(value)
             for key, value in config.rdzv_configs.items()
@@ -207,15 +189,10 @@ def plan_from_config(
         log_dir=logs.log_dir,
         output=replace(logs.output, filters=filters),
         output_specs=logs.output_specs and replace(logs.output_specs, filters=filters),
-        event_log_handler=config.event_log_handler,
         virtual_devices=devices,
-        log_line_prefix_template=config.log_line_prefix_template,
         signals_to_handle=parse_signals(config.signals_to_handle),
         omp_num_threads=threads.omp_num_threads,
-        no_restart_exit_code=config.no_restart_exit_code,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        node_health_check_endpoint=config.node_health_check_endpoint,
-        cycle_info_job_id=config.cycle_info_job_id,
         fault_tolerance=fault_tolerance,
         logs=logs.logs,
         attribution=attribution,
@@ -262,7 +239,7 @@ def _problems(config: LaunchConfig) -> list[str]:
             f"1 <= min_nodes <= max_nodes must hold"
         )
     if config.max_nodes > 1:
-        problems += _problems_of_meeting(config)
+        problems += _problems_of_endpoint(config)
     if not 1 <= config.nproc_per_node <= MOST_WORKERS:
         problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
     for name in ("max_restarts", "term_timeout", "workers_stop_timeout", "shutdown_timeout"):
@@ -289,7 +266,7 @@ def _problems(config: LaunchConfig) -> list[str]:
     return problems
 
 
-def _problems_of_meeting(config: LaunchConfig) -> list[str]:
+def _problems_of_endpoint(config: LaunchConfig) -> list[str]:
     """Return a sentence for each field that keeps several nodes from meeting."""
     problems = []
     if not config.rdzv_endpoint:

@@ -17,8 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import client_end
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import evidence_of, nodes_of
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Host, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -72,39 +72,39 @@ def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | 
     return kind(own, prefix, key, link)
 
 
-class BellStore(GuestStore):
-    """Keys for the store host: when a wait for the bell is over, a thread rings it."""
+class NotifyingStore(GuestStore):
+    """Keys for the store host: when a wait for the notification key is over, a thread sets it."""
 
-    _ringer: _Ringer | None = None
+    _notify_timer: _NotifyTimer | None = None
 
     def wait_until_set(self, key: str, timeout_s: float) -> bool:
-        """Wait for `key`; for the bell it is always true."""
-        if key != keys.BELL:
+        """Wait for `key`; for the notification key it is always true."""
+        if key != keys.NOTIFY:
             return super().wait_until_set(key, timeout_s)
-        if self._ringer is None:
-            self._ringer = _Ringer(self)
-        self._ringer.ring_in(timeout_s)
+        if self._notify_timer is None:
+            self._notify_timer = _NotifyTimer(self)
+        self._notify_timer.notify_in(timeout_s)
         try:
             return super().wait_until_set(key, _A_DAY_S)
         finally:
-            self._ringer.ring_in(None)
+            self._notify_timer.notify_in(None)
 
     def close(self) -> None:
-        """End the thread that rings."""
-        if self._ringer is not None:
-            self._ringer.close()
+        """End the thread that sets the notification key."""
+        if self._notify_timer is not None:
+            self._notify_timer.close()
 
 
-class _Ringer(threading.Thread):
+class _NotifyTimer(threading.Thread):
     def __init__(self, store: JobStore) -> None:
-        super().__init__(name="nvrx-store-host-bell", daemon=True)
+        super().__init__(name="nvrx-store-host-notify", daemon=True)
         self._store = store.another()
         self._changed = threading.Condition()
         self._at: float | None = None
         self._is_closed = False
         self.start()
 
-    def ring_in(self, seconds: float | None) -> None:
+    def notify_in(self, seconds: float | None) -> None:
         with self._changed:
             self._at = None if seconds is None else time.monotonic() + seconds
             self._changed.notify()
@@ -119,10 +119,10 @@ class _Ringer(threading.Thread):
         # A store that is gone is the host's to tell: its own wait fails, too.
         with contextlib.suppress(StoreLostError):
             while self._wait():
-                self._store.put(keys.BELL, "1")
+                self._store.put(keys.NOTIFY, "1")
 
     def _wait(self) -> bool:
-        """Wait until it is time to ring; False when this is over."""
+        """Wait until it is time to notify; False when this is over."""
         with self._changed:
             while not self._is_closed:
                 left_s = None if self._at is None else self._at - time.monotonic()
@@ -177,12 +177,7 @@ def follower_settings(conf: Mapping[str, Any]) -> FollowerSettings:
 
 
 class CycleFollowers(RoundFollower):
-    """Tells both of a job's cycles. Any thread.
-
-    Args:
-        settings: Whom to tell.
-        node_id: This node's name in profiling events.
-    """
+    """Tells both of a job's cycles. Any thread."""
 
     def __init__(self, settings: FollowerSettings, node_id: str) -> None:
         self._prefix = settings.cycle_log_prefix
@@ -211,7 +206,7 @@ class CycleFollowers(RoundFollower):
         return self._service is not None and self._service.stop_requested()
 
     def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        """Take note that a round is closed: its workers start now."""
+        """Record that a round is closed: its workers start now."""
         self.ended()
         with self._lock:
             self._is_open = True
@@ -223,7 +218,7 @@ class CycleFollowers(RoundFollower):
             reporter.report_cycle_start(nodes_of(placement, hosts).snapshot(entry.round))
 
     def ended(self, round_: int | None = None, cause: Cause | None = None) -> None:
-        """Take note that the present round is over; harmless when repeated."""
+        """Record that the present round is over; harmless when repeated."""
         del round_  # There is no other.
         with self._lock:
             was_open, self._is_open = self._is_open, False
@@ -253,20 +248,12 @@ logger = logging.getLogger("nvrx")
 
 
 class RoundsThread(threading.Thread):
-    """Decides the rounds of a job until it is over; ends at once where another node does so.
-
-    Args:
-        connect: Makes a connection for this thread.
-        rules: What decisions go by.
-        node: This node's identity.
-        clock: Where the time is read.
-        follower: Who is told of rounds.
-    """
+    """Decides the rounds of a job until it is over; ends at once where another node does so."""
 
     def __init__(
         self,
-        connect: Callable[[], BellStore],
-        rules: HostRules,
+        connect: Callable[[], NotifyingStore],
+        rules: CoordinatorRules,
         node: str,
         clock: Clock,
         follower: RoundFollower | None = None,
@@ -288,7 +275,7 @@ class RoundsThread(threading.Thread):
                     logger.info("another node decides this job's rounds: %s", first)
                     return
                 epoch = os.urandom(8).hex()
-                Host(
+                Coordinator(
                     store,
                     self._rules,
                     me=self._node,

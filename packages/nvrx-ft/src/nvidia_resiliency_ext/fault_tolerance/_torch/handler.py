@@ -34,16 +34,16 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Request, request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import GOODBYE_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import News, Placed
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed, SessionEvent
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .followers import BellStore, CycleFollowers, GuestStore, RoundsThread, connect_guest
+from .followers import CycleFollowers, GuestStore, NotifyingStore, RoundsThread, connect_guest
 from .membership import LAST_WORDS_S, JobOverError, JoinTimeoutError, MemberSettings, Membership
 from .settings import NodeOptions
 
@@ -103,7 +103,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         store: Store,
         run_id: str,
         member: MemberSettings,
-        rules: HostRules,
+        rules: CoordinatorRules,
         options: NodeOptions,
     ) -> None:
         _refuse_other_stores(store)
@@ -120,7 +120,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if options.is_store_host:
             self._followers = CycleFollowers(options.followers, member.arrival.host)
             self._host = RoundsThread(
-                lambda: connect_guest(BellStore, store, prefix, options.secret),
+                lambda: connect_guest(NotifyingStore, store, prefix, options.secret),
                 rules,
                 member.arrival.node,
                 clock,
@@ -131,7 +131,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             member,
             lambda: connect_guest(GuestStore, store, prefix, options.secret),
             clock,
-            self._heard,
+            self._on_event,
         )
 
     # What torch's agent calls ----------------------------------------------------------------
@@ -231,19 +231,19 @@ class StoreRendezvousHandler(RendezvousHandler):
                 `no_progress`.
         """
         _refuse_other_reasons(reason)
-        is_told = True
+        is_reported = True
         if not self._member.is_over and not self._member.has_left:
             try:
                 self._end(reason)
             except RendezvousConnectionError as error:
                 logger.warning("the end of the job could not be told: %s", str(error))
-                is_told = False
+                is_reported = False
         self._member.close()
         if self._followers is not None:
             self._followers.close()
         if self._host is not None and self._member.is_over:
             self._host.join(GOODBYE_WAIT_S + LAST_WORDS_S)
-        return is_told
+        return is_reported
 
     # What our agents call --------------------------------------------------------------------
 
@@ -345,8 +345,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     # Steps -----------------------------------------------------------------------------------
 
-    def _heard(self, news: News) -> None:
-        """Take note of a decision, in a thread; for records. This does nothing."""
+    def _on_event(self, event: SessionEvent) -> None:
+        """Record a decision, in a thread; for records. This does nothing."""
 
     def _before_arrival(self) -> None:
         if self._is_unfit:
@@ -383,7 +383,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return RendezvousClosedError(str(error))
 
     def _info(self, placed: Placed) -> Any:
-        entry, rank = placed.entry, placed.place.group_rank
+        entry, rank = placed.entry, placed.assignment.group_rank
         store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
         if not hasattr(api, "RendezvousInfo"):
             return store, rank, entry.active

@@ -2,7 +2,7 @@
 """Who is in the present round, read from the store on request by any node.
 
 What `StoreRendezvous` is to the launcher's loop, this is to a caller that has threads to wait in:
-the threads of `NodeThreads` bring news, and whoever waits is woken. No torch class is used here.
+the threads of `NodeThreads` bring events, and whoever waits is woken. No torch class is used here.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     ForeignValueError,
     Kind,
-    Note,
+    NodeMessage,
     Phase,
-    Place,
+    RankAssignment,
     WorkerState,
     decode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
-    News,
     NodeSession,
     Opened,
     Over,
     Placed,
+    SessionEvent,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
@@ -46,7 +46,7 @@ FINAL = frozenset({WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.UNKNOW
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RoundMember:
     """One node of a round; `group_rank` is None for a spare, `state` is that of its workers."""
 
     arrival: Arrival
@@ -54,56 +54,56 @@ class Seat:
     state: WorkerState = WorkerState.HEALTHY
 
 
-def read_roster(store: JobStore, round_: int) -> list[Seat]:
+def read_members(store: JobStore, round_: int) -> list[RoundMember]:
     """Return the nodes of a closed round: those with a place by rank, then the spares.
 
     It costs one operation, and one more for each node.
     """
-    notes = read_notes(store, round_)
-    states = worker_states(notes)
-    there = arrived(notes)
-    seats = []
-    for node, arrival in _everybody(notes).items():
+    messages = read_messages(store, round_)
+    states = worker_states(messages)
+    there = arrived(messages)
+    members = []
+    for node, arrival in _everybody(messages).items():
         rank = _rank(store, node, round_)
         if rank is not None or node in there:
-            seats.append(Seat(arrival, rank, states.get(node, WorkerState.HEALTHY)))
-    return sorted(seats, key=lambda seat: (seat.group_rank is None, seat.group_rank or 0))
+            members.append(RoundMember(arrival, rank, states.get(node, WorkerState.HEALTHY)))
+    return sorted(members, key=lambda member: (member.group_rank is None, member.group_rank or 0))
 
 
-def read_notes(store: JobStore, round_: int) -> tuple[Note, ...]:
-    """Return what nodes have told the host in a round, as far as it is this job's."""
-    notes = []
-    for line in store.lines(keys.inbox(round_), 0)[0]:
+def read_messages(store: JobStore, round_: int) -> tuple[NodeMessage, ...]:
+    """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
+    messages = []
+    for line in store.lines(keys.messages(round_), 0)[0]:
         try:
-            notes.append(decode(Note, line))
+            messages.append(decode(NodeMessage, line))
         except ForeignValueError as error:
             store.report_foreign(error)
-    return tuple(notes)
+    return tuple(messages)
 
 
-def worker_states(notes: Iterable[Note]) -> dict[str, WorkerState]:
+def worker_states(messages: Iterable[NodeMessage]) -> dict[str, WorkerState]:
     """Return what is said of each node's workers; the first final word stays."""
     states: dict[str, WorkerState] = {}
-    for note in notes:
-        if states.get(note.node) in FINAL:
+    for message in messages:
+        if states.get(message.node) in FINAL:
             continue
-        if note.kind is Kind.STATE and note.state is not None:
-            states[note.node] = note.state
-        elif note.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            states[note.node] = WorkerState.UNKNOWN
+        if message.kind is Kind.STATE and message.state is not None:
+            states[message.node] = message.state
+        elif message.kind in (Kind.LEFT, Kind.UNHEALTHY):
+            states[message.node] = WorkerState.UNKNOWN
     return states
 
 
-def _everybody(notes: Iterable[Note]) -> dict[str, Arrival]:
-    return {n.node: n.arrival for n in notes if n.kind is Kind.ARRIVED and n.arrival is not None}
+def _everybody(messages: Iterable[NodeMessage]) -> dict[str, Arrival]:
+    return {n.node: n.arrival for n in messages if n.kind is Kind.ARRIVED and n.arrival is not None}
 
 
 def _rank(store: JobStore, node: str, round_: int) -> int | None:
-    text = store.peek(keys.place(node))
+    text = store.peek(keys.assignment(node))
     if text is None:
         return None
-    place = decode(Place, text)
-    return place.group_rank if place.round == round_ else None
+    assignment = decode(RankAssignment, text)
+    return assignment.group_rank if assignment.round == round_ else None
 
 
 LAST_WORDS_S = 3.0
@@ -112,11 +112,7 @@ _T = TypeVar("_T")
 
 
 class JobOverError(NvrxError):
-    """There is no further round.
-
-    Attributes:
-        entry: The decision that says so.
-    """
+    """There is no further round."""
 
     def __init__(self, entry: Entry) -> None:
         why = f": {entry.cause.what}" if entry.cause is not None else ""
@@ -164,28 +160,21 @@ class _Answer(Generic[_T]):
 
 
 class Membership:
-    """This node's part in the rounds. All methods may be called from any thread, `join` from one.
-
-    Args:
-        settings: What this node is.
-        connect: Makes a connection to the job's store; called in a thread.
-        clock: Where the time is read.
-        on_news: Told of each decision that this node learns of, in a thread.
-    """
+    """This node in the rounds. Methods may be called from any thread, `join` from one."""
 
     def __init__(
         self,
         settings: MemberSettings,
         connect: Callable[[], JobStore],
         clock: Clock,
-        on_news: Callable[[News], None] = lambda _news: None,
+        on_event: Callable[[SessionEvent], None] = lambda _events: None,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._on_news = on_news
+        self._on_event = on_event
         # Guards what follows.
         self._changed = threading.Condition()
-        self._news: News | None = None
+        self._events: SessionEvent | None = None
         self._entry: Entry | None = None
         self._placed: Placed | None = None
         self._joined_round: int | None = None
@@ -324,7 +313,7 @@ class Membership:
                 error = problem
             with self._changed:
                 answer.value, answer.error = value, error
-                self._note(session.entry)
+                self._record(session.entry)
                 self._changed.notify_all()
 
         if self._is_closed:
@@ -379,7 +368,7 @@ class Membership:
             if self._in_use is not None:
                 self._in_use.release()
                 self._in_use = None
-            previous = self._placed.place.group_rank if self._placed is not None else None
+            previous = self._placed.assignment.group_rank if self._placed is not None else None
         arrival = dataclasses.replace(
             self._settings.arrival, master_port=self._offered.port, previous_rank=previous
         )
@@ -416,12 +405,16 @@ class Membership:
             while True:
                 if self._is_closed:
                     raise StoreLostError("this node has left the rendezvous")
-                entry, news = self._entry, self._news
+                entry, event = self._entry, self._events
                 if entry is not None and entry.phase is Phase.OVER:
                     raise JobOverError(entry)
                 self.check()
-                if isinstance(news, Placed) and news.entry.round >= round_ and news.entry == entry:
-                    return news
+                if (
+                    isinstance(event, Placed)
+                    and event.entry.round >= round_
+                    and event.entry == entry
+                ):
+                    return event
                 if entry is not None and entry.round > round_ and entry.phase is Phase.OPEN:
                     return None
                 is_closed = entry is not None and entry.phase is Phase.CLOSED
@@ -439,25 +432,25 @@ class Membership:
 
     # What the threads bring ------------------------------------------------------------------
 
-    def _take(self, news: News) -> None:
-        """Take news, in the session's thread."""
-        self._on_news(news)
+    def _take(self, event: SessionEvent) -> None:
+        """Handle an event, in the session's thread."""
+        self._on_event(event)
         with self._changed:
-            self._news = news
-            if isinstance(news, Lost):
-                self._lost = news.what
+            self._events = event
+            if isinstance(event, Lost):
+                self._lost = event.what
             else:
-                self._note(news.entry)
-            if isinstance(news, Placed):
-                self._placed = news
-                if news.place.group_rank == 0:
+                self._record(event.entry)
+            if isinstance(event, Placed):
+                self._placed = event
+                if event.assignment.group_rank == 0:
                     # Kept while rank 0 is here; the next round offers another.
                     self._in_use, self._offered = self._offered, PortReservation()
-            elif not isinstance(news, (Opened, Over, Lost)):
+            elif not isinstance(event, (Opened, Over, Lost)):
                 self._placed = None
             self._changed.notify_all()
 
-    def _note(self, entry: Entry | None) -> None:
+    def _record(self, entry: Entry | None) -> None:
         if entry is not None and (self._entry is None or entry.seq >= self._entry.seq):
             self._entry = entry
 

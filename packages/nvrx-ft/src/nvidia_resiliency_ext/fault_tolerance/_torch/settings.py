@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rendezvous handler of torch's kind is told: its timeouts, and the parameters it reads."""
+"""Timeouts and parameters of a rendezvous handler of torch's kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import HostRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
@@ -187,14 +187,16 @@ def group_size(conf: Mapping[str, Any]) -> int | None:
     return default_replacement_group_size(os.environ) if size is None else size
 
 
-def host_rules(placement: PlacementRules, timeout: Timeouts, *, min_healthy: bool) -> HostRules:
+def host_rules(
+    placement: PlacementRules, timeout: Timeouts, *, min_healthy: bool
+) -> CoordinatorRules:
     """Return what the store host decides by.
 
     Raises:
         ValueError: the rules contradict each other.
     """
     validate(placement)
-    return HostRules(
+    return CoordinatorRules(
         placement=placement,
         budget=Budget(_NO_LIMIT),
         lease_s=timeout.heartbeat.total_seconds(),
@@ -219,7 +221,7 @@ def placement_rules(
 
 def member_settings(
     options: NodeOptions,
-    rules: HostRules,
+    rules: CoordinatorRules,
     timeout: Timeouts,
     *,
     nproc: int = 1,

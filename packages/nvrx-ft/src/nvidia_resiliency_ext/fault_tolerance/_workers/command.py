@@ -115,13 +115,6 @@ def cpu_binding(
 ) -> CpuBinding:
     """Return how `--numa-binding` binds workers.
 
-    Args:
-        mode: One of `syntax.NUMA_MODES`.
-        nproc: Workers on this node.
-        environ: The launcher's environment.
-        gpus: The PCI address of each GPU that workers see, by local rank.
-        topology: The machine; None: this one.
-
     Raises:
         ValueError: They cannot be bound as asked; the message says why.
     """

@@ -8,10 +8,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+if TYPE_CHECKING:
+    from .command import WorkerCommand
 
 IMPORT_TIME_PREFIXES = (
     # The interpreter and libc.
@@ -114,26 +117,6 @@ _LARGEST_ENTRY_BYTES = 4 << 20
 _LIBTORCH = "libtorch_cpu"
 
 
-class Command(Protocol):
-    """The command of a worker, as the launcher has it."""
-
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """Wrapper, interpreter, flags, entry and arguments."""
-
-    @property
-    def entry(self) -> str:
-        """Script, or module after `-m`."""
-
-    @property
-    def is_module(self) -> bool:
-        """Whether the entry is a module."""
-
-    @property
-    def is_python(self) -> bool:
-        """Whether Python runs the entry."""
-
-
 class Settings(Protocol):
     """What the user chose."""
 
@@ -152,7 +135,7 @@ class Interpreter:
 
 
 def cold_reason(
-    command: Command,
+    command: WorkerCommand,
     env: Mapping[str, str],
     local_envs: Sequence[Mapping[str, str]],
     settings: Settings,
@@ -183,7 +166,7 @@ def go_reason(standby_env: Mapping[str, str], worker_env: Mapping[str, str]) -> 
     return None
 
 
-def _command_reason(command: Command) -> str | None:
+def _command_reason(command: WorkerCommand) -> str | None:
     if not command.is_python:
         return "the command is not a Python script or module"
     interpreter = find_interpreter(command.argv)
@@ -212,7 +195,7 @@ def _environment_reason(env: Mapping[str, str]) -> str | None:
     return None
 
 
-def _entry_reason(command: Command) -> str | None:
+def _entry_reason(command: WorkerCommand) -> str | None:
     text = _entry_text(command)
     name = set_in_text(text) if text is not None else None
     if name is not None:
@@ -267,7 +250,7 @@ def _is_this_python(word: str) -> bool:
     return same_folder and os.path.realpath(word) == os.path.realpath(sys.executable)
 
 
-def _entry_text(command: Command) -> str | None:
+def _entry_text(command: WorkerCommand) -> str | None:
     path = module_file(command.entry) if command.is_module else command.entry
     if path is not None and os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
@@ -298,7 +281,7 @@ def read_text(path: str) -> str | None:
     return data.decode("utf-8", "replace") if len(data) <= _LARGEST_ENTRY_BYTES else None
 
 
-def wants_standbys(worker_pids: Iterable[int]) -> bool:
+def wants_prewarming(worker_pids: Iterable[int]) -> bool:
     """Return whether any of the workers has libtorch mapped: only then do standbys gain."""
     return any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids)
 
@@ -366,7 +349,7 @@ _SIBLINGS = 8
 _LARGEST_PARSED_CHARACTERS = 200_000
 
 
-def should_hold_first_cycle(command: Command, prewarm_imports: tuple[str, ...] = ()) -> bool:
+def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
     """Return whether the entry file is certain to import what standbys import.
 
     Args:

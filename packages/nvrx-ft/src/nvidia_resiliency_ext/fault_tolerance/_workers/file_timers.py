@@ -55,12 +55,6 @@ def parse_request(line: bytes) -> TimerRequest | None:
 class FileTimers:
     """Reads the pipe in the launcher's loop and keeps a timer for each deadline.
 
-    Args:
-        path: Where the pipe is made; one that is left from an earlier launch is replaced.
-        loop: What calls at the deadlines.
-        clock: Where the time is read.
-        worker_pids: Returns the workers that run; each leads a session.
-
     Raises:
         OSError: The pipe cannot be made.
     """

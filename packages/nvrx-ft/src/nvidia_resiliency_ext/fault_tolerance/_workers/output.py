@@ -180,7 +180,7 @@ class OutputFiles:
 
         return cls(tempfile.mkdtemp(prefix="nvrx-logs-"))
 
-    def missing_room(self) -> str:
+    def missing_space(self) -> str:
         """Return why workers cannot write here now, or an empty text.
 
         It writes a block of data and does not wait for the disk: a restart must not.
@@ -296,9 +296,6 @@ class Tee:
     `fileno` is readable when a file grew; None where the kernel has no inotify, then `look`
     is due every `LOOK_INTERVAL_S`. A console that does not read holds up the copy and nothing
     else: what it did not take stays in the files. One thread only.
-
-    Args:
-        again: Called when `look` is due although no file grew.
     """
 
     def __init__(self, again: Callable[[], None] = lambda: None) -> None:

@@ -5,19 +5,19 @@ Slots, one per local rank:
 
 | state | event | next | effect |
 | --- | --- | --- | --- |
-| empty | the pool may fill | warming | `StartStandby` |
-| warming | `StandbyReady` | ready | |
-| warming, ready | `StandbyFailed` | failed | counts against the pool |
-| warming, ready | `Gone` (told to go) | went | |
-| ready | `Stale` (its files changed on disk) | empty | `EndStandby` |
-| went | `Begun` (it runs its program) | went | |
-| went | `RanksStarting` (of the next cycle) | empty | |
-| went, failed | the pool may fill and time is up | warming | `StartStandby` |
-| any but went | the pool is disabled or released | empty | `EndStandby` |
+| empty | the pool may fill | warming | `StartPrewarm` |
+| warming | `PrewarmReady` | ready | |
+| warming, ready | `PrewarmFailed` | failed | counts against the pool |
+| warming, ready | `Gone` (activated) | activated | |
+| ready | `Stale` (its files changed on disk) | empty | `EndPrewarm` |
+| activated | `Begun` (it runs its program) | activated | |
+| activated | `RanksStarting` (of the next cycle) | empty | |
+| activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
+| any but activated | the pool is disabled or released | empty | `EndPrewarm` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
 but never while ranks start: between `RanksStarting` and `RanksStarted`, until each worker that was
-told to go while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
+activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
 at a time, or as many as there are processors that nothing else uses; before the first cycle all are
 started at once. Where all workers of a cycle have their imports behind them, those processors are
@@ -38,7 +38,7 @@ FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
 # Ranks that do next to nothing leave their processor as good as idle.
 _IDLE_SLACK = 0.3
-# What torch and DistributedDataParallel take, until a standby has told its own figure.
+# What torch and DistributedDataParallel take, until a standby has reported its own figure.
 EXPECTED_STANDBY_BYTES = 224 << 20
 
 
@@ -48,7 +48,7 @@ class SlotState(enum.Enum):
     EMPTY = "empty"
     WARMING = "warming"
     READY = "ready"
-    WENT = "went"
+    ACTIVATED = "activated"
     FAILED = "failed"
 
 
@@ -59,21 +59,21 @@ class Pool:
     Attributes:
         slots: State by local rank.
         width: How many may warm up at the same time next to running ranks.
-        idle_width: How many may because nothing else uses the processors, as last told.
+        idle_width: How many may because nothing else uses the processors, as last reported.
         disabled: Why workers start cold for now, or None.
         wanted: Whether the workers gain from standbys at all.
         refused: The command can never be started warm.
         first: No "go" has been given yet: nothing runs that a fill could disturb.
         ranks_starting: Workers are starting; they need the processors.
-        importing: Slots that were told to go and import still; they need the processors, too.
-        import_s: The longest that workers took to begin which were told to go while importing.
-        went_at: When the last "go" was given.
+        importing: Slots that were activated and import still; they need the processors, too.
+        import_s: The longest that workers took to begin which were activated while importing.
+        activated_at: When the last "go" was given.
         is_warm: All workers of this cycle came from standbys; when these have begun, none imports.
         has_stepped: A rank of this cycle has shown a sign of a running step.
         fill_at: Earliest time of the next fill; None = not before a sign of a running step.
         last_failure: When a standby failed last.
-        standby_bytes: Private memory of one standby, as the last one told.
-        free_bytes: Memory that the node could still give, as last told.
+        prewarmed_bytes: Private memory of one standby, as the last one reported.
+        free_bytes: Memory that the node could still give, as last reported.
     """
 
     slots: tuple[SlotState, ...]
@@ -86,12 +86,12 @@ class Pool:
     ranks_starting: bool = False
     importing: frozenset[int] = frozenset()
     import_s: float = 0.0
-    went_at: float = 0.0
+    activated_at: float = 0.0
     is_warm: bool = False
     has_stepped: bool = False
     fill_at: float | None = None
     last_failure: float | None = None
-    standby_bytes: int = EXPECTED_STANDBY_BYTES
+    prewarmed_bytes: int = EXPECTED_STANDBY_BYTES
     free_bytes: int | None = None
 
     @classmethod
@@ -129,7 +129,7 @@ class RanksStarting:
 
 @dataclass(frozen=True, slots=True)
 class RanksStarted:
-    """All workers of the cycle have been started or told to go."""
+    """All workers of the cycle have been started or activated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Idle:
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyReady:
+class PrewarmReady:
     """The imports of a slot's standby are done."""
 
     slot: int
@@ -167,7 +167,7 @@ class StandbyReady:
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyFailed:
+class PrewarmFailed:
     """A slot's standby failed, died or must not be used."""
 
     slot: int
@@ -176,7 +176,7 @@ class StandbyFailed:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A slot's standby was told to go: it is a worker now, or will be."""
+    """A slot's standby was activated: it is a worker now, or will be."""
 
     slot: int
 
@@ -204,19 +204,19 @@ class Refused:
 
 Event = (
     Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory | Idle
-    | StandbyReady | StandbyFailed | Gone | Begun | Stale | Refused
+    | PrewarmReady | PrewarmFailed | Gone | Begun | Stale | Refused
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class StartStandby:
+class StartPrewarm:
     """Start a standby for the slot."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndStandby:
+class EndPrewarm:
     """End the slot's standby."""
 
     slot: int
@@ -229,7 +229,7 @@ class Disable:
     reason: str
 
 
-Effect = StartStandby | EndStandby | Disable
+Effect = StartPrewarm | EndPrewarm | Disable
 
 _HELD = (SlotState.WARMING, SlotState.READY)
 
@@ -251,7 +251,7 @@ class _Draft:
         for slot, state in enumerate(self.pool.slots):
             if state in _HELD:
                 self.set_slot(slot, SlotState.EMPTY)
-                self.effects.append(EndStandby(slot))
+                self.effects.append(EndPrewarm(slot))
 
     def disable(self, reason: str) -> None:
         if self.pool.disabled is None:
@@ -264,7 +264,7 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
     """Return the pool after an event, and what to do."""
     draft = _Draft(pool)
     match event:
-        case StandbyReady() | StandbyFailed() | Gone() | Begun() | Stale():
+        case PrewarmReady() | PrewarmFailed() | Gone() | Begun() | Stale():
             _slot_event(draft, event, now)
         case Refused(reason):
             draft.change(refused=True)
@@ -280,10 +280,10 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
                 ranks_starting=True, importing=frozenset(), has_stepped=False, idle_width=0
             )
             for slot, state in enumerate(pool.slots):
-                if state is SlotState.WENT:
+                if state is SlotState.ACTIVATED:
                     draft.set_slot(slot, SlotState.EMPTY)
         case RanksStarted():
-            is_warm = all(state is SlotState.WENT for state in pool.slots)
+            is_warm = all(state is SlotState.ACTIVATED for state in pool.slots)
             import_s = 0.0 if is_warm else pool.import_s
             fill_at = now + import_s + _pause_s(import_s)
             draft.change(ranks_starting=False, first=False, is_warm=is_warm, fill_at=fill_at)
@@ -303,16 +303,16 @@ def _with_machine(pool: Pool, event: Memory | Idle) -> Pool:
 
 
 def _slot_event(
-    draft: _Draft, event: StandbyReady | StandbyFailed | Gone | Begun | Stale, now: float
+    draft: _Draft, event: PrewarmReady | PrewarmFailed | Gone | Begun | Stale, now: float
 ) -> None:
     state = draft.pool.slots[event.slot]
     match event:
-        case StandbyReady(slot, private_bytes) if state is SlotState.WARMING:
+        case PrewarmReady(slot, private_bytes) if state is SlotState.WARMING:
             draft.set_slot(slot, SlotState.READY)
             if private_bytes:
-                draft.change(standby_bytes=private_bytes)
-        case StandbyFailed(slot, reason) if state in _HELD or state is SlotState.WENT:
-            # One that was told to go while warming has no process any more either way.
+                draft.change(prewarmed_bytes=private_bytes)
+        case PrewarmFailed(slot, reason) if state in _HELD or state is SlotState.ACTIVATED:
+            # One that was activated while warming has no process any more either way.
             draft.set_slot(slot, SlotState.FAILED)
             draft.change(importing=draft.pool.importing - {slot})
             last = draft.pool.last_failure
@@ -320,12 +320,12 @@ def _slot_event(
             if last is not None and now - last <= FAILURE_WINDOW_S:
                 draft.disable(f"standby workers failed twice within a minute: {reason}")
         case Gone(slot) if state in _HELD:
-            draft.set_slot(slot, SlotState.WENT)
+            draft.set_slot(slot, SlotState.ACTIVATED)
             if state is SlotState.WARMING:
                 draft.change(importing=draft.pool.importing | {slot})
-            draft.change(went_at=now, fill_at=now + FILL_DELAY_S, first=False)
+            draft.change(activated_at=now, fill_at=now + FILL_DELAY_S, first=False)
         case Begun(slot) if slot in draft.pool.importing:
-            import_s = now - draft.pool.went_at
+            import_s = now - draft.pool.activated_at
             draft.change(
                 importing=draft.pool.importing - {slot},
                 import_s=max(import_s, draft.pool.import_s),
@@ -334,9 +334,9 @@ def _slot_event(
                 draft.change(fill_at=now + _pause_s(import_s))
         case Stale(slot) if state in _HELD:
             draft.set_slot(slot, SlotState.EMPTY)
-            draft.effects.append(EndStandby(slot))
+            draft.effects.append(EndPrewarm(slot))
         case _:
-            pass  # News of a standby that was ended meanwhile.
+            pass  # A message of a standby that was ended meanwhile.
 
 
 def _pause_s(import_s: float) -> float:
@@ -348,7 +348,7 @@ def _check_memory(draft: _Draft) -> None:
     pool = draft.pool
     # What is held already is no longer free, so only the rest has to fit.
     missing = sum(state not in _HELD for state in pool.slots)
-    needed = MEMORY_FACTOR * pool.standby_bytes * missing
+    needed = MEMORY_FACTOR * pool.prewarmed_bytes * missing
     if pool.free_bytes is not None and pool.free_bytes < needed:
         draft.disable(
             f"too little memory for standby workers: {pool.free_bytes >> 20} MB free, "
@@ -357,8 +357,8 @@ def _check_memory(draft: _Draft) -> None:
 
 
 def _next_slots(pool: Pool, width: int) -> Sequence[int]:
-    room = max(width, pool.idle_width) - _warming(pool)
-    return _unheld(pool)[: max(0, room)]
+    free_width = max(width, pool.idle_width) - _warming(pool)
+    return _unheld(pool)[: max(0, free_width)]
 
 
 def _warming(pool: Pool) -> int:
@@ -387,4 +387,4 @@ def _fill(draft: _Draft, now: float, *, prepare: bool) -> None:
     if draft.pool.disabled is None:
         for slot in chosen:
             draft.set_slot(slot, SlotState.WARMING)
-            draft.effects.append(StartStandby(slot))
+            draft.effects.append(StartPrewarm(slot))

@@ -5,7 +5,7 @@ Each worker has its own deadline: one that ignores SIGTERM delays nobody else, a
 survives SIGKILL (state D) is given up after a bound instead of being waited for.
 
 Each worker leads a session and a process group of its own and dies with the launcher. A worker
-comes from a standby that is told to go, or from a fresh interpreter; from then on both are the
+comes from a standby that is activated, or from a fresh interpreter; from then on both are the
 same to this module.
 """
 
@@ -171,10 +171,10 @@ class Starter(Protocol):
     """Makes workers out of specs."""
 
     def begin(self) -> None:
-        """Take note that the workers of a cycle are about to start."""
+        """Record that the workers of a cycle are about to start."""
 
     def done(self) -> None:
-        """Take note that all of them are started."""
+        """Record that all of them are started."""
 
     def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
         """Return why an exited process never became a worker, or None if it was one."""
@@ -229,7 +229,7 @@ class ColdStarter:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told what happens to a group.
+    """Callbacks for the events of a group.
 
     Attributes:
         exited: Called with (local rank, exit status) once per worker.
@@ -249,7 +249,7 @@ class WorkerGroup:
         loop: Where exits and deadlines are waited for.
         clock: The clock of the loop.
         tee: Copies files to the console for streams that ask for it.
-        listener: Who is told of exits and stops.
+        listener: Who is notified of exits and stops.
         reports_leftovers: Whether processes that workers left in their groups are named in the
             log before they are killed.
     """

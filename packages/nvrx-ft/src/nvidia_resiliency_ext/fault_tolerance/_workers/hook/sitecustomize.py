@@ -56,8 +56,8 @@ class _ControlSocket:
         import json
 
         flags = getattr(self._api, "MSG_CMSG_CLOEXEC", 0)
-        room = self._api.CMSG_SPACE(3 * 4)
-        data, control, _, _ = self._socket.recvmsg(_LARGEST_MESSAGE_BYTES, room, flags)
+        control_bytes = self._api.CMSG_SPACE(3 * 4)
+        data, control, _, _ = self._socket.recvmsg(_LARGEST_MESSAGE_BYTES, control_bytes, flags)
         if not data:
             os._exit(_LEFT)
         fds: list[int] = []

@@ -5,7 +5,7 @@ It decides neither when standbys start nor which worker comes from one. All call
 launcher's loop, and none but `end` waits. Start standbys from a thread that lasts as long as the
 launcher: the kernel ties their lives to the thread.
 
-    standby = Standby.start(command, env, slot=0)
+    standby = PrewarmedWorker.start(command, env, slot=0)
     loop.watch(standby.fileno(), ...)       # receive() -> Ready(...)
     standby.go(GoOrder(env=worker_env))     # receive() -> Begun(...) or Failed(...)
     child = standby.release()
@@ -47,8 +47,8 @@ _STATUS_WAIT_S = 0.2
 _LARGEST_OUTPUT_BYTES = 4096
 
 
-class StandbyError(NvrxError):
-    """A standby cannot be started or told to go; start the worker cold."""
+class PrewarmError(NvrxError):
+    """A standby cannot be started or activated; start the worker cold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ INHERITED = Stdio()
 PIPED = Stdio(is_piped=True)
 
 
-class Standby:
+class PrewarmedWorker:
     """A process that imports ahead and waits; made by `start`, ended by `end` or `release`.
 
     Attributes:
@@ -151,7 +151,7 @@ class Standby:
         self._control_socket = control_socket
         self._outputs = outputs
         self._files: tuple[FileStamp, ...] = (file_stamp(os.path.realpath(child.argv[0])),)
-        self._is_told = False
+        self._is_activated = False
 
     @classmethod
     def start(  # noqa: PLR0913 - what a process is started with
@@ -164,7 +164,7 @@ class Standby:
         argv: Sequence[str] | None = None,
         imports: Sequence[str] = DEFAULT_IMPORTS,
         hook_folder: str = HOOK_FOLDER,
-    ) -> Standby:
+    ) -> PrewarmedWorker:
         """Start the command of a worker, held until a cycle needs it.
 
         Args:
@@ -178,7 +178,7 @@ class Standby:
 
         Raises:
             ChildStartError: The command cannot be run.
-            StandbyError: There are too many modules to name, or the kernel does not give what a
+            PrewarmError: There are too many modules to name, or the kernel does not give what a
                 standby needs, such as files in memory.
         """
         words = tuple(argv) if argv is not None else command.for_local_rank(slot)
@@ -203,12 +203,12 @@ class Standby:
                             on_failure.callback(os.close, fd)
                             kept.append(fd)
             except (OSError, AttributeError) as error:  # the latter: a libc without memfd
-                raise StandbyError(f"it cannot be prepared: {error}") from error
+                raise PrewarmError(f"it cannot be prepared: {error}") from error
             ours.setblocking(False)
             _send(ours, _first_message(words, command.entry, env, imports))
             child = start_child(
                 words,
-                env=_standby_env(env, theirs.fileno(), hook_folder),
+                env=_prewarm_env(env, theirs.fileno(), hook_folder),
                 stdout=outputs[0],
                 stderr=outputs[1],
                 pass_fds=(theirs.fileno(),),
@@ -226,7 +226,7 @@ class Standby:
         return self._control_socket.fileno()
 
     def receive(self) -> Ready | Begun | Failed | None:
-        """Return the next news without waiting, or None. `Begun` and `Failed` are the last."""
+        """Return the next message without waiting, or None. `Begun` and `Failed` are the last."""
         try:
             try:
                 data = self._control_socket.recv(_LARGEST_REPLY_BYTES)
@@ -241,20 +241,20 @@ class Standby:
         if not data:
             return Failed(self._describe_end())
         try:
-            news = _parse(json.loads(data))
+            message = _parse(json.loads(data))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             return Failed(f"it sent an unreadable message ({type(error).__name__})")
-        if isinstance(news, Ready):
-            self._files += news.files
-        if not isinstance(news, Begun):
+        if isinstance(message, Ready):
+            self._files += message.files
+        if not isinstance(message, Begun):
             self._log_output()
-        return news
+        return message
 
     def go(self, order: GoOrder) -> None:
         """Tell it to become the worker; it may still be importing, and then goes on when it can.
 
         Raises:
-            StandbyError: It cannot be told; it is of no use any more.
+            PrewarmError: It cannot be reached; it is of no use any more.
         """
         streams = [i for i, fd in enumerate(order.stdio_fds) if fd is not None]
         message = {
@@ -264,7 +264,7 @@ class Standby:
             "not_before": order.not_before,
         }
         _send(self._control_socket, message, [fd for fd in order.stdio_fds if fd is not None])
-        self._is_told = True
+        self._is_activated = True
         # Whoever stopped it while it waited did not mean the worker that it is now.
         self.child.signal(signal.SIGCONT)
 
@@ -294,7 +294,7 @@ class Standby:
     def _describe_end(self) -> str:
         status = self.child.wait(_STATUS_WAIT_S)
         how = "it closed its socket" if status is None else f"it ended ({status.describe()})"
-        return f"{how} {'when told to go' if self._is_told else 'before it was ready'}"
+        return f"{how} {'when told to go' if self._is_activated else 'before it was ready'}"
 
     def _log_output(self) -> None:
         for fd in self._outputs:
@@ -315,7 +315,7 @@ def file_stamp(path: str) -> FileStamp:
     return FileStamp(path, status.st_size, status.st_mtime_ns)
 
 
-def _standby_env(env: Mapping[str, str], fd: int, hook_folder: str) -> dict[str, str]:
+def _prewarm_env(env: Mapping[str, str], fd: int, hook_folder: str) -> dict[str, str]:
     old = env.get("PYTHONPATH")
     changed = {**env, FD_VARIABLE: str(fd)}
     # An empty value means "nothing"; after a colon it would mean the working directory.
@@ -330,7 +330,7 @@ def _first_message(
 ) -> dict[str, Any]:
     interpreter = find_interpreter(words)
     if interpreter is None:
-        raise StandbyError("the command does not run this Python")
+        raise PrewarmError("the command does not run this Python")
     path_dirs = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
     return {
         "parent": os.getpid(),
@@ -380,12 +380,12 @@ def _send(
 ) -> None:
     data = json.dumps(message, separators=(",", ":")).encode()
     if len(data) > _LARGEST_MESSAGE_BYTES:
-        raise StandbyError(f"the order is too large ({len(data)} bytes)")
+        raise PrewarmError(f"the order is too large ({len(data)} bytes)")
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
         control_socket.sendmsg([data], control)
     except OSError as error:
-        raise StandbyError(f"it does not listen: {error.strerror}") from error
+        raise PrewarmError(f"it does not listen: {error.strerror}") from error
 
 
 def _parse(message: Mapping[str, Any]) -> Ready | Begun | Failed:

@@ -21,17 +21,17 @@ from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     cold_reason,
     go_reason,
     should_hold_first_cycle,
-    wants_standbys,
+    wants_prewarming,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
-from nvidia_resiliency_ext.fault_tolerance._workers.standby import (
+from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
     PIPED,
     Begun,
     Failed,
     GoOrder,
+    PrewarmedWorker,
+    PrewarmError,
     Ready,
-    Standby,
-    StandbyError,
     Stdio,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
@@ -53,17 +53,8 @@ HEAD_START_S = 0.015
 BEGIN_LIMIT_S = 5.0
 
 
-class StandbyStarter:
-    """Makes workers for each cycle and keeps standbys for the next one.
-
-    Args:
-        plan: What the workers run and how they are kept warm.
-        base_env: What is the same in the environment of all workers.
-        loop: Where standbys are watched.
-        clock: The clock of the loop.
-        reporter: Where the states of standbys are recorded.
-        running_pids: Returns the processes of the workers that run now.
-    """
+class PrewarmStarter:
+    """Makes workers for each cycle and keeps standbys for the next one."""
 
     def __init__(
         self,
@@ -85,9 +76,9 @@ class StandbyStarter:
         self._imports = plan.prewarm.modules
         self._cold = ColdStarter(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
         self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
-        self._held: dict[int, Standby] = {}
+        self._held: dict[int, PrewarmedWorker] = {}
         self._ready: dict[int, Ready] = {}
-        self._told: dict[int, Standby] = {}
+        self._activated: dict[int, PrewarmedWorker] = {}
         self._last_words: dict[int, str] = {}
         self._head_start_ends = 0.0
         self._idle = IdleMeter()
@@ -134,7 +125,7 @@ class StandbyStarter:
             self._step(pools.Prepare())
 
     def good_step(self) -> None:
-        """Take note that a rank works: standbys may be filled from now on.
+        """Record that a rank works: standbys may be filled from now on.
 
         Only the first rank of a cycle counts: the others must not undo what the pool has learnt
         since, that its standbys fail.
@@ -157,15 +148,15 @@ class StandbyStarter:
             if slot in self._ready and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
                 self._step(pools.Stale(slot))
-        self._step(pools.Wanted(wants_standbys(self._running_pids())))
+        self._step(pools.Wanted(wants_prewarming(self._running_pids())))
 
     def _step(self, event: pools.Event) -> None:
         self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
         for effect in effects:
-            if isinstance(effect, pools.StartStandby):
-                self._start_standby(effect.slot)
-            elif isinstance(effect, pools.EndStandby):
-                self._end_standby(effect.slot)
+            if isinstance(effect, pools.StartPrewarm):
+                self._start_prewarm(effect.slot)
+            elif isinstance(effect, pools.EndPrewarm):
+                self._end_prewarm(effect.slot)
             else:
                 logger.info("workers start cold from now on: %s", effect.reason)
 
@@ -198,11 +189,11 @@ class StandbyStarter:
 
     # One standby ---------------------------------------------------------------------------
 
-    def _start_standby(self, slot: int) -> None:
+    def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._output, "", slot)
         streams = Stdio(output.stdout.path, output.stderr.path)
         try:
-            standby = Standby.start(
+            standby = PrewarmedWorker.start(
                 self._plan.command,
                 self._base_env,
                 slot,
@@ -210,32 +201,32 @@ class StandbyStarter:
                 argv=self._plan.command.for_local_rank(slot),
                 imports=self._imports,
             )
-        except (ChildStartError, StandbyError) as error:
-            self._step(pools.StandbyFailed(slot, str(error)))
+        except (ChildStartError, PrewarmError) as error:
+            self._step(pools.PrewarmFailed(slot, str(error)))
             return
         self._held[slot] = standby
         self._reporter.standby(slot, "warming", None, None)
         self._loop.watch(standby.fileno(), lambda: self._hear(slot))
 
     def _hear(self, slot: int) -> None:
-        """Take a held standby's news."""
-        news = self._held[slot].receive()
-        if isinstance(news, Ready) and news.problem is None:
-            self._ready[slot] = news
-            self._reporter.standby(slot, "ready", news.seconds, news.private_bytes)
-            self._step(pools.StandbyReady(slot, news.private_bytes or 0))
+        """Take a held standby's message."""
+        message = self._held[slot].receive()
+        if isinstance(message, Ready) and message.problem is None:
+            self._ready[slot] = message
+            self._reporter.standby(slot, "ready", message.seconds, message.private_bytes)
+            self._step(pools.PrewarmReady(slot, message.private_bytes or 0))
             self._announce()
-        elif isinstance(news, Ready):
-            self._end_standby(slot)
-            self._why_cold = str(news.problem)
+        elif isinstance(message, Ready):
+            self._end_prewarm(slot)
+            self._why_cold = str(message.problem)
             self._step(pools.Refused(self._why_cold))
-        elif isinstance(news, Failed):
-            self._end_standby(slot)
+        elif isinstance(message, Failed):
+            self._end_prewarm(slot)
             self._reporter.standby(slot, "failed", None, None)
-            logger.info("standby %d failed: %s", slot, news.reason)
-            self._step(pools.StandbyFailed(slot, news.reason))
+            logger.info("standby %d failed: %s", slot, message.reason)
+            self._step(pools.PrewarmFailed(slot, message.reason))
 
-    def _end_standby(self, slot: int) -> None:
+    def _end_prewarm(self, slot: int) -> None:
         standby = self._held.pop(slot, None)
         self._ready.pop(slot, None)
         if standby is not None:
@@ -284,7 +275,11 @@ class StandbyStarter:
         return "no standby was started yet"
 
     def _go(
-        self, standby: Standby, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None
+        self,
+        standby: PrewarmedWorker,
+        spec: WorkerSpec,
+        stdout_fd: int | None,
+        stderr_fd: int | None,
     ) -> tuple[Started | None, str]:
         slot = spec.local_rank
         reason = go_reason(standby.env, spec.env)
@@ -300,17 +295,17 @@ class StandbyStarter:
             )
             try:
                 standby.go(order)
-            except StandbyError as error:
-                news = standby.receive()
-                reason = news.reason if isinstance(news, Failed) else str(error)
+            except PrewarmError as error:
+                message = standby.receive()
+                reason = message.reason if isinstance(message, Failed) else str(error)
         if reason is not None:
-            self._end_standby(slot)
-            self._step(pools.StandbyFailed(slot, reason))
+            self._end_prewarm(slot)
+            self._step(pools.PrewarmFailed(slot, reason))
             return None, reason
         ready = self._ready.pop(slot, None)
-        self._told[slot] = self._held.pop(slot)
+        self._activated[slot] = self._held.pop(slot)
         self._loop.unwatch(standby.fileno())
-        self._loop.watch(standby.fileno(), lambda: self._hear_told(slot, standby))
+        self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
         self._step(pools.Gone(slot))
         self._reporter.standby(slot, "went", None, None)
         if ready is not None:
@@ -320,9 +315,9 @@ class StandbyStarter:
             return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
         return Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
-    def _give_up(self, slot: int, standby: Standby) -> None:
+    def _give_up(self, slot: int, standby: PrewarmedWorker) -> None:
         """Kill a standby that was ready and did not begin; its worker then starts cold."""
-        if self._told.get(slot) is standby:
+        if self._activated.get(slot) is standby:
             logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
             standby.child.signal(signal.SIGKILL)
 
@@ -338,22 +333,22 @@ class StandbyStarter:
             return None
         return self._head_start_ends if self._head_start_ends > now else None
 
-    def _hear_told(self, slot: int, standby: Standby) -> None:
-        """Take the last news of a standby that was told to go; a Failed is handled at its exit."""
-        news = standby.receive()
-        if isinstance(news, Begun):
-            self._forget_told(slot, standby)
+    def _receive_begun(self, slot: int, standby: PrewarmedWorker) -> None:
+        """Take the last message of an activated standby; a Failed is handled at its exit."""
+        message = standby.receive()
+        if isinstance(message, Begun):
+            self._forget_activated(slot, standby)
             self._step(pools.Begun(slot))
             self._arm_for_fill()
-        elif isinstance(news, Failed):
-            self._last_words[slot] = news.reason
+        elif isinstance(message, Failed):
+            self._last_words[slot] = message.reason
             self._loop.unwatch(standby.fileno())
 
-    def _forget_told(self, slot: int, standby: Standby) -> None:
+    def _forget_activated(self, slot: int, standby: PrewarmedWorker) -> None:
         self._loop.unwatch(standby.fileno())
         standby.release()
-        if self._told.get(slot) is standby:
-            del self._told[slot]
+        if self._activated.get(slot) is standby:
+            del self._activated[slot]
 
     def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
         """Return why a process that just exited never became a worker, or None if it was one.
@@ -362,19 +357,19 @@ class StandbyStarter:
             local_rank: Whose process it was.
             is_stopped: The launcher ended it, which is no failure of a standby.
         """
-        standby = self._told.get(local_rank)
+        standby = self._activated.get(local_rank)
         if standby is None:
             return None
         reason = self._last_words.pop(local_rank, None)
-        news = None if reason is not None else standby.receive()
-        while isinstance(news, Ready):  # Sent before it saw the order.
-            news = standby.receive()
-        if isinstance(news, Failed):
-            reason = news.reason
-        self._forget_told(local_rank, standby)
+        message = None if reason is not None else standby.receive()
+        while isinstance(message, Ready):  # Sent before it saw the order.
+            message = standby.receive()
+        if isinstance(message, Failed):
+            reason = message.reason
+        self._forget_activated(local_rank, standby)
         if reason is not None and not is_stopped:
             self._reporter.standby(local_rank, "failed", None, None)
-            self._step(pools.StandbyFailed(local_rank, reason))
+            self._step(pools.PrewarmFailed(local_rank, reason))
         return reason
 
     def start_again(
@@ -390,6 +385,6 @@ class StandbyStarter:
         if self._timer is not None:
             self._timer.cancel()
         for slot in list(self._held):
-            self._end_standby(slot)
-        for slot, standby in list(self._told.items()):
-            self._forget_told(slot, standby)
+            self._end_prewarm(slot)
+        for slot, standby in list(self._activated.items()):
+            self._forget_activated(slot, standby)
