@@ -195,7 +195,7 @@ def plan_from_args(
         *stream_warnings(logs, args),
     ]
     if max_nodes > 1 and get_rdzv_endpoint(args).startswith("127."):
-        notes.append(
+        messages.append(
             f"launchers on other machines cannot come to {get_rdzv_endpoint(args)}: give all of"
             " them --rdzv-endpoint HOST:PORT, where HOST is one machine of the job"
         )
