@@ -287,6 +287,23 @@ def test_reworded_failures(case):
     assert case["rank"] in {None, found.first_fault.rank}
 
 
+HEALTHY = (Path(__file__).parent / "healthy_lines.txt").read_text().splitlines()
+TIMEOUT = (
+    "[rank2]:[E1123 10:00:00.000 ProcessGroupNCCL.cpp:629] [Rank 2] Watchdog caught collective"
+    " operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600013"
+    " milliseconds before timing out.\n"
+)
+
+
+@pytest.mark.parametrize("line", HEALTHY)
+def test_healthy_lines_accuse_nobody(line):
+    """A line of a job that is well is no fault, and hides none that follows."""
+    assert verdict_of(f"{STEPS}[rank1]: {line}\n{STEPS}").first_fault is None
+    for before in ("", STEPS):
+        found = verdict_of(f"{before}[rank1]: {line}\n{TIMEOUT}")
+        assert (found.reason_code, found.action) == ("nccl.timeout", "RESTART")
+
+
 def test_log_and_traces_together(tmp_path):
     """Traces name the rank of a log that has only timeouts; their agreement raises confidence."""
     job = attribution_traces.make_job("host_stuck", 16, 1)

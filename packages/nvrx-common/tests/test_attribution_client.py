@@ -100,7 +100,7 @@ def test_a_thread_that_is_to_look_later_is_not_woken(service, client_of, monkeyp
     client.request_terminal_analysis()
     client._submit_log("/logs/b")
     assert not woken
-    client.stop_poller()
+    client.stop_poller(60.0)
     assert woken
     assert service.posts() == [("terminal", "/logs/a"), ("progressive", "/logs/b")]
 

@@ -562,3 +562,28 @@ def test_a_lock_that_no_thread_can_wait_for_leaves_no_descriptor_open(
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(holder)
     os.close(waiter)
+
+
+def test_shared_memory_is_a_file_where_the_kernel_gives_none(tmp_path: Path, monkeypatch) -> None:
+    """The first directory that takes it has a file of that size, without a name."""
+    monkeypatch.setenv("NVRX_FORCE_NO_MEMFD", "1")
+    places = [str(tmp_path / "missing"), str(tmp_path)]
+    descriptor = os_utils.shared_memory("nvrx-page", 4096, places)
+    assert os.fstat(descriptor).st_size == 4096
+    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(tmp_path))
+    os.close(descriptor)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_memory_that_has_no_room_names_the_directory(tmp_path: Path, monkeypatch) -> None:
+    """Allocating blocks fails without a path: the error says what was made, where and why not."""
+
+    def allocate(_fd: int, _offset: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("NVRX_FORCE_NO_MEMFD", "1")
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(OSError, match="no shared memory 'nvrx-page': No space left") as raised:
+        os_utils.shared_memory("nvrx-page", 4096, [str(tmp_path)])
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -73,6 +73,25 @@ def test_connections_to_a_port_are_found(listener) -> None:
             sock.close()
 
 
+def test_a_client_that_is_not_answered_is_given_up(listener) -> None:
+    """After its time its connection is ended, and the thread that made it comes back."""
+    address = listener.getsockname()
+    with socket.create_connection(address) as other, listener.accept()[0]:
+
+        def connect() -> None:
+            with socket.create_connection(address) as client:
+                client.recv(1)
+
+        with pytest.raises(store_sockets.NoAnswerError, match=f"port {address[1]} does not answer"):
+            store_sockets.open_client(connect, address[1], 0.2)
+        store_sockets.given_up.pop().join(60.0)
+        # One that was there before is left alone.
+        (found,) = store_sockets.connected_sockets(address[1])
+        with found:
+            assert found.getsockname() == other.getsockname()
+        assert other.send(b"1") == 1
+
+
 def test_a_number_that_is_taken_over_by_a_pipe_leaves_nothing_open(monkeypatch) -> None:
     """A socket that is closed while it is looked at, and becomes a pipe, is let go."""
     reading, writing = os.pipe()

@@ -87,6 +87,8 @@ def test_a_module_that_is_there_is_taken(folder):
     [
         (["--nnodes=2"], True),
         (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:29400"], True),
+        (["--nnodes=2", "--rdzv-endpoint=localhost:29400"], True),
+        (["--nnodes=2", "--rdzv-endpoint=[::1]:29400"], True),
         (["--nnodes=2", "--rdzv-endpoint=node0:29400"], False),
         (["--nnodes=1"], False),
     ],
@@ -140,6 +142,14 @@ def test_a_file_that_hides_a_package_is_told_of(folder, caplog, name):
     (text,) = [note for note in plan("train.py").warnings if "rename it" in note]
     assert str(path) in text
     assert f" {package} from the program" in text
+
+
+def test_a_name_that_python_has_loaded_by_then_hides_nothing(folder):
+    """Python loads some modules before it looks into the script's folder: no word about those."""
+    (folder / "abc.py").write_text("raise SystemExit('loaded')")
+    (folder / "queue.py").write_text("")
+    (text,) = [note for note in plan("train.py").warnings if "rename it" in note]
+    assert "queue.py" in text
 
 
 class Handle:

@@ -3,13 +3,18 @@
 
 import dataclasses
 import random
+from unittest.mock import Mock
 
 import pytest
 
+from nvidia_resiliency_ext.fault_tolerance._agent.prewarm import PrewarmStarter
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
     Begun,
     Disable,
+    Ended,
     EndPrewarm,
     Gone,
     GoodStep,
@@ -29,6 +34,8 @@ from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
     Wanted,
     step,
 )
+from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 EMPTY, WARMING, READY = SlotState.EMPTY, SlotState.WARMING, SlotState.READY
 ACTIVATED, FAILED = SlotState.ACTIVATED, SlotState.FAILED
@@ -122,6 +129,37 @@ def test_not_while_workers_import():
     assert step(pool, Tick(), 100.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
+def test_a_worker_that_ends_while_it_imports_makes_room():
+    """While the node waits for the next cycle its slot is filled, and nothing counts as failed."""
+    pool = Pool.of(1, 4)
+    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), RanksStarted())
+    assert after(pool, (Tick(), 5000.0))[1] == []
+    pool, effects = after(pool, (Ended(0), 5000.0))
+    assert effects == [StartPrewarm(0)]
+    assert (pool.importing, pool.last_failure) == (frozenset(), None)
+
+
+IMPORTING = dataclasses.replace(Pool.of(1, 4), slots=(ACTIVATED,), importing=frozenset({0}))
+
+
+@pytest.mark.parametrize(
+    ("last_words", "is_stopped"),
+    [
+        (prewarmed.Failed("it was killed"), True),
+        (prewarmed.Begun(0.1), True),
+        (prewarmed.Begun(0.1), False),
+    ],
+)
+def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
+    """Whether the launcher ended it, or it left before its last message was read."""
+    plan = plan_from_args(parse_args(["--no-python", "true"]), {})
+    starter = PrewarmStarter(plan, {}, Mock(), SystemClock(), Mock(), list)
+    starter._pool = IMPORTING
+    starter._activated[0] = Mock(receive=Mock(return_value=last_words))
+    starter.never_began(0, is_stopped=is_stopped)
+    assert (starter._pool.slots, starter._pool.importing) == ((EMPTY,), frozenset())
+
+
 def test_workers_that_start_cold_are_left_alone_as_long():
     """After a fault before any standby was ready, cold workers import undisturbed."""
     pool = Pool.of(2, 4)
@@ -150,6 +188,8 @@ TABLE = [
     (READY, PrewarmFailed(0, "x"), FAILED, ()),
     (ACTIVATED, PrewarmFailed(0, "x"), FAILED, ()),
     (EMPTY, PrewarmFailed(0, "x"), EMPTY, ()),
+    (ACTIVATED, Ended(0), EMPTY, ()),
+    (WARMING, Ended(0), WARMING, ()),
     (WARMING, Gone(0), ACTIVATED, ()),
     (READY, Gone(0), ACTIVATED, ()),
     (FAILED, Gone(0), FAILED, ()),
@@ -248,6 +288,7 @@ def test_random_walks_keep_the_rules(seed):
                 Gone(slot),
                 Stale(slot),
                 Begun(slot),
+                Ended(slot),
             )
         )
         if isinstance(event, (PrewarmFailed, Gone)):

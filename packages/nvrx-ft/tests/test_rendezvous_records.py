@@ -158,8 +158,10 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
 
 def test_an_unknown_field_is_refused() -> None:
     """A record with a field that this version does not know is foreign."""
-    with pytest.raises(ForeignValueError, match="unknown field 'colour'"):
+    with pytest.raises(ForeignValueError, match="not a RankAssignment: unknown field 'colour'"):
         decode(RankAssignment, '{"round":1,"colour":"red"}')
+    with pytest.raises(ForeignValueError, match="not an Entry: unknown field 'colour'"):
+        decode(Entry, '{"colour":"red"}')
 
 
 @pytest.mark.parametrize("letter", ["x", "\u4e00", "\U0001f525", "\ud800", "\n", "\x00"])

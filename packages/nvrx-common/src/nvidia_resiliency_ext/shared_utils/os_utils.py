@@ -468,7 +468,7 @@ def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int
             first that has room is taken.
 
     Raises:
-        OSError: No directory has room.
+        OSError: No directory has room; it names the last one.
     """
     if os.environ.get("NVRX_FORCE_NO_MEMFD") != "1" and hasattr(os, "memfd_create"):
         # An error: seccomp or an old kernel.
@@ -484,7 +484,8 @@ def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int
             os.unlink(path)
             return _sized(fd, size_bytes, is_sealed=False)
         except OSError as error:
-            problem = error
+            text = f"no shared memory {name!r}: {error.strerror}"
+            problem = OSError(error.errno, text, directory)
     raise problem or OSError(errno.ENOENT, "no directory is given")
 
 

@@ -83,7 +83,9 @@ def create_tcp_store(params: RendezvousParameters) -> TCPStore:
             except (ValueError, RuntimeError, TimeoutError) as error:
                 if is_host:
                     raise
-                logger.info("%s:%d is served by another process already (%s)", host, port, error)
+                logger.info(
+                    "%s:%d is served by another process already (%s)", host, port, str(error)
+                )
         _wait_for_tcp_store_server(host, port, wait_s if wait_s is not None else _CONNECT_WAIT_S)
         return make(False)
     except (ValueError, RuntimeError, TimeoutError) as error:

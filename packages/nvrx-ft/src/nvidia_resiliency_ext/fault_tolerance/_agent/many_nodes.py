@@ -62,6 +62,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_int,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
@@ -127,8 +128,7 @@ class StoreEndpoint:
     @property
     def is_hidden(self) -> bool:
         """Whether other machines cannot come here, though the endpoint's name does not say so."""
-        is_loopback = self.served_at.startswith("127.") or self.served_at == "::1"
-        return is_loopback and self.host not in ("localhost", self.served_at)
+        return is_loopback(self.served_at) and not is_loopback(self.host)
 
     @property
     def store_host(self) -> StoreHost:

@@ -367,7 +367,9 @@ class PrewarmStarter:
         if isinstance(message, Failed):
             reason = message.reason
         self._forget_activated(local_rank, standby)
-        if reason is not None and not is_stopped:
+        if reason is None or is_stopped:
+            self._step(pools.Ended(local_rank))
+        else:
             self._reporter.standby(local_rank, "failed", None, None)
             self._step(pools.PrewarmFailed(local_rank, reason))
         return reason

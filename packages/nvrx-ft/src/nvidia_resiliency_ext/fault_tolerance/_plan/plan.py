@@ -200,11 +200,8 @@ def plan_from_args(
         *(hidden_packages(command) if looks_for_script else []),
         *stream_warnings(logs, args),
     ]
-    if max_nodes > 1 and get_rdzv_endpoint(args).startswith("127."):
-        messages.append(
-            f"launchers on other machines cannot come to {get_rdzv_endpoint(args)}: give all of"
-            " them --rdzv-endpoint HOST:PORT, where HOST is one machine of the job"
-        )
+    if max_nodes > 1:
+        messages += _unreachable(get_rdzv_endpoint(args))
     policy = layers.restart_policy()
     output = _output(args, nproc)
     stop_timeout_s = _workers_stop_timeout_s(args, environ)
@@ -248,6 +245,16 @@ def plan_from_args(
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
         warnings=tuple(messages),
     )
+
+
+def _unreachable(endpoint: str) -> list[str]:
+    """Return a sentence if only this machine can reach the endpoint."""
+    from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
+
+    if not is_loopback(syntax.parse_endpoint(endpoint)[0]):
+        return []
+    text = f"launchers on other machines cannot come to {endpoint}: give all of them"
+    return [f"{text} --rdzv-endpoint HOST:PORT, where HOST is one machine of the job"]
 
 
 def _output(args: argparse.Namespace, nproc: int) -> OutputSettings:

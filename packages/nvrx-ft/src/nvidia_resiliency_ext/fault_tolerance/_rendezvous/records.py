@@ -248,7 +248,8 @@ def decode(kind: type[_Record], text: str | bytes) -> _Record:
         document = json.loads(text)
         return _record(kind, document)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ForeignValueError(f"not a {kind.__name__}: {str(error)[:_MAX_COMPLAINT]}") from None
+        name = f"{'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
+        raise ForeignValueError(f"not {name}: {str(error)[:_MAX_COMPLAINT]}") from None
 
 
 def _plain(value: Any, limit: int) -> Any:

@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, Topology, cpus_near
 
 _RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._workers.run_path"
+_LOOK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,26 +202,45 @@ def missing_module(name: str) -> str:
 def hidden_packages(command: WorkerCommand) -> list[str]:
     """Return a sentence for each package or module that a file beside the program hides from it.
 
-    Of the standard library those count that every worker loads, as this process did.
+    Of the standard library those count that every worker loads, as this process did, less those
+    that Python itself loads before it looks into the program's folder.
     """
     if not command.is_python:
         return []
     entry = os.path.abspath(command.entry)
     folder = os.getcwd() if command.is_module else os.path.dirname(entry)
-    needed = sys.stdlib_module_names & sys.modules.keys() - set(sys.builtin_module_names)
+    standard = sys.stdlib_module_names & sys.modules.keys() - set(sys.builtin_module_names)
     packages = ("nvidia_resiliency_ext", "torch", "numpy")
     try:
         beside = set(os.listdir(folder))  # one call: the folder may be on a slow file system
     except OSError:
         return []
-    found = []
-    for name in (*packages, *sorted(needed)):
+    files = {}
+    for name in (*packages, *sorted(standard)):
         path = os.path.join(folder, name)
         file = f"{path}.py" if f"{name}.py" in beside else os.path.join(path, "__init__.py")
         if f"{name}.py" in beside or (name in beside and os.path.isfile(file)):
-            kind = "package" if name in packages else "standard module"
-            found.append(f"{file} hides the {kind} {name} from the program; rename it")
-    return found
+            files[name] = file
+    loaded = _loaded_at_start(command) if files.keys() & standard else set()
+    return [
+        f"{file} hides the {'package' if name in packages else 'standard module'} {name} from the"
+        " program; rename it"
+        for name, file in files.items()
+        if name not in loaded
+    ]
+
+
+def _loaded_at_start(command: WorkerCommand) -> set[str]:
+    """Return the modules that a bare interpreter has loaded; none where it does not say."""
+    import subprocess
+
+    # What is beside the program is not looked at: `sys` is built in.
+    look = [command.argv[0], "-c", "import sys; print(*sys.modules)"]
+    try:
+        done = subprocess.run(look, capture_output=True, text=True, check=False, timeout=_LOOK_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(done.stdout.split())
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:

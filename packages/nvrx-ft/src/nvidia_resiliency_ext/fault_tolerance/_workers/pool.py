@@ -11,6 +11,7 @@ Slots, one per local rank:
 | warming, ready | `Gone` (activated) | activated | |
 | ready | `Stale` (its files changed on disk) | empty | `EndPrewarm` |
 | activated | `Begun` (it runs its program) | activated | |
+| activated | `Ended` (its process is gone, and it is no failure) | empty | |
 | activated | `RanksStarting` (of the next cycle) | empty | |
 | activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
 | any but activated | the pool is disabled or released | empty | `EndPrewarm` |
@@ -189,6 +190,13 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """The process that came from a slot's standby is gone, and no failure of the standby."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stale:
     """The interpreter or a package changed on disk since a slot's standby was started."""
 
@@ -204,7 +212,7 @@ class Refused:
 
 Event = (
     Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory | Idle
-    | PrewarmReady | PrewarmFailed | Gone | Begun | Stale | Refused
+    | PrewarmReady | PrewarmFailed | Gone | Begun | Ended | Stale | Refused
 )  # fmt: skip
 
 
@@ -264,7 +272,7 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
     """Return the pool after an event, and what to do."""
     draft = _Draft(pool)
     match event:
-        case PrewarmReady() | PrewarmFailed() | Gone() | Begun() | Stale():
+        case PrewarmReady() | PrewarmFailed() | Gone() | Begun() | Ended() | Stale():
             _slot_event(draft, event, now)
         case Refused(reason):
             draft.change(refused=True)
@@ -303,7 +311,7 @@ def _with_machine(pool: Pool, event: Memory | Idle) -> Pool:
 
 
 def _slot_event(
-    draft: _Draft, event: PrewarmReady | PrewarmFailed | Gone | Begun | Stale, now: float
+    draft: _Draft, event: PrewarmReady | PrewarmFailed | Gone | Begun | Ended | Stale, now: float
 ) -> None:
     state = draft.pool.slots[event.slot]
     match event:
@@ -332,6 +340,9 @@ def _slot_event(
             )
             if not draft.pool.has_stepped:
                 draft.change(fill_at=now + _pause_s(import_s))
+        case Ended(slot) if state is SlotState.ACTIVATED:
+            draft.set_slot(slot, SlotState.EMPTY)
+            draft.change(importing=draft.pool.importing - {slot})
         case Stale(slot) if state in _HELD:
             draft.set_slot(slot, SlotState.EMPTY)
             draft.effects.append(EndPrewarm(slot))
