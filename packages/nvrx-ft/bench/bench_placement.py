@@ -24,13 +24,13 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
 )
 
 
-def nodes(count: int, *, has_ranks_of: bool) -> list[Candidate]:
+def nodes(count: int, *, has_infra_ranks: bool) -> list[Candidate]:
     """Return nodes of domains of 18 and array tasks of 4, in random order."""
     made = [
         Candidate(
             node=f"node{index:05}.cluster.local_{10_000 + index}_0",
             addr=f"node{index:05}.cluster.local",
-            infra_rank=index if has_ranks_of else -1,
+            infra_rank=index if has_infra_ranks else -1,
             domain=f"domain{index // 18:04}",
             group=str(index // 4),
         )
@@ -83,7 +83,7 @@ def main() -> None:
     plain = PlacementRules(needed, count)
     segments = PlacementRules(needed, count, segment=16)
     groups = PlacementRules(needed, count, segment=16, group_size=4)
-    ranked, unranked = nodes(count, has_ranks_of=True), nodes(count, has_ranks_of=False)
+    ranked, unranked = nodes(count, has_infra_ranks=True), nodes(count, has_infra_ranks=False)
     kept = after_a_loss(unranked, segments)
     cases: dict[str, Callable[[], object]] = {
         "by_infra_rank": lambda: place(ranked, plain),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -240,3 +241,24 @@ def test_settings_that_are_no_rules_are_no_fault_of_its_command_line(served: Ser
     with pytest.raises(NvrxError, match="the launchers' settings are unusable") as raised:
         plane._wait_for_rules(store, threading.Event())
     assert not isinstance(raised.value, ConfigError)
+
+
+def test_it_ends_with_its_store_though_the_thread_of_that_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever is woken by the thread's last call finds the thread alive, and is woken once only."""
+    released, real = threading.Event(), program.StoreHostThread.run
+
+    def lingers(thread: program.StoreHostThread) -> None:
+        real(thread)
+        released.wait(60)
+
+    monkeypatch.setattr(program.StoreHostThread, "_serve", lambda _thread: None)
+    monkeypatch.setattr(program.StoreHostThread, "run", lingers)
+    listener = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(program.ControlPlane, "_listen", lambda _control: listener)
+    with program.ControlPlane(made(), os.environ) as control:
+        control._loop.call_at(time.monotonic() + 30, lambda: control._signalled([15]))
+        control.run()
+        released.set()
+    assert not control._is_stopped

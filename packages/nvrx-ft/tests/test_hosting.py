@@ -184,11 +184,11 @@ class Logs:
         self.calls: list[str] = []
 
     def write_files_instead(self) -> None:
-        """NodeMessage it."""
+        """Record it."""
         self.calls.append("files")
 
     def try_again(self) -> None:
-        """NodeMessage it."""
+        """Record it."""
         self.calls.append("again")
 
     def close(self) -> bool:

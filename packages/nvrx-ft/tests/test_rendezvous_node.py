@@ -320,11 +320,11 @@ class Session(NodeSession):
         self._clock.now += 1.0
 
     def resume(self, *_: Any) -> None:
-        """NodeMessage it."""
+        """Record it."""
         self._step("resume")
 
     def renew_lease(self) -> None:
-        """NodeMessage it."""
+        """Record it."""
         self._step("lease")
 
 

@@ -53,7 +53,7 @@ def next_round(placement, stay, come=()):
     ] + list(come)
 
 
-def random_job(draw, *, has_ranks_of):
+def random_job(draw, *, has_infra_ranks):
     """Return candidates and rules; now and then too few of them."""
     segment = draw.choice([None, None, 1, 2, 3, 4])
     min_nodes = (segment or 1) * draw.randint(1, 6)
@@ -65,7 +65,7 @@ def random_job(draw, *, has_ranks_of):
         Candidate(
             node=f"n{draw.randint(1, 30)}_x_{index}_{draw.randint(0, 2)}",
             addr=f"10.0.0.{index}",
-            infra_rank=infra_ranks[index] if has_ranks_of else -1,
+            infra_rank=infra_ranks[index] if has_infra_ranks else -1,
             domain=f"domain{draw.randint(0, 2)}",
             group=draw.choice([None, *"abcd"]) if group_size else None,
         )
@@ -440,13 +440,13 @@ def test_rules_that_can_be_fulfilled():
 # What holds for any nodes ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_ranks_of", [True, False])
+@pytest.mark.parametrize("has_infra_ranks", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_first_round_follows_the_rules(seed, has_ranks_of):
+def test_a_first_round_follows_the_rules(seed, has_infra_ranks):
     """Without earlier ranks the outcome is what the rules say word by word."""
     draw = random.Random(seed)
     for _ in range(DRAWS):
-        candidates, wanted, unhealthy = random_job(draw, has_ranks_of=has_ranks_of)
+        candidates, wanted, unhealthy = random_job(draw, has_infra_ranks=has_infra_ranks)
         expected = as_the_rules_say(candidates, wanted, unhealthy)
         result = place(candidates, wanted, unhealthy)
         if expected is None:
@@ -455,13 +455,13 @@ def test_a_first_round_follows_the_rules(seed, has_ranks_of):
             assert list(closed(result).active) == expected
 
 
-@pytest.mark.parametrize("has_ranks_of", [True, False])
+@pytest.mark.parametrize("has_infra_ranks", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_order_of_arrival_does_not_matter(seed, has_ranks_of):
+def test_the_order_of_arrival_does_not_matter(seed, has_infra_ranks):
     """Shuffled arrivals give the same placement or the same reason, earlier ranks included."""
     draw = random.Random(seed)
     for _ in range(DRAWS):
-        candidates, wanted, unhealthy = random_job(draw, has_ranks_of=has_ranks_of)
+        candidates, wanted, unhealthy = random_job(draw, has_infra_ranks=has_infra_ranks)
         candidates = [
             dataclasses.replace(one, previous_rank=draw.choice([None, draw.randint(-1, 9)]))
             for one in candidates
@@ -472,9 +472,9 @@ def test_the_order_of_arrival_does_not_matter(seed, has_ranks_of):
             assert place(iter(candidates), wanted, unhealthy) == first
 
 
-@pytest.mark.parametrize("has_ranks_of", [True, False])
+@pytest.mark.parametrize("has_infra_ranks", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_everybody_has_one_place_over_many_rounds(seed, has_ranks_of):
+def test_everybody_has_one_place_over_many_rounds(seed, has_infra_ranks):
     """Over rounds with losses and newcomers: nobody is lost or twice there, the group is whole.
 
     Exactly `min_nodes` train (with `elastic` as many as there is room for), every segment is of one
@@ -483,11 +483,11 @@ def test_everybody_has_one_place_over_many_rounds(seed, has_ranks_of):
     """
     draw = random.Random(seed)
     for _ in range(DRAWS):
-        follow_rounds(draw, has_ranks_of=has_ranks_of)
+        follow_rounds(draw, has_infra_ranks=has_infra_ranks)
 
 
-def follow_rounds(draw, *, has_ranks_of):
-    candidates, wanted, unhealthy = random_job(draw, has_ranks_of=has_ranks_of)
+def follow_rounds(draw, *, has_infra_ranks):
+    candidates, wanted, unhealthy = random_job(draw, has_infra_ranks=has_infra_ranks)
     for round_number in range(6):
         result = place(candidates, wanted, unhealthy)
         if isinstance(result, NotEnough):
@@ -507,7 +507,7 @@ def follow_rounds(draw, *, has_ranks_of):
             Candidate(
                 node=f"n{draw.randint(1, 30)}_x_{1000 * (round_number + 1) + index}_0",
                 addr=f"10.{round_number + 1}.0.{index}",
-                infra_rank=1000 * (round_number + 1) + index if has_ranks_of else -1,
+                infra_rank=1000 * (round_number + 1) + index if has_infra_ranks else -1,
                 domain=f"domain{draw.randint(0, 2)}",
                 group=draw.choice([None, *"abcd"]) if wanted.group_size else None,
             )

@@ -95,15 +95,15 @@ class Followed(RoundFollower):
         self.notified: list[Any] = []
 
     def closed(self, entry: Entry, placement: Any, hosts: Mapping[str, str]) -> None:  # noqa: ARG002
-        """NodeMessage it."""
+        """Record it."""
         self.notified.append(("closed", entry.round, sorted(hosts.values())))
 
     def goes_on(self, entry: Entry, members: Any) -> None:
-        """NodeMessage it."""
+        """Record it."""
         self.notified.append(("goes on", entry.round, [member.host for member in members]))
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:  # noqa: ARG002
-        """NodeMessage it."""
+        """Record it."""
         self.notified.append(("ended", round_))
 
 
@@ -658,7 +658,7 @@ def test_a_node_that_left_and_comes_again_is_there() -> None:
 
 
 def test_who_left_after_it_told_the_host_is_no_spare() -> None:
-    """Its last words come to the inbox of a host that does not know yet where the job stands."""
+    """Its last words reach a host that does not know yet where the job stands."""
     closed = Entry(5, Phase.CLOSED, 2, active=1)
     left = NodeMessage(Kind.LEFT, name(2), arrival=arrival(2))
     known = resume_state_from((notified(2, closed, None), notified(0, closed, 0), left))

@@ -280,8 +280,8 @@ def test_a_group_that_cannot_be_made_again_is_explained(caplog: pytest.LogCaptur
     with call_of(state) as (loop, _):
         assert loop.run(init_process_group, (), {}) == "done"
     first, second = (each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR)
-    assert "PrefixStore(str(call.iteration), store)" not in first
-    assert "PrefixStore(str(call.iteration), store)" in second
+    assert "PrefixStore(str(call.iteration), call.store)" not in first
+    assert "PrefixStore(str(call.iteration), call.store)" in second
 
 
 def test_huge_message_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

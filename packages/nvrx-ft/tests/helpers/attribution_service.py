@@ -61,7 +61,7 @@ class AttributionService:
             return list(self.posts)
 
     def take(self, body: dict[str, Any]) -> None:
-        """Record that a log."""
+        """Take a log."""
         with self._arrived:
             self.bodies.append(body)
             self.posts.append((body["analysis_intent"], body["log_path"]))

@@ -25,7 +25,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    HangEvaluated             STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    RoundClosed               STOPPING   StopWorkers
-    RUNNING    Preempted                 RUNNING    ReportPreempted, StartGrace (leaving.py)
+    RUNNING    Preempted                 RUNNING    ReportPreempted, StartGrace
     RUNNING    RoundLeaves               RUNNING    AskToSave     (at some node's request)
     RUNNING    RanksHeld                 RUNNING    ReportHeld
     RUNNING    SaveAgreed                RUNNING    ReleaseRanks

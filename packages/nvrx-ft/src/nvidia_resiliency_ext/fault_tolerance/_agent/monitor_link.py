@@ -179,7 +179,7 @@ class SharedMonitor:
             )
             return
         logger.warning(
-            "limits for heartbeats or sections are set, but no rank has reported itself: hangs are"
+            "limits for heartbeats or sections are set, but no rank has opened a client: hangs are"
             " not found. Call RankMonitorClient().init_workload_monitoring() in each rank, then"
             " send_heartbeat() or start_section() and end_section() in each step"
         )

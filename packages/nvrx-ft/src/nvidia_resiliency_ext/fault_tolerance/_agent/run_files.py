@@ -140,7 +140,7 @@ class StoreHost:
 
 
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
-    """Return what workers are notified of cycle information; the same in all cycles."""
+    """Return the environment variables about cycle information; the same in all cycles."""
     directory = plan.fault_tolerance.cycle_info_dir
     if directory is None:
         return {}

@@ -70,6 +70,7 @@ class ControlPlane:
         self._denylist = Denylist()
         self._hook: BadNodeHook | None = None
         self._is_stopped = False
+        self._has_thread_ended = False
         self._thread: StoreHostThread | None = None
         self._host_name = socket.gethostname()
 
@@ -97,7 +98,7 @@ class ControlPlane:
         """
         thread = self._thread
         assert thread is not None
-        while not self._is_stopped and thread.is_alive():
+        while not self._is_stopped and not self._has_thread_ended:
             self._loop.run_once()
         entry, problem = thread.outcome, thread.problem
         if entry is not None:
@@ -212,7 +213,7 @@ class ControlPlane:
             services=self._services,
             on_bad_node=self._bad_node,
             denylist=self._denylist,
-            on_end=self._loop.wake,
+            on_end=lambda: self._loop.post(self._thread_ended),
         )
         self._stack.callback(self._end_thread, self._thread)
         self._thread.start()
@@ -227,6 +228,10 @@ class ControlPlane:
         for number in numbers:
             logger.warning("received %s: the launchers go on", signal.Signals(number).name)
             self._is_stopped = True
+
+    def _thread_ended(self) -> None:
+        # Its is_alive() may still be true for a moment.
+        self._has_thread_ended = True
 
     def _is_over(self) -> bool:
         return self._thread is not None and self._thread.outcome is not None

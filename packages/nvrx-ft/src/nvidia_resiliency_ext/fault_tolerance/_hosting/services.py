@@ -158,7 +158,7 @@ class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
     Attributes:
-        log_token: What nodes are notified of the log servers: a token, or one of the words in
+        log_token: What nodes learn of the log servers: a token, or one of the words in
             `log_token`.
         cycle: The cycle that was begun last.
 

@@ -47,8 +47,6 @@ NO_ITERATION = -1
 SAVE_ASKED = -1
 """Value of `W_SAVE` while it is being agreed at which call ranks save: a number of 1 or more."""
 
-"""Set to 1, this variable makes slots files, as on systems without memfd."""
-
 _NS = 1e-9
 _GET_SEALS = getattr(fcntl, "F_GET_SEALS", 1034)
 

@@ -68,10 +68,16 @@ class PrewarmSettings:
 class LaunchPlan:
     """Everything that a launch on this node needs. Times are seconds.
 
-    Fields that `LaunchConfig` has too mean the same as there. `monitor_interval_s`, `start_method`
-    and `rdzv_backend` only tell a caller what was asked for.
+    Fields with a name of `LaunchConfig` mean the same as there. `monitor_interval_s`,
+    `start_method` and `rdzv_backend` only tell a caller what was asked for.
 
     Attributes:
+        command: What a worker runs.
+        term_timeout_s: From SIGTERM to SIGKILL when the launcher was signalled.
+        workers_stop_timeout_s: From SIGTERM to SIGKILL when workers are restarted.
+        log_dir: Directory for logs and record.
+        signals_to_handle: Signals passed to the workers.
+        fault_tolerance: How faults are noticed and handled.
         job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
         master_port: Port of rank 0 in every cycle; None takes a fresh one for each. Never that
             of the endpoint.

@@ -435,7 +435,7 @@ def may_have_more_nodes(rules: CoordinatorRules, memory: Memory, now: float) -> 
 
 
 def _must_go(view: View) -> dict[str, Cause]:
-    """Return the nodes that were activated, and why."""
+    """Return the nodes that must go, and why."""
     unknown = Cause("preempted", "a node must go")
     return {n.node: n.cause or unknown for n in view.messages if n.kind is Kind.PREEMPTED}
 

@@ -106,7 +106,7 @@ class DecisionLog:
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """What the launchers have resumed: the last decision, who is still in its round, who waits.
+    """What launchers reported of a lost store: its last decision, who is in its round, who waits.
 
     `gone` is what nodes said that take part no longer: they are no spares, and a member among them
     is one that has left. `reputation` is what the lost host knew of hosts and nodes.
@@ -135,7 +135,7 @@ class Reopen:
 
 
 def resume_state_from(messages: tuple[NodeMessage, ...]) -> ResumeState | None:
-    """Return what launchers have resumed of the time before, or None if none has."""
+    """Return the state of the lost store that launchers reported, or None if none has."""
     resumed = [n for n in messages if n.kind is Kind.RESUMED and n.entry is not None]
     if not resumed:
         return None

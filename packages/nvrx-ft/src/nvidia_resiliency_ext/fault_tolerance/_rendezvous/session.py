@@ -94,7 +94,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The store is gone, or others have taken this node's place; nothing more will be notified."""
+    """The store is gone, or others have taken this node's place; no further event follows."""
 
     what: str
     is_replaced: bool = False
@@ -167,7 +167,7 @@ class NodeSession:
         Raises:
             StoreLostError: as `attach`.
         """
-        # A store that goes while it is notified of the one before leaves this as it was.
+        # A store lost while this node reports the previous one leaves this as it was.
         old, notified = self._resumes or (self._present(), self._notified)
         self._resumes = old, notified
         self._store, self._log = store, DecisionLog(store)
@@ -228,7 +228,7 @@ class NodeSession:
             notified is not None and notified.round != entry.round
         )
         if is_taken_up and entry.phase is Phase.CLOSED and not self._works_in(entry):
-            # What it notified may have come too late, or to the messages of another round.
+            # What it sent may have come too late, or to the messages of another round.
             self._say_it_is_there(entry.round)
         if resumes is not None and resumes.phase is entry.phase is Phase.CLOSED:
             return self._part_taken_up(entry, resumes)
@@ -354,7 +354,7 @@ class NodeSession:
         self._store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:
-        """Return when the store has taken what was notified; it answers no write, but in order."""
+        """Return when the store has taken what was sent; it answers no write, but in order."""
         self._store.has(keys.NOTIFY)
 
     def _present(self) -> Entry:

@@ -167,14 +167,14 @@ class Membership:
         settings: MemberSettings,
         connect: Callable[[], JobStore],
         clock: Clock,
-        on_event: Callable[[SessionEvent], None] = lambda _events: None,
+        on_event: Callable[[SessionEvent], None] = lambda _event: None,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._on_event = on_event
         # Guards what follows.
         self._changed = threading.Condition()
-        self._events: SessionEvent | None = None
+        self._event: SessionEvent | None = None
         self._entry: Entry | None = None
         self._placed: Placed | None = None
         self._joined_round: int | None = None
@@ -405,7 +405,7 @@ class Membership:
             while True:
                 if self._is_closed:
                     raise StoreLostError("this node has left the rendezvous")
-                entry, event = self._entry, self._events
+                entry, event = self._entry, self._event
                 if entry is not None and entry.phase is Phase.OVER:
                     raise JobOverError(entry)
                 self.check()
@@ -436,7 +436,7 @@ class Membership:
         """Handle an event, in the session's thread."""
         self._on_event(event)
         with self._changed:
-            self._events = event
+            self._event = event
             if isinstance(event, Lost):
                 self._lost = event.what
             else:

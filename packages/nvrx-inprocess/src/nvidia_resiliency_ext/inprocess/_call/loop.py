@@ -64,8 +64,8 @@ logger = logging.getLogger("nvrx")
 
 _LONGEST_TRACE = 1 << 16
 _STALE_KEYS = (
-    "\nif the function meets by env:// or tcp://: the store still has keys of the calls before;"
-    " give init_process_group store=PrefixStore(str(call.iteration), store)"
+    "\nif the function's rendezvous is env:// or tcp://: its store still has keys of earlier calls;"
+    " give init_process_group store=PrefixStore(str(call.iteration), call.store)"
 )
 
 _STOPPER_LIMIT_S = 5.0

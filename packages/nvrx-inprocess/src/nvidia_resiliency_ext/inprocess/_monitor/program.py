@@ -288,7 +288,7 @@ class Monitor:
             return False
         except (OSError, NvrxError) as error:
             # Somebody has made the directory unfit: nobody can come, and it stays.
-            logger.warning("monitor_process: %s stays: %s", self._directory.path, error)
+            logger.warning("monitor_process: %s cannot be removed: %s", self._directory.path, error)
         return True
 
     def _is_at_home(self) -> bool:
