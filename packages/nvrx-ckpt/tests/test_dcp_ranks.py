@@ -67,7 +67,7 @@ def test_killed_worker_is_reported_on_all_ranks(results):
     """A killed worker fails the save on all ranks soon, and the next save succeeds."""
     for rank, idx, named, seconds in results("worker_killed"):
         assert (rank, idx, named) == (1, 0, True)
-        assert seconds < 20  # some tenths of a second on a quiet machine
+        assert seconds < 60  # some tenths of a second on a quiet machine
 
 
 def test_failed_write_is_dcps_exception_on_all_ranks(results):

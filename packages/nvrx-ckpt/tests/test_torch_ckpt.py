@@ -29,6 +29,18 @@ def test_file_is_that_of_torch_save(persistent, tmp_path):
     checkpoint.close()
 
 
+def test_a_state_that_holds_itself_is_saved(tmp_path):
+    """What torch.save can write, a cycle included, is written."""
+    checkpoint = TorchAsyncCheckpoint()
+    state = {"weight": torch.arange(1000.0)}
+    state["self"] = state
+    checkpoint.async_save(state, tmp_path / "model.pt")
+    checkpoint.finalize_async_save(blocking=True, terminate=True)
+    loaded = torch.load(tmp_path / "model.pt")
+    assert loaded["self"] is loaded
+    assert torch.equal(loaded["weight"], state["weight"])
+
+
 def test_what_is_no_path_is_refused(tmp_path):
     """A file object is refused at once."""
     checkpoint = TorchAsyncCheckpoint()

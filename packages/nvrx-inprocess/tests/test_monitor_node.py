@@ -171,6 +171,22 @@ def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
     assert not [line for rank in ranks for line in rank.received if line[0] == "Interrupted"]
 
 
+def test_monitor_stopped_before_the_call_is_named(make) -> None:
+    """A rank that comes to a stopped monitor does not wait for ever: it is told what to end."""
+    lab = make(2)
+    lab.start(0, 1)
+    (pid,) = lab.attach(0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        lab.ranks[1].do("attach")
+        _, name, text = lab.ranks[1].expect("error")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert name == "InternalError"
+    assert "/monitor.sock: " in text
+    assert "end the process that listens there" in text
+
+
 def test_monitor_killed_with_a_rank(make) -> None:
     """The new monitor finds out that a rank died with the old one."""
     lab = make(3)

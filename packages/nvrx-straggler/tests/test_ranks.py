@@ -191,7 +191,7 @@ def test_ranks_that_never_report_are_named(tmp_path, absent, calls, kind):
         if rank in absent:
             assert first is None
             continue
-        assert f"{named} not joined the report within 0.5 s" in first
+        assert f"{named} not joined the report within 5 s" in first
         assert all("an earlier one still waits for other ranks" in line for line in others)
 
 

@@ -370,9 +370,10 @@ def never_there(rank, absent, calls, kinds):
     """Ranks in `absent` never report; returns the lines of the log, and whether all calls ended."""
     log = _Log()
     Detector.initialize(
-        cuda_profiling="off", exchange_timeout=0.5, control=False, report_time_interval=0.0
+        cuda_profiling="off", exchange_timeout=5, control=False, report_time_interval=0.0
     )
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
     if rank not in absent:
         for _ in range(calls):
             if kinds == "scheduled":

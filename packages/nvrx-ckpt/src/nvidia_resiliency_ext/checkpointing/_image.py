@@ -261,9 +261,13 @@ class _ImageStream:
     def __init__(self, image: memoryview, value: Any, copier: Copier) -> None:
         self._image = image
         self._copier = copier
+        try:
+            leaves = _pytree.tree_leaves(value)
+        except RecursionError:  # A state that holds itself: each tensor is copied when it comes.
+            leaves = []
         storages = (
             leaf.untyped_storage()
-            for leaf in _pytree.tree_leaves(value)
+            for leaf in leaves
             if isinstance(leaf, torch.Tensor) and is_plain(leaf) and not leaf.is_cuda
         )
         self._kept = {storage.data_ptr(): storage for storage in storages}

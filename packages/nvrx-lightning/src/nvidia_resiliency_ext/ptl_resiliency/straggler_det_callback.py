@@ -106,11 +106,11 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
                 " nothing to report"
             )
         # Rank 0 alone would find out in its first report, while the others wait for it.
-        for kind, threshold in (
-            ("relative", gpu_relative_perf_threshold),
-            ("individual", gpu_individual_perf_threshold),
+        for kind, is_on, threshold in (
+            ("relative", calc_relative_gpu_perf, gpu_relative_perf_threshold),
+            ("individual", calc_individual_gpu_perf, gpu_individual_perf_threshold),
         ):
-            if not 0 <= threshold <= 1:
+            if is_on and not 0 <= threshold <= 1:
                 raise ValueError(f"gpu_{kind}_perf_threshold={threshold}: must be 0 to 1")
         if stop_after_n_reports < 1:
             raise ValueError(f"stop_after_n_reports must be 1 or more, not {stop_after_n_reports}")

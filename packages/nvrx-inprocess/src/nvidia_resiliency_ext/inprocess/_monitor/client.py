@@ -324,7 +324,10 @@ class MonitorLink:
                 return self._connect(deadline)
             except _UnansweredError as error:
                 if deadline.remaining() <= pause_s:
-                    raise
+                    raise InternalError(
+                        f"{error}; end the process that listens there (`ss -xlp` names it),"
+                        " and start the ranks again"
+                    ) from error
                 logger.warning("%s", error)
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -332,12 +335,14 @@ class MonitorLink:
     def _connect(self, deadline: Deadline) -> socket.socket:
         needs_torch = self._settings.store_factory != CONNECT
         sock = start.connect_or_start(deadline, needs_torch=needs_torch)
+        where = sock.getpeername()
         try:
             self._introduce(sock, deadline)
             answer = receive_message(sock, messages.TO_RANK, deadline.remaining())
         except (OSError, NvrxError) as error:
             sock.close()
-            raise _UnansweredError(f"the monitor of this node does not answer: {error}") from error
+            text = f"the monitor of this node does not answer at {where}: {error}"
+            raise _UnansweredError(text) from error
         if isinstance(answer, messages.Welcome):
             self._hold_monitor(answer.pid)
             return sock

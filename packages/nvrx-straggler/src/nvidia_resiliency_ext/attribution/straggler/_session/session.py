@@ -158,6 +158,7 @@ class Session:
 
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
+        self._last_skip = ""
         self.settings = self.pending = options.settings
         self.capture, self._capture_status = open_capture(options.cuda_profiling)
         self.registry = SectionRegistry(self.settings.profiling_interval, self.capture)
@@ -259,7 +260,10 @@ class Session:
         try:
             return exchange.result(has_voted=has_voted)
         except ExchangeSkippedError as error:
-            logger.warning("straggler report skipped: %s", error)
+            # A rank that never comes is told of once, not at every report that waits for it.
+            level = logging.DEBUG if str(error) == self._last_skip else logging.WARNING
+            self._last_skip = str(error)
+            logger.log(level, "straggler report skipped: %s", error)
         except ReportsEndedError as error:  # what has ended them was said
             logger.debug("straggler report skipped: %s", error)
         except Exception as error:  # whatever fails, the training goes on
