@@ -63,7 +63,10 @@ found = analyze_dumps(loaded)
 end = time.perf_counter()
 own, workers = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
 used = [resource.getrusage(who) for who in (own, workers)]
-peak = max(each.ru_maxrss for each in used)
+# ru_maxrss of this process would count the memory of the program that started it.
+with open("/proc/self/status") as file:
+    own_kib = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+peak = max(own_kib, used[1].ru_maxrss)
 cpu = sum(each.ru_utime + each.ru_stime for each in used)
 print(middle - start, end - middle, peak / 1024, cpu, *found.guilty_ranks)
 """

@@ -299,9 +299,20 @@ TIMEOUT = (
 def test_healthy_lines_accuse_nobody(line):
     """A line of a job that is well is no fault, and hides none that follows."""
     assert verdict_of(f"{STEPS}[rank1]: {line}\n{STEPS}").first_fault is None
+    alone = verdict_of(f"[rank1]: {line}\n")
+    assert (alone.first_fault, alone.action) == (None, verdict_of("[rank1]: hello\n").action)
     for before in ("", STEPS):
         found = verdict_of(f"{before}[rank1]: {line}\n{TIMEOUT}")
         assert (found.reason_code, found.action) == ("nccl.timeout", "RESTART")
+
+
+@pytest.mark.parametrize("end", [TIMEOUT, "srun: error: node7: task 3: Killed\n"])
+def test_steps_after_the_end_take_it_back(end):
+    """A job that makes steps after a line about its end, and then fails, was not done."""
+    on = STEPS.replace("iteration ", "iteration 1")
+    assert verdict_of(f"{STEPS}Training finished\n{on}{end}").action == "RESTART"
+    for text in (f"{STEPS}Training finished\n{on}", f"{STEPS}Training finished\n{end}"):
+        assert verdict_of(text).action == "CONTINUE"
 
 
 def test_log_and_traces_together(tmp_path):

@@ -21,6 +21,7 @@ from nvidia_resiliency_ext.attribution._traces.analysis import analyze_dumps, an
 from nvidia_resiliency_ext.attribution._traces.dumps import decode_dump
 from nvidia_resiliency_ext.attribution._traces.loading import LoadedTraces, load_traces
 from nvidia_resiliency_ext.attribution._traces.pickles import UnsafePickleError, load_plain
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 RECORDED = Path(__file__).with_name("recorded_traces")
 
@@ -131,6 +132,19 @@ def test_dumps_that_hold_too_much_together_are_refused(tmp_path):
     assert len(load_traces(folder, total_limit_bytes=1 << 20).dumps) == 16
     with pytest.raises(NoTraceError, match=r"more than 2000 bytes of entries .* choose some"):
         load_traces(folder, total_limit_bytes=2_000)
+
+
+def test_answers_that_wait_to_be_read_count(tmp_path, monkeypatch):
+    """What a reader has written counts while the answers of another one are read."""
+    monkeypatch.setattr(loading, "_WORKER", "print('{}' + ' ' * 3000)")
+    orders = {"limit_bytes": 1, "allowed_root": None, "cpu_s": 60}
+    room = loading._Room("dumps", 4_000)
+    deadline = Deadline.after(60)
+    with contextlib.ExitStack() as stack:
+        start = [stack.enter_context(loading._Worker([("a", 0)], orders, room)) for _ in range(2)]
+        assert all(worker._child.wait(60) for worker in start)
+        with pytest.raises(NoTraceError, match="more than 4000 bytes"):
+            list(start[0].answers(0.01, deadline))
 
 
 def test_functions_are_refused():

@@ -77,7 +77,11 @@ def diagnose(scan: ScanResult, registry: Registry) -> Diagnosis:
     live = [e for e in scan.events if id(e) not in found.recovered]
     done = [e for e in live if e.role == "done"]
     faults = [e for e in live if e.role in _TIER and e.code != "unknown"]
-    if done and not any(_TIER[e.role] == 0 and e.last_line > done[-1].last_line for e in faults):
+    later = [e for e in faults if done and e.last_line > done[-1].last_line]
+    # Faults of the shutdown end no job, but a job that made steps after the line was not done.
+    if done and not (later and scan.progress.has_stepped(done[-1].mark)):
+        later = [e for e in later if _TIER[e.role] == 0]
+    if done and not later:
         found.code, found.confidence = "done.completed", registry.code("done.completed").confidence
         found.fault = None
         return found

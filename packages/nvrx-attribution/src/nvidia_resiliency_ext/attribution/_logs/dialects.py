@@ -59,7 +59,7 @@ _PREFIXES = tuple(
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}):\d+:\d+ \[(?P<gpu>\d{1,3})\] (?=NCCL )"),
         (
             "[ A",
-            r"\s*\[?(?:DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
+            r"\s*\[?(?:DEBUG|INFO|NOTICE|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
         ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62})\]:?\s(?=\S)"),

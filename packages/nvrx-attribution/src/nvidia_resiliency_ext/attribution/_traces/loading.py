@@ -215,6 +215,7 @@ def _read_by_workers(
     count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)), len(jobs), enough)
     deadline = Deadline.after(_LOAD_TIMEOUT_S)
     orders = {"limit_bytes": limit_bytes, "allowed_root": allowed_root, "cpu_s": _CPU_S_PER_FILE}
+    orders["total_bytes"] = room.limit_bytes
     with contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(_Worker(jobs[index::count], orders, room)) for index in range(count)
@@ -227,7 +228,7 @@ def _read_by_workers(
 
 
 class _Room:
-    """What all readers together may still hand over.
+    """What all readers together may hand over.
 
     Args:
         path: The dumps.
@@ -236,19 +237,19 @@ class _Room:
 
     def __init__(self, path: str, limit_bytes: int) -> None:
         self._path = path
-        self._limit_bytes = self._left_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.workers: list[_Worker] = []
 
-    def take(self, count: int) -> None:
-        """Take note of bytes that came.
+    def check(self) -> None:
+        """Look at what all readers have written, read or not.
 
         Raises:
-            NoTraceError: They are too many.
+            NoTraceError: It is too much.
         """
-        self._left_bytes -= count
-        if self._left_bytes < 0:
+        if sum(worker.written_bytes for worker in self.workers) > self.limit_bytes:
             raise NoTraceError(
                 self._path,
-                f"its dumps hold more than {self._limit_bytes} bytes of entries together, as many"
+                f"its dumps hold more than {self.limit_bytes} bytes of entries together, as many"
                 " as are read at once; choose some of the files, or dump unfinished entries only",
             )
 
@@ -269,7 +270,9 @@ class _Worker:
         self._left = jobs
         self._orders = orders
         self._room = room
+        self._earlier_bytes = 0
         self._start()
+        room.workers.append(self)
 
     def _start(self) -> None:
         self._is_ready = False
@@ -300,6 +303,11 @@ class _Worker:
     def has_work(self) -> bool:
         """Whether it has files that are not answered for."""
         return bool(self._left)
+
+    @property
+    def written_bytes(self) -> int:
+        """What its processes have written so far."""
+        return self._earlier_bytes + os.fstat(self._answers).st_size
 
     def answers(self, wait_s: float, deadline: Deadline) -> Iterator[Dump | Finding]:
         """Yield a dump or a finding for each file that was answered for since the last call.
@@ -335,14 +343,18 @@ class _Worker:
             how = f"needs over {self._orders['cpu_s']:g} s of CPU time"
         yield Finding("unreadable", os.path.basename(file), f"its reader {how}")
         if self._left:
+            self._earlier_bytes = self.written_bytes
             self.close()
             self._start()
 
     def _new_lines(self) -> Iterator[bytes]:
         # The process shares the position of the file: it must not be moved.
-        while data := os.pread(self._answers, _READ_BYTES, self._offset):
+        while True:
+            self._room.check()
+            data = os.pread(self._answers, _READ_BYTES, self._offset)
+            if not data:
+                return
             self._offset += len(data)
-            self._room.take(len(data))
             *lines, rest = data.split(b"\n")
             if lines:
                 lines[0] = b"".join((*self._rest, lines[0]))
