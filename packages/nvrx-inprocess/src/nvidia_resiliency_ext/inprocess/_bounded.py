@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
-    """Call a function in a daemon thread and return what it returns.
-
-    Raises:
-        exception.TimeoutError: It has not ended; its thread goes on, nobody waits for it.
-        BaseException: What the function raised.
-    """
+    """Call a function in a daemon thread; the package's TimeoutError if it has not ended in time."""
 
     def run() -> T:
         # Users find the thread by this name, which has no prefix.

@@ -20,11 +20,7 @@ _TRUE = frozenset({"true", "1", "yes", "on"})
 
 
 def number(name: str, default: int) -> int:
-    """Return a number of the environment.
-
-    Raises:
-        ValueError: It is set and is none; the message names it.
-    """
+    """Return a number of the environment; a ValueError names a variable that is none."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -34,11 +30,7 @@ def number(name: str, default: int) -> int:
 
 
 def world_size() -> int:
-    """Return how many processes there are.
-
-    Raises:
-        ConfigError: The environment does not say it; the message names the variable.
-    """
+    """Return `WORLD_SIZE`; a ConfigError says where it is missing or no number."""
     text = os.environ.get("WORLD_SIZE", "")
     if not _is_number(text):
         raise ConfigError(
@@ -96,11 +88,7 @@ def flight_record_path() -> str | None:
 
 
 def flight_recorder_size() -> int:
-    """Return how many entries torch's flight recorder keeps; 0 if it is off.
-
-    Raises:
-        ValueError: It is set and is no number; the message names it.
-    """
+    """Return how many entries torch's flight recorder keeps; 0 if it is off."""
     sizes = (_recorder_size(name, os.environ[name]) for name in _SIZES if os.environ.get(name))
     return max(sizes, default=0)
 
@@ -118,12 +106,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_integer(name: str, value: Any, *, least: int | None = None) -> None:
-    """Check that a value is an integer, and at least `least`.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is less.
-    """
+    """Raise a TypeError unless a value is an integer, a ValueError if it is less than `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if least is not None and value < least:
@@ -131,12 +114,7 @@ def check_integer(name: str, value: Any, *, least: int | None = None) -> None:
 
 
 def check_duration(name: str, value: Any) -> None:
-    """Check that a value is a `timedelta`, and not negative.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: It is negative.
-    """
+    """Raise a TypeError unless a value is a `timedelta`, a ValueError if it is negative."""
     if not isinstance(value, timedelta):
         raise TypeError(f"{name} must be a timedelta, not {value!r}")
     if value < timedelta(0):
@@ -144,21 +122,13 @@ def check_duration(name: str, value: Any) -> None:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Check that a value can be called.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """Raise a TypeError unless a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be callable, {value!r} is not")
 
 
 def check_path(name: str, value: Any) -> None:
-    """Check that a value names a file.
-
-    Raises:
-        TypeError: It does not.
-    """
+    """Raise a TypeError unless a value names a file."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path, not {value!r}")
 
@@ -171,10 +141,7 @@ def is_in_use() -> bool:
 
 
 def device_of_rank() -> int | None:
-    """Return the device of `LOCAL_RANK`, or the calling thread's; `None` if CUDA is not in use.
-
-    Where each rank sees one device only, `LOCAL_RANK` may be beyond it.
-    """
+    """Return the device of `LOCAL_RANK`, or the calling thread's; None if CUDA is not in use."""
     if not is_in_use():
         return None
     import torch

@@ -136,11 +136,7 @@ class FaultCounterExceeded(RestartError):  # noqa: N818 - the name that users ca
 
 
 class _ChainedHealthCheck(HealthCheck):
-    """Asks a check of nvrx-common, made with this object, as some compare with what was then.
-
-    Attributes:
-        device_index: Local rank whose device is looked at; `None` looks at all of the node.
-    """
+    """Ask a check of nvrx-common, made with this object, as some compare with what was then."""
 
     _check_name: ClassVar[str]
     _skip_level = logging.INFO

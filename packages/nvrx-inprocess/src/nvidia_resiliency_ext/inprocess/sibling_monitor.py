@@ -29,10 +29,7 @@ _AT_ONCE = timedelta(0)
 
 
 class _Periodic(threading.Thread):
-    """A daemon thread that does one thing again and again until it is shut down.
-
-    `name` and `interval` are the thread's name and the time between two runs.
-    """
+    """A daemon thread that does one thing once per interval until it is shut down."""
 
     def __init__(self, name: str, interval: timedelta) -> None:
         check_duration("interval", interval)

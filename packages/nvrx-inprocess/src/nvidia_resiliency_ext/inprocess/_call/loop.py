@@ -75,16 +75,7 @@ _Event = TypeVar("_Event", Completed, Decided, Interrupted)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a loop works with; all are the caller's to close.
-
-    Attributes:
-        base_store: What `rank_assignment` gets.
-        page: What the monitor sees of this rank.
-        lock: What `atomic()` holds.
-        events: Events from the monitor.
-        inject: Puts the call's wrapper into the function's arguments.
-        send_departure_notice: Record this rank's departure in the store when it has no monitor.
-    """
+    """What a loop works with; all are the caller's to close."""
 
     base_store: Any
     link: MonitorLink
@@ -129,11 +120,7 @@ class CallLoop:
         self.reports: deque[RestartReport] = deque(maxlen=KEPT_REPORTS)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call `fn` until all ranks have completed it; return its value, None where inactive.
-
-        Raises:
-            BaseException: what this rank leaves with; the others go on without it.
-        """
+        """Call `fn` until all ranks have completed it; return its value, None where inactive."""
         self._is_run = True
         with YoungGarbage() as garbage, patient_rendezvous(), patient_destruction():
             try:
@@ -404,11 +391,7 @@ class CallLoop:
     # A restart -------------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        """Go from the interrupted iteration to the next.
-
-        Raises:
-            BaseException: this rank does not go on.
-        """
+        """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
         state, parts, settings = self.state, self._parts, self._settings
         limit_s = settings.barrier_timeout.total_seconds()
         event = parts.events.wait(self._stopped, limit_s)

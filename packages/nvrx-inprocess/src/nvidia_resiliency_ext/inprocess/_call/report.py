@@ -130,12 +130,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 
 
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
-    """Return in words what happened to which ranks, and which ranks are lost.
-
-    Examples: `rank 1: process was killed or crashed; rank 1 is lost`, and, of a hang, `rank 1 runs
-    in train.py:41 in load; rank 0 waited for it (rank 0: no progress for 60 s (soft_timeout), or
-    waited for a rank that made none)`.
-    """
+    """Return in words what happened to which ranks, and which ranks are lost."""
     ranks: dict[Interruption, set[int]] = {}
     for record in decision.records:
         ranks.setdefault(record.interruption, set()).add(record.rank)

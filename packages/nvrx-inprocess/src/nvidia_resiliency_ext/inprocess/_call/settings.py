@@ -91,12 +91,7 @@ _ORDERS = (
 
 
 def check_settings(settings: Settings, *, is_distributed_available: bool) -> None:
-    """Check all arguments.
-
-    Raises:
-        TypeError: An argument has the wrong type; the message begins with its name.
-        ValueError: Arguments do not fit together; the message has the relation and the values.
-    """
+    """Raise a TypeError or ValueError that names the argument, or the relation that is broken."""
     _check_types(settings)
     _check_relations(settings)
     _check_renumbering(settings)

@@ -86,11 +86,7 @@ class Watchdog:
                 self._target.stamp_auto()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the thread; harmless when repeated.
-
-        Returns:
-            Whether it has ended.
-        """
+        """End the thread and return whether it has ended; harmless when repeated."""
         self._stopped.set()
         self._semaphore.post()
         if self._is_started:
@@ -206,12 +202,9 @@ T = TypeVar("T")
 
 
 class EventQueue(Generic[T]):
-    """A list that any thread adds to and the main thread waits on; closed by its owner.
+    """List that any thread adds to and the main thread waits on.
 
-    Args:
-        monotonic: Returns seconds.
-        slice_s: How long it waits at most before `between` is called again.
-        between: Called at the start of each slice, such as to show that the thread lives.
+    A wait is cut into slices of `slice_s`; `between` is called at the start of each.
     """
 
     def __init__(

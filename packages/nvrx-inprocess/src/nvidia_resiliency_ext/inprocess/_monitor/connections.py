@@ -42,11 +42,7 @@ class Processes:
         return any(handle.fileno() is None for handle in self._held.values())
 
     def hold(self, pid: int, start_ticks: int | None = None) -> int:
-        """Hold a process from now on; return when it was started.
-
-        Raises:
-            ProcessLookupError: It does not run, or another process has its number.
-        """
+        """Hold a process from now on, return its start; a ProcessLookupError if it does not run."""
         held = self._held.get(pid)
         if held is not None:
             return held.start_ticks
@@ -93,12 +89,7 @@ _MAX_FDS = 4  # that wait to be taken
 
 
 class Connection:
-    """A rank's connection in the loop.
-
-    Attributes:
-        pid: Process at the other end, as the kernel says.
-        on_over: Called once when the connection has ended; it is closed by then.
-    """
+    """A rank's connection in the loop; `on_over` is called once when it has ended and is closed."""
 
     def __init__(self, loop: EventLoop, sock: socket.socket, pid: int) -> None:
         """Take over an accepted socket."""

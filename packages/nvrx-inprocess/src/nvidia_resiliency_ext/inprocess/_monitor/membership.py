@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
+"""Decide for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
 
-Events go in as method calls, effects come out as values. Whatever comes twice has no second
-effect, so a monitor that took over may be told everything again.
+Events go in as method calls, effects come out as values. An event that comes twice has no second
+effect, so a new monitor may be sent everything again.
 """
 
 from __future__ import annotations
@@ -137,9 +137,6 @@ class Membership:
 
     The *position* is the first iteration that is not decided as far as is known here. It is
     where a rank that has ended must be accounted for.
-
-    Attributes:
-        members: The ranks of this node, by initial rank.
     """
 
     def __init__(self, world_size: int) -> None:

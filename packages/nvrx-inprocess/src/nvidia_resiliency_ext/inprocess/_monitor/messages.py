@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells its monitor about one call; values only, nothing is read or opened here.
+"""Messages between ranks and their monitor; values only.
 
-What ranks and their monitor say to each other; values only.
-
-Each direction has its own closed set. A rank begins with `Hello`, its page attached, and then
-tells what it does; every message may come twice, after a monitor was replaced.
+Each direction has its own closed set. A rank begins with `Hello`, its page attached; every message
+may come twice, after a monitor was replaced.
 """
 
 from __future__ import annotations
@@ -76,10 +74,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank connects, for the first time or again, with its last `Begun` and its page.
-
-    With a `dump_signal`, at which it writes its stacks, the file for them is attached, too.
-    """
+    """Connect, for the first time or again; the page and any stack file are attached."""
 
     version: int
     settings: MonitorSettings
@@ -106,11 +101,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The rank is ready for the next iteration.
-
-    `call` is what its main thread was in when it was interrupted, a `rank_activity.Call` or
-    `WAITED`, and `place` the line of the program; both are empty where that is not known.
-    """
+    """The rank is ready for the next iteration, and was in this `call` at this `place`."""
 
     iteration: int
     call: str = ""
@@ -119,10 +110,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The rank leaves the call: lost for the others, or because the call is over.
-
-    Who is discarded by rank assignment has no number in the next iteration: nobody misses it.
-    """
+    """The rank leaves the call: lost, discarded by rank assignment, or because it is over."""
 
     is_lost: bool
     is_discarded: bool

@@ -86,10 +86,7 @@ class Stamps:
 
 
 class ProgressPage:
-    """The rank's side of the page.
-
-    `stamp_auto` and `stamp_manual` are one store each: no lock, no system call but the clock's.
-    """
+    """The rank's side of the page; `stamp_auto` and `stamp_manual` are one store each."""
 
     __slots__ = ("_lock", "_mapping", "_words", "fd", "stamp_manual")
 
@@ -109,11 +106,7 @@ class ProgressPage:
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Make a page that no holder of its descriptor can shrink.
-
-        Raises:
-            OSError: There is no memory or no descriptor.
-        """
+        """Make a page that no holder of its descriptor can shrink."""
         fd = shared_memory(_NAME, _SIZE_BYTES, _directories())
         try:
             return cls(fd)
@@ -126,12 +119,7 @@ class ProgressPage:
         self._words[_W_AUTO] = _now_ns()
 
     def stamp(self, auto_s: float | None, manual_s: float | None) -> None:
-        """Note stamps that were made elsewhere, in seconds of the monotonic clock.
-
-        Args:
-            auto_s: When the main thread last ran; the page keeps what it has where that is unknown.
-            manual_s: The last ping, None for none in this iteration.
-        """
+        """Store stamps made elsewhere, in seconds; an unknown automatic one leaves the page's."""
         if auto_s is not None:
             self._words[_W_AUTO] = round(auto_s / _NS)
         self._words[_W_MANUAL] = 0 if manual_s is None else round(manual_s / _NS)
@@ -191,11 +179,7 @@ class PageView:
     __slots__ = ("fd",)
 
     def __init__(self, fd: int) -> None:
-        """Take over a descriptor.
-
-        Raises:
-            PageError: It is no page; the descriptor is closed.
-        """
+        """Take over a descriptor; a PageError, and closed, if it is no page."""
         self.fd = fd
         try:
             self.read()
@@ -204,11 +188,7 @@ class PageView:
             raise
 
     def read(self) -> Stamps:
-        """Take one look.
-
-        Raises:
-            PageError: The memory was shrunk or overwritten.
-        """
+        """Read the page; a PageError if the memory was shrunk or overwritten."""
         try:
             data = os.pread(self.fd, _SIZE_BYTES, 0)
         except OSError as error:
@@ -251,12 +231,7 @@ _WRAPPER = "/inprocess/_call/loop.py"
 
 
 class StackDump:
-    """The rank's side, for one call.
-
-    Attributes:
-        number: The signal; 0 when there is none to lend, or no file.
-        fd: The file; -1 when there is none.
-    """
+    """The rank's stack file and the signal that writes it; 0 and -1 where there is none."""
 
     def __init__(self) -> None:
         self.number, self.fd = 0, -1

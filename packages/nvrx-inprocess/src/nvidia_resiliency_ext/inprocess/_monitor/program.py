@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor's log files and pid files; both are ours alone and follow no symbolic link.
-
-The monitor's program: lets ranks in, serves their calls, and ends when nobody needs it.
-"""
+"""The monitor's program: let ranks in, serve their calls, end when no rank is left."""
 
 from __future__ import annotations
 
@@ -41,10 +38,9 @@ _OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK |
 
 
 class Journal:
-    """The monitor's log files and pid files.
+    """The monitor's log files and pid files; ours alone, they follow no symbolic link.
 
-    Without a log file, and without a directory for node-local logs, it is silent. A file that
-    cannot be written costs its lines and nothing else.
+    Without a log file, and without a directory for node-local logs, it is silent.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small file in the node's directory: which process is which rank, for a monitor that follows.
+"""This node among the nodes of a call: its entry in the store, its lease, the lease it watches.
 
-The store has the same list for other nodes. This one also says when each process was started, so
-that nobody signals a process that took over a number.
-
-This node among the nodes of a call: its entry in the store, its lease, the lease it watches.
+The state file has process and start of each rank of this node, for a monitor that follows: so
+that no process is signalled that took over a number.
 """
 
 from __future__ import annotations
@@ -74,11 +72,7 @@ _LEFT_OUT = 4
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A rank of this node that another monitor served, and that has not come to this one.
-
-    Attributes:
-        start_ticks: When that was started; `None` for unknown: it must not be signalled.
-    """
+    """A rank that an earlier monitor served; one of unknown start must not be signalled."""
 
     rank: int
     pid: int

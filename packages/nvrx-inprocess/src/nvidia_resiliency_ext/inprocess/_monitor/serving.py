@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve one call of a node's ranks: pass events to `Membership` and carry out its effects.
 
-`membership` and `timeouts` decide. All of it runs in the loop's thread; only the threads of
-`store_threads` use the store.
+All of it runs in the loop's thread; only the threads of `store_threads` use the store.
 """
 
 from __future__ import annotations
@@ -344,11 +343,7 @@ class Serving:
         return observed
 
     def _activity_of(self, rank: int, message: messages.Arrived) -> ObservedActivity | None:
-        """Return what a rank did when it was interrupted, by its word and by the kernel's.
-
-        Raises:
-            ValueError: Its word is unknown.
-        """
+        """Return what a rank did when it was interrupted, by its word and by the kernel's."""
         session = self._sessions[rank]
         kernel, session.kernel = session.kernel, None
         if message.call == messages.WAITED:

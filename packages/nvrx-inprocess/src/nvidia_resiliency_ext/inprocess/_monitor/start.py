@@ -59,11 +59,7 @@ class NodeDirectory:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> NodeDirectory:
-        """Return the directory of this job on this node, and make it if it is not there.
-
-        Raises:
-            OSError: No place will have it.
-        """
+        """Return the directory of this job on this node, and make it if it is not there."""
         name = _PREFIX + _identity(environ)
         last_error: OSError | None = None
         for parent in _parents(environ):
@@ -109,12 +105,7 @@ class NodeDirectory:
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock.
-
-        Raises:
-            DeadlineExceededError: Somebody else holds it all the time.
-            OSError: The directory cannot be used.
-        """
+        """Hold the lock; a DeadlineExceededError if another process holds it all the time."""
         fd = self._lock(timeout_s)
         try:
             yield
@@ -259,11 +250,7 @@ _PIPE_BYTES = 65536
 
 
 def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False) -> None:
-    """Start the monitor of this node, unless it runs, and do not wait until it is ready.
-
-    Raises:
-        InternalError: It cannot be started.
-    """
+    """Start the monitor of this node, unless it runs, and do not wait until it is ready."""
     deadline = Deadline.after(START_LIMIT_S)
     connect_or_start(deadline, environ, needs_torch=needs_torch).close()
 
@@ -271,13 +258,7 @@ def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool
 def connect_or_start(
     deadline: Deadline, environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False
 ) -> socket.socket:
-    """Return a connection to the monitor of this node; one of its ranks starts it.
-
-    It listens from the moment it is started, and answers as soon as it can.
-
-    Raises:
-        InternalError: It cannot be started.
-    """
+    """Return a connection to the monitor of this node; one of its ranks starts it."""
     try:
         directory = NodeDirectory.find(environ)
         sock = directory.connect()
@@ -308,12 +289,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) -> None:
-    """Run `boot.py` in a process without a parent; its `main` lists the orders.
-
-    Raises:
-        InternalError: It cannot be started.
-        OSError: No descriptors are left.
-    """
+    """Run `boot.py` in a process without a parent; its `main` lists the orders."""
     if not sys.executable:
         raise InternalError("this interpreter does not know its own path, to start another one")
     paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Use the store from two threads of the monitor: one writes, one waits for outcomes.
 
-The event loop never calls the store: it submits operations, and results return as calls in its own
-thread. A store that hangs holds up these threads only; `busy_s` tells for how long.
+Results return as calls in the event loop's thread. A store that hangs holds up these threads only.
 """
 
 from __future__ import annotations
@@ -122,12 +121,7 @@ class StoreWorker:
     def submit(
         self, run: Callable[[IterationStore], Any], done: Callable[[Any], None] | None = None
     ) -> None:
-        """Have an operation done after those that wait.
-
-        Args:
-            run: The operation; it may run twice, if the connection breaks.
-            done: Called in the loop's thread with the result.
-        """
+        """Queue an operation, which may run twice; `done` gets its result in the loop's thread."""
         self._pending += 1
         self._waiting.put(_Operation(run, done))
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide from stamps, leases and silence which rank, node or monitor is lost. Pure.
 
-`evaluate` takes what is remembered of a rank, its page and the time, and returns what to remember,
-what to do and when to look again. A lease is a counter: only its change between the observer's own
-looks counts, never its value or another host's clock. Time in which the observer could not look
-counts against nobody. A monitor that ended closes its connections; one that is stopped or stuck
-does not: its ranks probe it, and add up the time without an answer.
+A lease is a counter: only its change between the observer's own looks counts, never its value or
+another host's clock. Time in which the observer could not look counts against nobody.
 """
 
 from __future__ import annotations
@@ -113,11 +110,7 @@ _KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of one look.
-
-    Attributes:
-        due_s: When something may be due next; infinite for nothing.
-    """
+    """What to remember and to do after one look, and when something may be due next."""
 
     watch: Watch
     effects: tuple[Effect, ...] = ()
@@ -125,15 +118,7 @@ class Evaluation:
 
 
 def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evaluation:
-    """Judge one rank by one look at its page.
-
-    Args:
-        watch: What the last verdict said to remember; for an interrupted iteration with
-            `interrupted_s` filled in.
-        stamps: The look.
-        limits: The times.
-        now: Seconds of the monotonic clock.
-    """
+    """Evaluate one rank by one look at its page."""
     if watch.is_being_killed:
         return _go_on_killing(replace(watch, looked_s=now), limits, now)
     if stamps.epoch != watch.epoch:
@@ -167,10 +152,7 @@ def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
 
 
 def _pardon(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Watch:
-    """Start the time again if we were held up: what held us up may have held the rank, too.
-
-    Only once until the rank is heard of again, or a busy machine would hide a hang for ever.
-    """
+    """Start the time again, once per stamp, if we were held up: the rank may have been, too."""
     fresh_s = max(stamps.auto_s, stamps.manual_s or 0.0)
     is_pardoned = watch.is_pardoned and fresh_s <= watch.calm_s
     if now - watch.looked_s > limits.gap_s and not is_pardoned:
@@ -236,10 +218,7 @@ class Ring:
         return self._known.issuperset(ranks)
 
     def unknown(self, ranks: Collection[int], now: float) -> list[int]:
-        """Take in that all nodes were asked for; return ranks that are on none for too long.
-
-        They ended after all had met, and before any monitor heard of them.
-        """
+        """Return ranks that have been on none of all nodes, which were just asked for, for too long."""
         passed_s = min(now - self._asked_s, 2 * self._interval_s)
         self._asked_s = now
         known, before = self._known, self._unknown_s
@@ -300,11 +279,7 @@ _QUESTIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Limits for a monitor that sends nothing, in seconds.
-
-    Attributes:
-        stopped_s: One that the kernel says is stopped.
-    """
+    """Seconds that a monitor may send nothing; `stopped_s` if the kernel shows it as stopped."""
 
     stopped_s: float
     mute_s: float
@@ -337,10 +312,7 @@ class Silence:
         self.seconds = 0.0
 
     def missed(self, now: float) -> None:
-        """It has said nothing since the last look.
-
-        What held us up may have held it, too: no look counts for more than two intervals.
-        """
+        """Count time without a message; no look counts for more than two intervals."""
         passed_s = now - self._looked_s
         self._looked_s = now
         self.seconds += min(passed_s, 2 * self._patience.interval_s)

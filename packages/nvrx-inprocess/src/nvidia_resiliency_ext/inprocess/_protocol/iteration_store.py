@@ -91,10 +91,7 @@ class IterationStore:
     def interrupt(
         self, iteration: int, records: Sequence[InterruptionRecord], participants: frozenset[int]
     ) -> Outcome:
-        """Report interruptions of initial ranks; return the outcome, which may be another one.
-
-        Reports that come after the decision change nothing in it.
-        """
+        """Report interruptions of initial ranks; return the outcome, which may be another one."""
         keys = self._keys(iteration)
         text = format_records(records)
         # The first report travels with the outcome: one operation, and it is known to all.
@@ -123,13 +120,9 @@ class IterationStore:
         *,
         has_reported: bool = False,
     ) -> None:
-        """Say in which form a participant reached the end; the last one makes the decision.
+        """Record in which form a participant reached the end; the last one makes the decision.
 
-        Args:
-            iteration: Which.
-            arrival: Who, and how.
-            participants: Of whom there is to be an arrival.
-            has_reported: A record of this rank was written, so that it is counted already.
+        `has_reported` tells that a record of this rank was written, so that it is counted already.
         """
         keys = self._keys(iteration)
         self._access.append(keys.arrivals, format_arrival(arrival))
@@ -141,10 +134,7 @@ class IterationStore:
             self._count_reported(iteration, 1, participants)
 
     def look(self, iteration: int, participants: frozenset[int]) -> Decision | None:
-        """Do what others would have done had they not ended in between.
-
-        Whoever waits for an outcome or a decision in vain calls it now and then.
-        """
+        """Do what others would have done had they not ended; for a monitor that waits in vain."""
         keys = self._keys(iteration)
         self._settle_completion(keys)
         return self._settle_decision(keys, participants)
@@ -230,11 +220,7 @@ class IterationStore:
             self._access.delete(key)
 
     def _forget_old(self, iteration: int) -> None:
-        """Remove what is of no use once an iteration has been decided.
-
-        Everybody who has arrived in it is done with the lists of the one before. Outcomes and
-        decisions stay for a while, for nodes that were given up and do not know it.
-        """
+        """Remove the lists of the last iteration, outcome and decision of a much older one."""
         if iteration > 0:
             self.forget(iteration - 1)
         if iteration >= KEPT_OUTCOMES:

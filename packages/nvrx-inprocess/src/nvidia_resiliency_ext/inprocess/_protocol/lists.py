@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the lists of an iteration, whether they are whole, and what follows; no I/O.
+"""Encode, decode and evaluate the lists of an iteration; no I/O.
 
-A list is a text to which everybody appends entries that end in `;`. The same entry may stand in it
-twice: after the loss of a monitor its successor says again what was said.
+A list is a text to which monitors append entries that end in `;`. The same entry may stand in it
+twice, after the loss of a monitor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _MOST_RANKS_OF_A_NODE = 4096
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """A node as its monitor has announced it.
-
-    Attributes:
-        node_id: The smallest initial rank of the node.
-    """
+    """A node as its monitor has announced it; its number is its smallest initial rank."""
 
     node_id: int
     ranks: tuple[int, ...]
@@ -48,11 +44,7 @@ def format_arrival(arrival: Arrival) -> str:
 
 
 def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
-    """Return the arrivals of a list.
-
-    Raises:
-        ForeignValueError: it holds something else.
-    """
+    """Return the arrivals of a list; a ForeignValueError for anything else."""
     return [_parse_arrival(entry, key) for entry in _entries(text, key)]
 
 
@@ -82,11 +74,7 @@ def format_records(records: Iterable[InterruptionRecord]) -> str:
 
 
 def parse_records(text: str, key: str = "interruption_records") -> list[InterruptionRecord]:
-    """Return the records of a list.
-
-    Raises:
-        ForeignValueError: it holds something else.
-    """
+    """Return the records of a list; a ForeignValueError for anything else."""
     records = []
     for entry in _entries(text, key):
         number, _, name = entry.partition(":")
@@ -174,11 +162,7 @@ def format_node(node: NodeEntry) -> str:
 
 
 def parse_nodes(text: str, key: str = "nodes") -> list[NodeEntry]:
-    """Return the nodes of the list, by number; the last entry of a number counts.
-
-    Raises:
-        ForeignValueError: it holds something else.
-    """
+    """Return the nodes of the list, by number; the last entry of a number counts."""
     found: dict[int, NodeEntry] = {}
     for line in text.splitlines():
         node = _parse_node(line, key)

@@ -49,11 +49,7 @@ class ForeignKeysError(RestartError):
 
 
 def entry(rank: int, keys: Sequence[str]) -> str:
-    """Return the line of one rank.
-
-    Raises:
-        ValueError: It is longer than `MAX_ENTRY_BYTES`.
-    """
+    """Return the line of one rank; a ValueError if it is longer than `MAX_ENTRY_BYTES`."""
     line = f"{rank} {json.dumps(list(keys))}\n"  # ASCII, and without newlines in strings
     if len(line) > MAX_ENTRY_BYTES:
         raise ValueError(
@@ -63,11 +59,7 @@ def entry(rank: int, keys: Sequence[str]) -> str:
 
 
 def parse(where: str, text: str) -> dict[int, str]:
-    """Return each rank's keys in the list, as JSON; the first entry of a rank counts.
-
-    Raises:
-        ForeignKeysError: A line is no entry.
-    """
+    """Return each rank's keys in the list, as JSON; the first entry of a rank counts."""
     found: dict[int, str] = {}
     for line in text.split("\n")[:-1]:
         match = _ENTRY.fullmatch(line)
@@ -78,11 +70,7 @@ def parse(where: str, text: str) -> dict[int, str]:
 
 
 def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
-    """Return the record of these ranks, which must all be found.
-
-    Raises:
-        ForeignKeysError: Somebody's keys are not a list of strings.
-    """
+    """Return the record of these ranks, which must all be found."""
     indices: dict[str, int] = {}
     runs: list[list[int]] = []
     for rank in ranks:
@@ -97,11 +85,7 @@ def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
 
 
 def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
-    """Return keys and the ranks that have them, ascending, from a record of exactly these ranks.
-
-    Raises:
-        ForeignKeysError: It is no such record.
-    """
+    """Return keys and the ranks that have them, ascending, from a record of exactly these ranks."""
     record = _loads(where, text)
     try:
         keys = [tuple(each) for each in record["keys"]]
@@ -193,13 +177,7 @@ class Caller:
 def gather(
     store: Any, caller: Caller, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
 ) -> Runs:
-    """Return the keys of all ranks, and which ranks have them, ascending by rank.
-
-    Raises:
-        exception.TimeoutError: Some have not called in time; the message names them.
-        ForeignKeysError: Something in the store was not written by this.
-        ValueError: The keys are too long.
-    """
+    """Return the keys of all ranks, and which have them; a TimeoutError names missing ranks."""
     line = entry(caller.rank, keys)
     if len(ranks) == 1:
         return [(tuple(keys), range(caller.rank, caller.rank + 1))]

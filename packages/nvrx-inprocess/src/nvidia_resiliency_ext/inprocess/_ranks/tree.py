@@ -26,9 +26,7 @@ INACTIVE = -1
 class TreePlan:
     """The numbers of all ranks, as losses change them.
 
-    Attributes:
-        order: By rank, its position; from the first assignment on in depth-first order.
-        numbers: By position, the active rank, or `INACTIVE`.
+    `order` has by rank its position; `numbers` by position the active rank, or `INACTIVE`.
     """
 
     def __init__(self, layers: Sequence[Layer], layout: Layout) -> None:
@@ -63,15 +61,7 @@ class TreePlan:
         terminated: Collection[int],
         world_size_filter: Callable[[int], int] | None = None,
     ) -> None:
-        """Go on without some ranks.
-
-        Args:
-            terminated: Ranks in the present numbering; others are ignored.
-            world_size_filter: Maps the number of active ranks to one that is wanted.
-
-        Raises:
-            AssertionError: The filter wants more active ranks than there are, or less than none.
-        """
+        """Go on without ranks; the filter maps the number of active ranks to one that is wanted."""
         size = self.world_size
         losses = self._end([self.order[rank] for rank in terminated if 0 <= rank < size])
         self._close(self._backfill(self._call_reserves(losses)))

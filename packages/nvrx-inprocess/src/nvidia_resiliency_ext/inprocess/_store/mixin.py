@@ -116,11 +116,7 @@ def is_rank_at_reentrant_barrier(access: StoreAccess, rank: int, group_name: str
 
 
 def parse_ranks(text: str, key: str) -> set[int]:
-    """Return the ranks of a text such as `3,5,`.
-
-    Raises:
-        ForeignValueError: it is no such text.
-    """
+    """Return the ranks of a text such as `3,5,`; a ForeignValueError for anything else."""
     ranks = set()
     for part in text.removesuffix(",").split(",") if text else ():
         rank = parse_number(part)

@@ -22,24 +22,14 @@ _NAMELESS = ("", "none")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a store listens.
-
-    Attributes:
-        host: Name or address.
-        port: Its port.
-        is_served: Somebody else serves it already: nobody here has to.
-    """
+    """Where a store listens; `is_served` if somebody else serves it already."""
 
     host: str
     port: int
     is_served: bool
 
     def is_here(self) -> bool:
-        """Return whether its address is one of this host.
-
-        Raises:
-            ConfigError: its name means no address.
-        """
+        """Return whether its address is one of this host; a ConfigError if its name means none."""
         try:
             return is_ours(self.host)
         except OSError as error:
@@ -56,11 +46,7 @@ class Endpoint:
 def find_endpoint(
     environ: Mapping[str, str], host: str | None = None, port: int | None = None
 ) -> Endpoint:
-    """Return the endpoint of the environment, else that of the arguments and `MASTER_*`.
-
-    Raises:
-        ConfigError: something is missing, or no endpoint.
-    """
+    """Return the endpoint of the environment, else that of the arguments and `MASTER_*`."""
     text = environ.get(STORE_VARIABLE)
     if text:
         return _parse_endpoint(text)
@@ -70,11 +56,7 @@ def find_endpoint(
 def named_endpoint(
     environ: Mapping[str, str], host: str | None = None, port: int | None = None
 ) -> Endpoint:
-    """Return the endpoint of the arguments; what is missing comes from `MASTER_*`.
-
-    Raises:
-        ConfigError: that is missing, too, or no endpoint.
-    """
+    """Return the endpoint of the arguments; what is missing comes from `MASTER_*`."""
     if host is None:
         host = environ.get("MASTER_ADDR")
         if not host:
@@ -210,11 +192,7 @@ class NobodyListensError(StoreLostError):
 
 
 class ForeignValueError(NvrxError):
-    """A key holds what none of us has written.
-
-    Args:
-        value: What stands there; the message shows its beginning.
-    """
+    """A key holds what none of us has written; the message shows the value's beginning."""
 
     def __init__(self, key: str, value: str) -> None:
         super().__init__(key, value[:_SHOWN])

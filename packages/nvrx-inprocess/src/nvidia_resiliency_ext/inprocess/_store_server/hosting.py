@@ -36,23 +36,14 @@ class StoreInUseError(NvrxError):
 
 
 def claim(store: Any, job: str) -> None:
-    """Write the job's name into a store, unless it stands there.
-
-    Raises:
-        StoreInUseError: another job's name stands there.
-        StoreLostError: it does not answer.
-    """
+    """Write the job's name into a store; a StoreInUseError if another job's stands there."""
     owner = owner_of(StoreAccess(store).swap(_KEY, "", json.dumps(job)))
     if owner != job:
         raise StoreInUseError(f"it serves job {owner!r}, this is job {job!r}")
 
 
 def owner_of(text: str) -> str:
-    """Return the name that a store holds.
-
-    Raises:
-        ForeignValueError: it holds something else there.
-    """
+    """Return the job's name that a store holds; a ForeignValueError for anything else."""
     try:
         name = json.loads(text)
     except (ValueError, RecursionError):
@@ -97,12 +88,7 @@ class StoreServerTimes:
 
 @dataclass(frozen=True, slots=True)
 class StoreServer:
-    """A store that is hosted here.
-
-    Attributes:
-        process: The process that hosts it; None if it was there already.
-        channel: Where that process takes orders; None with the process.
-    """
+    """A store that is hosted here; process and channel are None if it was there already."""
 
     endpoint: Endpoint
     process: subprocess.Popen[bytes] | None = None
@@ -137,21 +123,10 @@ def host_store(
     times: StoreServerTimes = StoreServerTimes(),
     beside: StoreServer | None = None,
 ) -> StoreServer:
-    """See to it that a store of this job listens at an endpoint of this host.
+    """Make sure that a store of this job listens at an endpoint of this host; it may do so already.
 
-    It may listen already: a store server outlives its starter.
-
-    Args:
-        endpoint: Where; an address of this host.
-        job: Name of the job.
-        connect: Connects to a store, `TCPStore.connect`.
-        is_single_node: Nobody will come from another host.
-        times: How long it may take and stay.
-        beside: One that this process has started: if it lives it hosts this store, too.
-
-    Raises:
-        StoreInUseError: the port belongs to another job, or to a program that is no store.
-        StoreServerStartError: it did not start.
+    `beside` is a server that this process has started: if it lives it hosts this store, too. A
+    StoreInUseError if the port belongs to another job, or to a program that is no store.
     """
     address = endpoint.host
     if not is_single_node and not is_reachable_from_elsewhere(address):
@@ -244,10 +219,7 @@ def _start(
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """Wait for an ending process, kill it if it is late, and return its exit code.
-
-    One that sits in the kernel ends by itself later, and then has no exit code for us.
-    """
+    """Wait for an ending process, kill it if it is late, and return its exit code."""
     for limit_s in (timeout_s, _KILLED_S):
         try:
             return process.wait(limit_s)

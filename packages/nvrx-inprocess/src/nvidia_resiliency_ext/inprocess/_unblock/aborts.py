@@ -60,13 +60,7 @@ logger = logging.getLogger("nvrx")
 
 @dataclass(frozen=True, slots=True)
 class AbortStep:
-    """What became of one member.
-
-    Attributes:
-        duration_s: How long it took, or was waited for.
-        error: What it raised, as text: the exception would keep its frames and all they hold.
-        is_late: It was still running when it was abandoned.
-    """
+    """How one member ended: its error as text, which keeps no frames, or late and abandoned."""
 
     name: str
     duration_s: float
@@ -79,11 +73,8 @@ def run_abort(
 ) -> tuple[AbortStep, ...]:
     """Call an abort, or the members of a `Compose` of aborts, the last one first.
 
-    A member that raises does not keep the others from running; one that is late does not, either:
-    it may use half of the time that is left, the last one all of it, and goes on by itself.
-
-    Returns:
-        One step per member, in the order of the calls; they have been logged.
+    A member that raises, or is late, does not keep the others from running: it may use half of the
+    time that is left, the last one all of it.
     """
     deadline = Deadline.after(deadline_s)
     members = list(_members(abort))
@@ -210,21 +201,12 @@ def _import(name: str) -> Any:
 
 
 def is_recording() -> bool:
-    """Say whether torch keeps a flight record in this process.
-
-    Raises:
-        ValueError: The size of its buffer is not a number.
-    """
+    """Return whether torch keeps a flight record in this process."""
     return _inputs.flight_recorder_size() > 0
 
 
 class Recording:
-    """The record of one iteration.
-
-    Args:
-        iteration: Each has a folder of its own.
-        collector: Makes what takes and saves; torch's recorder by default.
-    """
+    """The flight record of one iteration, in a folder of its own."""
 
     def __init__(
         self,
@@ -238,20 +220,11 @@ class Recording:
         self._dump: Any = None
 
     def take(self, timeout_s: float) -> None:
-        """Keep what the recorder knows now, in memory.
-
-        Raises:
-            exception.TimeoutError: It does not answer.
-            Exception: It cannot be read.
-        """
+        """Keep what the recorder knows now, in memory; a TimeoutError if it does not answer."""
         call_bounded("nvrx-flight-record", self._take, timedelta(seconds=timeout_s))
 
     def save(self) -> threading.Thread | None:
-        """Write it, in a thread of its own; what fails there is logged.
-
-        Returns:
-            The thread; `None` if nothing was taken.
-        """
+        """Write it in a thread of its own, which is returned; what fails there is logged."""
         if self._dump is None:
             return None
         thread = threading.Thread(target=self._save, name="nvrx-flight-record", daemon=True)

@@ -100,13 +100,7 @@ def wait_of(call: tuple[int, ...]) -> tuple[Wait | None, int, int]:
 
 
 def own_memory(address: int, size: int) -> bytes:
-    """Return bytes of this process, such as of another thread's stack.
-
-    The kernel reads them: memory that is gone meanwhile is an error and not a crash.
-
-    Raises:
-        OSError: There is no memory, or it may not be read.
-    """
+    """Return bytes of this process by the kernel: memory that is gone is an error and no crash."""
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(memory, size, address)
