@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
-    """Call a function in a daemon thread; the package's TimeoutError if it has not ended in time."""
+    """Call a function in a daemon thread; the package's TimeoutError if it takes too long."""
 
     def run() -> T:
         # Users find the thread by this name, which has no prefix.

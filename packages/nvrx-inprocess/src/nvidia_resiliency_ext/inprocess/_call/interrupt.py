@@ -217,8 +217,8 @@ class MainThreadInterrupter:
     def inside(self) -> _Inside:
         """Return a context manager around what may be interrupted.
 
-        `RankShouldRestart` leaves it if, and only if, it was interrupted inside, in place of a result
-        or an `Exception`. What is no `Exception`, such as `SystemExit`, goes before it.
+        `RankShouldRestart` leaves it if, and only if, it was interrupted inside, in place of a
+        result or an `Exception`; what is no `Exception`, such as `SystemExit`, goes before it.
         """
         return _Inside(self)
 

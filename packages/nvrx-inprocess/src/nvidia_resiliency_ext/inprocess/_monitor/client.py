@@ -223,7 +223,7 @@ class MonitorLink:
             self._pass_on(message)
 
     def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
-        """Probe the monitor, or kill it after too long: going on later, it could take us for stuck."""
+        """Probe the monitor, or kill it after too long: later it could take us for stuck."""
         is_stopped = handle is not None and start.is_stopped(handle.pid)
         if not silence.is_over(is_stopped=is_stopped):
             with self._lock:

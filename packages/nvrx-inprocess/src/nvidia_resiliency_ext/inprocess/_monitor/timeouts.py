@@ -218,7 +218,7 @@ class Ring:
         return self._known.issuperset(ranks)
 
     def unknown(self, ranks: Collection[int], now: float) -> list[int]:
-        """Return ranks that have been on none of all nodes, which were just asked for, for too long."""
+        """Return ranks that were on none of the nodes, just asked for, for too long."""
         passed_s = min(now - self._asked_s, 2 * self._interval_s)
         self._asked_s = now
         known, before = self._known, self._unknown_s

@@ -220,7 +220,7 @@ def shift(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int 
 
 
 def fill(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int | None, int]:
-    """Return rank and world size when the last ranks take free numbers; no rank for a terminated one."""
+    """Return rank and world size when the last ranks take the free numbers; None for a lost one."""
     lost = _existing(world_size, terminated)
     remaining = world_size - len(lost)
     below = bisect_left(lost, rank)

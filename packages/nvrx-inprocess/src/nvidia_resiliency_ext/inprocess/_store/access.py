@@ -84,7 +84,7 @@ class StoreAccess:
         return standing
 
     def swap(self, key: str, expected: str, wanted: str) -> str:
-        """Set a key whose value is `expected`, or that is missing if that is ""; return what stands."""
+        """Set a key whose value is `expected`, or missing if that is ""; return what stands."""
         return self._text(key, self._call(lambda: self._store.compare_set(key, expected, wanted)))
 
     def set(self, key: str, text: str) -> None:
