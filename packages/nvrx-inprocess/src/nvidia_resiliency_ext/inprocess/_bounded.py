@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 
 from . import exception
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
 
 T = TypeVar("T")
 

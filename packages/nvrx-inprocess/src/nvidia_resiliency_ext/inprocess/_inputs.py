@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _RANKS = ("RANK", "WORLD_SIZE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

@@ -10,15 +10,14 @@ from __future__ import annotations
 import abc
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 from ._bounded import call_bounded
 from ._inputs import check_duration, check_integer, device_of_rank, is_in_use
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 __all__ = [
     "ChainedGPUHealthCheck",

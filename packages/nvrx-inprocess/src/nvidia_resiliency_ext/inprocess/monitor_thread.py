@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ._call.interrupt import (
@@ -22,16 +24,13 @@ from ._call.interrupt import (
     is_in_deferred_section,
     terminate,
 )
+from ._unblock.aborts import Abort
 from .attribution import format_interruption_records
 from .exception import TimeoutError as ThreadTimeoutError
+from .state import FrozenState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import timedelta
-
-    from ._unblock.aborts import Abort
     from .progress_watchdog import ProgressWatchdog
-    from .state import FrozenState
 
 __all__ = [
     "MonitorThread",

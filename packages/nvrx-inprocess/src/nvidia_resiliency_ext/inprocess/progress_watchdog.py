@@ -6,13 +6,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from datetime import timedelta
+from typing import Protocol
 
 from ._call.watchdog import Watchdog
 from ._inputs import check_duration
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 __all__ = ["ProgressWatchdog", "Timestamp"]
 

@@ -10,16 +10,14 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._inputs import check_duration
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Heartbeat", "SiblingMonitor"]
 

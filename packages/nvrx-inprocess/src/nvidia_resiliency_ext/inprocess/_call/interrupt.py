@@ -15,25 +15,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import run_abort
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
+from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-    Handler = Callable[[int, FrameType | None], Any]
-    from types import CodeType, FrameType
-
-    F = TypeVar("F", bound=Callable[..., object])
-    from types import FrameType, TracebackType
-
-    from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep
-    from nvidia_resiliency_ext.inprocess.state import FrozenState
+Handler = Callable[[int, FrameType | None], Any]
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class InterruptSignal:

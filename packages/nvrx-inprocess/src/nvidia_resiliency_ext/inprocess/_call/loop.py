@@ -15,9 +15,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess._call.interrupt import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -25,7 +26,8 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
-from nvidia_resiliency_ext.inprocess._protocol.decision import is_searched
+from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, is_searched
 from nvidia_resiliency_ext.inprocess._unblock.gloo import let_go_of_gloo_connections
 from nvidia_resiliency_ext.inprocess._unblock.groups import forget_unfinished, patient_destruction
 from nvidia_resiliency_ext.inprocess._unblock.waits import patient_rendezvous
@@ -33,32 +35,23 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_int
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
-from nvidia_resiliency_ext.inprocess.state import Mode
+from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
 
 from . import watchdog
-from .interrupt import terminate
+from .interrupt import AtomicLock, MainThreadInterrupter, terminate
 from .report import (
     KEPT_REPORTS,
     Phase,
+    RestartRecord,
     RestartReport,
     Stopwatch,
     describe_interruption,
     detection_s,
 )
-from .watchdog import EventQueue, YoungGarbage
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
-    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess.state import FrozenState, State
-
-    from .interrupt import AtomicLock, MainThreadInterrupter
-    from .report import RestartRecord
-    from .settings import Settings
-    from .watchdog import Watchdog
+from .settings import Settings
+from .watchdog import EventQueue, Watchdog, YoungGarbage
 
 logger = logging.getLogger("nvrx")
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
@@ -37,6 +37,7 @@ from nvidia_resiliency_ext.inprocess._store.names import (
 )
 from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.store import (
     BarrierOverflow,
     BarrierTimeout,
@@ -45,10 +46,7 @@ from nvidia_resiliency_ext.inprocess.store import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess.state import State
-
-    from .settings import Settings
+from .settings import Settings
 
 logger = logging.getLogger("nvrx")
 

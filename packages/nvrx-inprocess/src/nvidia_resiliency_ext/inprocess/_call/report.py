@@ -10,17 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess import _inputs
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 from nvidia_resiliency_ext.shared_utils.events import EventLog, InprocRestart
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-
-    from .settings import Settings
+from .settings import Settings
 
 KEPT_REPORTS = 32
 _AT_ONCE = timedelta(0)

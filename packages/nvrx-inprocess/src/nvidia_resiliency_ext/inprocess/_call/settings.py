@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
 from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
@@ -23,9 +24,6 @@ from nvidia_resiliency_ext.inprocess.rank_assignment import (
 )
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True, kw_only=True)

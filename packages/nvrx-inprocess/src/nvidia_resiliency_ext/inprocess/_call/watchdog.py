@@ -19,18 +19,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from types import FrameType, TracebackType
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
 from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
 from nvidia_resiliency_ext.shared_utils.rank_activity import Frame, stack_of
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
 
 _SEM_T_BYTES = 64  # at least; 32 with glibc on 64 bit
 _libc = ctypes.CDLL(None, use_errno=True)

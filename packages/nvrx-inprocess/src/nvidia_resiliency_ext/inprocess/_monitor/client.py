@@ -15,13 +15,15 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from nvidia_resiliency_ext.inprocess._monitor import messages, start
-from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.messages import Event, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Patience, Silence
 from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
+from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -33,13 +35,6 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
     send_with_fds,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
-    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
-    from nvidia_resiliency_ext.inprocess.attribution import Interruption
 
 logger = logging.getLogger("nvrx")
 

@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import FROM_RANK, TO_RANK
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
-
 
 logger = logging.getLogger("nvrx")
 

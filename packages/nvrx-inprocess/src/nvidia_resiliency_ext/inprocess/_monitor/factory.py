@@ -12,15 +12,12 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
 
 _MAIN_ALIAS = "__nvrx_main__"
 _TAG = "$"

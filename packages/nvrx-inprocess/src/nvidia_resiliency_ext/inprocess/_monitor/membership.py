@@ -7,18 +7,12 @@ effect, so a new monitor may be sent everything again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Event, Interrupted
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, ObservedActivity
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, ObservedActivity
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,10 @@ may come twice, after a monitor was replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-
 
 START_LIMIT_S = 10.0
 """How long a rank waits for its monitor."""

@@ -22,8 +22,8 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -37,10 +37,6 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     stack_of,
 )
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _MAGIC = 0x4E56_5258_4950_0001
 _W_MAGIC, _W_AUTO, _W_MANUAL, _W_UNPROTECTED, _W_PHASE, _W_EPOCH = range(6)

@@ -13,7 +13,8 @@ import socket
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TextIO
 
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
@@ -26,11 +27,6 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig, setup_logger
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TextIO
-
 
 _FORMAT = "%(asctime)s [%(levelname)s] %(message)s"
 _PID_BYTES = 32

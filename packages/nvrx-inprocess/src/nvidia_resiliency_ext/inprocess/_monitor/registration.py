@@ -13,21 +13,15 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S
+from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
-    from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-
 
 logger = logging.getLogger("nvrx")
 _MAX_BYTES = 1 << 20

@@ -10,15 +10,22 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity, encode_decision
-from nvidia_resiliency_ext.inprocess.attribution import Interruption
+from nvidia_resiliency_ext.inprocess._protocol.decision import (
+    Decision,
+    ObservedActivity,
+    encode_decision,
+)
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
     Activity,
     Call,
+    Kernel,
     Stack,
     classify,
     in_words,
@@ -27,22 +34,14 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
 from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 
 from . import membership, messages, timeouts
+from .connections import Connection, Processes
+from .messages import MonitorSettings
 from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
-from .registration import Registration
+from .registration import Adopted, Registration
 from .store_threads import OutcomeListener, OutcomeReader, StoreWorker, read_outcome, store_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
-    from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
-
-    from .connections import Connection, Processes
-    from .messages import MonitorSettings
     from .program import Journal
-    from .registration import Adopted
 
 
 logger = logging.getLogger("nvrx")

@@ -19,7 +19,7 @@ import socket
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S
 from nvidia_resiliency_ext.inprocess.exception import InternalError
@@ -34,9 +34,6 @@ from nvidia_resiliency_ext.shared_utils.os_utils import (
 )
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 logger = logging.getLogger("nvrx")
 _PREFIX = "nvrx-ip-"

@@ -13,20 +13,16 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._monitor import factory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
-
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
+from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 
 logger = logging.getLogger("nvrx")
 CONNECT = f"{__name__}:connect_store"

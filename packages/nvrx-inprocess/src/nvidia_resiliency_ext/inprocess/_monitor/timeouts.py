@@ -10,16 +10,10 @@ from __future__ import annotations
 import enum
 import math
 import signal
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.page import Phase
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from nvidia_resiliency_ext.inprocess._monitor.page import Stamps
-
+from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 
 _SHORTEST_GRACE_S = 0.05
 _STACKS_S = 0.5

@@ -14,20 +14,17 @@ import json
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess.exception import RestartError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    Runs = list[tuple[tuple[str, ...], range]]
+Runs = list[tuple[tuple[str, ...], range]]
 
 MAX_ENTRY_BYTES = 4096
 _SHOWN = 100

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from nvidia_resiliency_ext.inprocess._inputs import check_integer
+from nvidia_resiliency_ext.inprocess.state import State
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-
-    from nvidia_resiliency_ext.inprocess.state import State
-
-    Members = dict[tuple[str, ...], list[Iterable[int]]]
+Members = dict[tuple[str, ...], list[Iterable[int]]]
 
 
 class LayerFlag(enum.Flag):

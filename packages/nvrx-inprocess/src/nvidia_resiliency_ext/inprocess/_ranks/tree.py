@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, count
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
 from .layout import Branch, Layer, LayerFlag, Layout, above, moves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
 
 INACTIVE = -1
 

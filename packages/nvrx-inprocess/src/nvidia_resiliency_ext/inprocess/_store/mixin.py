@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
+from nvidia_resiliency_ext.inprocess.state import State
 
 from .access import StoreAccess
 from .names import ForeignValueError, parse_number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-    from nvidia_resiliency_ext.inprocess.state import State
 
 _PREFIX = "inprocess_barrier_prefix"
 _LONGEST_SLICE_S = 10.0

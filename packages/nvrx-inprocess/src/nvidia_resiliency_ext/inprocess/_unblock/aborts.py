@@ -11,9 +11,10 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
@@ -33,10 +34,7 @@ from . import groups
 from .gloo import end_gloo_connections
 from .groups import destroyed_groups
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Task = tuple[str, Callable[[], object]]
+Task = tuple[str, Callable[[], object]]
 
 
 class Abort(abc.ABC):

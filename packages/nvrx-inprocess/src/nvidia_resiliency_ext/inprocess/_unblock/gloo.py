@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.inprocess._unblock.waits import is_in_futex
@@ -26,10 +26,7 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy, tcp_so
 
 from .waits import StoreWaits, system_call, thread_name
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    _Wait = tuple[int, int, int]
+_Wait = tuple[int, int, int]
 
 
 class UnreadConnections:

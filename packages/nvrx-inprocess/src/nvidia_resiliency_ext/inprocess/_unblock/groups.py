@@ -17,18 +17,15 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ReleaseTimeoutError
 
 from .gloo import end_gloo_connections
 from .waits import is_in_untimed_condition, thread_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 
 logger = logging.getLogger("nvrx")
 Backend = Any
