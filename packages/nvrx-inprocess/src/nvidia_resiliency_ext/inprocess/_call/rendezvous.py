@@ -28,12 +28,11 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     LAST_PORT,
     STORE_VARIABLE,
     Endpoint,
-    ForeignValueError,
     StoreLostError,
     cycle_prefix,
     find_endpoint,
     job_name,
-    parse_number,
+    require_number,
 )
 from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
@@ -210,7 +209,7 @@ def _take_number(access: StoreAccess, key: str, least: int) -> int:
     """Return the number of the latest call, which is at least `least` from now on."""
     standing = access.peek(key) or ""
     while True:
-        latest = _number(key, standing)
+        latest = require_number(key, standing) if standing else -1
         if latest >= least:
             return latest
         wanted = str(least)
@@ -221,16 +220,9 @@ def _take_number(access: StoreAccess, key: str, least: int) -> int:
 
 def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:
     key = f"{prefix}{_LATEST_CALL}"
-    if _number(key, access.peek(key) or "") > number:
+    if require_number(key, access.peek(key) or "0") > number:
         raise _LaterCallError
     return False
-
-
-def _number(key: str, text: str) -> int:
-    number = parse_number(text) if text else -1
-    if number is None:
-        raise ForeignValueError(key, text)
-    return number
 
 
 def _warn_of_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:

@@ -6,19 +6,21 @@ All of it runs in the loop's thread; only the threads of `store_threads` use the
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Decision,
     ObservedActivity,
     encode_decision,
 )
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
@@ -38,7 +40,7 @@ from .connections import Connection, Processes
 from .messages import MonitorSettings
 from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
 from .registration import Adopted, Registration
-from .store_threads import OutcomeListener, OutcomeReader, StoreWorker, read_outcome, store_name
+from .store_threads import OutcomeReader, StoreWorker, read_outcome, store_name
 
 if TYPE_CHECKING:
     from .program import Journal
@@ -114,13 +116,13 @@ class Serving:
         self._store_name = store_name(settings)
         self._nobody_since_s: float | None = None
         self._look_s = -math.inf
-        self._listener = OutcomeListener(
-            self._outcome, self._last_call_over, self._decided, self._store_lost
-        )
-        self._store_worker = StoreWorker(settings, host.loop.post, self._store_lost)
-        self._outcome_reader = OutcomeReader(settings, host.loop.post, self._listener)
+        self._store_worker = StoreWorker(settings, host.loop.post, self.store_lost)
+        self._outcome_reader = OutcomeReader(settings, host.loop.post, self)
         self._registration = Registration(
-            settings, host.directory, self._store_worker, self._do_lost
+            settings,
+            host.directory,
+            self._store_worker,
+            lambda ranks: self._do(self._membership.lost(ranks)),
         )
 
     # --- what the program calls ---
@@ -358,7 +360,8 @@ class Serving:
 
     # --- what the store says ---
 
-    def _outcome(self, iteration: int, is_completed: bool) -> None:
+    def outcome(self, iteration: int, *, is_completed: bool) -> None:
+        """Take the outcome of an iteration."""
         if not is_completed and iteration == self._membership.position:
             # Before anybody is told: whoever is interrupted does something else.
             for rank, session in self._sessions.items():
@@ -371,12 +374,14 @@ class Serving:
         )
         self._do(self._membership.outcome(iteration, is_completed=is_completed))
 
-    def _last_call_over(
+    def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float
     ) -> None:
+        """Take the records of an iteration for which no more faults are waited for."""
         self._do(self._membership.last_call_over(iteration, records, waited_s))
 
-    def _decided(self, iteration: int, decision: Decision) -> None:
+    def decided(self, iteration: int, decision: Decision) -> None:
+        """Take the decision of an iteration."""
         logger.info(
             "monitor_process: iteration %d is decided, %d ranks go on",
             iteration,
@@ -384,7 +389,8 @@ class Serving:
         )
         self._do(self._membership.decided(iteration, decision))
 
-    def _store_lost(self, text: str) -> None:
+    def store_lost(self, text: str) -> None:
+        """Tell the ranks that no iteration can be decided any more."""
         if self._lost_text is not None or self._membership.is_over:
             return
         text = f"{self._store_name}: {text}"
@@ -403,52 +409,38 @@ class Serving:
         silent_s = max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now))
         if silent_s > limit_s:
             name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
-            self._store_lost(f"it has not answered for {limit_s:g} s ({name})")
-
-    def _do_lost(self, ranks: Iterable[int]) -> None:
-        self._do(self._membership.lost(ranks))
+            self.store_lost(f"it has not answered for {limit_s:g} s ({name})")
 
     # --- effects ---
 
     def _do(self, effects: Iterable[membership.Effect]) -> None:
         for effect in effects:
-            self._do_one(effect)
+            match effect:
+                case membership.Notify(initial_rank, event):
+                    self._notify(initial_rank, event)
+                case membership.Follow(iteration, participants):
+                    self._outcome_reader.follow(iteration, participants)
+                case membership.CatchUp(iteration):
+                    read = functools.partial(read_outcome, iteration=iteration, listener=self)
+                    self._store_worker.submit(read, lambda notify: notify())
+                case membership.Complete(iteration, arrival):
+                    self._write(IterationStore.complete, iteration=iteration, arrival=arrival)
+                case membership.Interrupt(iteration, records, who):
+                    if not self._membership.is_anybody_inside:
+                        self._outcome_reader.skip_records(iteration)
+                    report = IterationStore.interrupt
+                    self._write(report, iteration=iteration, records=records, participants=who)
+                case membership.Arrive(iteration, arrival, who, has_reported):
+                    self._write(
+                        IterationStore.arrive,
+                        iteration=iteration,
+                        arrival=arrival,
+                        participants=who,
+                        has_reported=has_reported,
+                    )
 
-    def _do_one(self, effect: membership.Effect) -> None:
-        if isinstance(effect, membership.Notify):
-            self._notify(effect.initial_rank, effect.event)
-        elif isinstance(effect, membership.Follow):
-            self._outcome_reader.follow(effect.iteration, effect.participants)
-        elif isinstance(effect, membership.Interrupt):
-            interrupt = effect
-            if not self._membership.is_anybody_inside:
-                self._outcome_reader.skip_records(interrupt.iteration)
-            self._store_worker.submit(
-                lambda store: store.interrupt(
-                    interrupt.iteration, interrupt.records, interrupt.participants
-                )
-            )
-        elif isinstance(effect, membership.Arrive):
-            arrive = effect
-            self._store_worker.submit(
-                lambda store: store.arrive(
-                    arrive.iteration,
-                    arrive.arrival,
-                    arrive.participants,
-                    has_reported=arrive.has_reported,
-                )
-            )
-        elif isinstance(effect, membership.Complete):
-            complete = effect
-            self._store_worker.submit(
-                lambda store: store.complete(complete.iteration, complete.arrival)
-            )
-        else:
-            iteration = effect.iteration
-            self._store_worker.submit(
-                lambda store: read_outcome(store, iteration, self._listener),
-                lambda notify: notify(),
-            )
+    def _write(self, operation: Callable[..., object], **arguments: Any) -> None:
+        self._store_worker.submit(functools.partial(operation, **arguments))
 
     def _notify(self, rank: int, event: messages.Event) -> None:
         if isinstance(event, messages.Decided):

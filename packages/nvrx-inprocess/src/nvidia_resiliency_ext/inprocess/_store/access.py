@@ -11,16 +11,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 
 from .names import ForeignValueError, StoreLostError
 from .plain import WaitExpiredError
 from .sockets import is_listening
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 MAX_VALUE_BYTES = 1 << 24
 
@@ -42,8 +39,8 @@ class StoreAccess:
     After a `StoreLostError` it sends nothing more: a late answer would be taken for the next one.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store: Any = store
+    def __init__(self, store: Any) -> None:
+        self._store = store
         self._is_extended = _is_extended(store)
         self._lost: str | None = None
         self.operations = 0

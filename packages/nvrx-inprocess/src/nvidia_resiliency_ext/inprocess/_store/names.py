@@ -86,18 +86,11 @@ def job_name(environ: Mapping[str, str]) -> str:
     )
 
 
-def cycle_name(environ: Mapping[str, str]) -> str:
-    """Return a name of the launch cycle: how often Slurm and the launcher have started again."""
-    counts = (
-        environ.get("SLURM_RESTART_COUNT") or "0",
-        environ.get("TORCHELASTIC_RESTART_COUNT") or "0",
-    )
-    return ".".join(_plain(count) for count in counts)
-
-
 def cycle_prefix(environ: Mapping[str, str]) -> str:
     """Return what stands before all keys of this job in this launch cycle."""
-    return f"nvrx/{job_name(environ)}/{cycle_name(environ)}/"
+    counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    cycle = ".".join(_plain(environ.get(name) or "0") for name in counters)
+    return f"nvrx/{job_name(environ)}/{cycle}/"
 
 
 def _parse_endpoint(text: str) -> Endpoint:
@@ -165,21 +158,6 @@ def iteration_keys(prefix: str, iteration: int) -> IterationKeys:
     return IterationKeys(*(below + name for name in IterationKeys.__slots__))
 
 
-def nodes_key(prefix: str) -> str:
-    """Return the key of the list of nodes."""
-    return f"{prefix}nodes"
-
-
-def lease_key(prefix: str, node_id: int) -> str:
-    """Return the key of a node's lease, a counter."""
-    return f"{prefix}lease_{node_id}"
-
-
-def oldest_key(prefix: str) -> str:
-    """Return the key of the oldest iteration of which outcome and decision are kept."""
-    return f"{prefix}oldest"
-
-
 _SHOWN = 200
 
 
@@ -205,6 +183,14 @@ class ForeignValueError(NvrxError):
 
 
 _MOST_DIGITS = 9
+
+
+def require_number(key: str, text: str) -> int:
+    """Return the number that a key holds; a ForeignValueError for anything else."""
+    number = parse_number(text)
+    if number is None:
+        raise ForeignValueError(key, text)
+    return number
 
 
 def parse_number(text: str) -> int | None:
