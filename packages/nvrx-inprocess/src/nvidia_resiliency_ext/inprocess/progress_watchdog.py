@@ -54,7 +54,7 @@ class ProgressWatchdog:
         check_duration("interval", interval)
         self.rank = rank
         self._receiver = monitor_process
-        self._watchdog = Watchdog(self, interval.total_seconds())
+        self._watchdog = Watchdog(self.stamp_auto, interval.total_seconds())
         # Guards the stamp, so that none goes out in front of an older one.
         self._lock = threading.Lock()
         self._timestamp = Timestamp()

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -247,11 +246,11 @@ class CallWrapper:
             dump = StackDump()
             stack.callback(dump.close)
             interrupter = MainThreadInterrupter()
-            watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
+            watchdog = Watchdog(
+                page.stamp_auto, settings.progress_watchdog_interval.total_seconds()
+            )
             events: EventQueue[Any] = EventQueue(
-                time.monotonic,
-                settings.progress_watchdog_interval.total_seconds(),
-                page.stamp_auto,
+                settings.progress_watchdog_interval.total_seconds(), page.stamp_auto
             )
             stack.callback(events.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)

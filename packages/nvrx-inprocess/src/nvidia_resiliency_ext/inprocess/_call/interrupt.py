@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
@@ -389,14 +389,6 @@ class _Inside:
 ABORT_DEADLINE_S = 20.0
 
 
-class Pausable(Protocol):
-    """What stamps progress."""
-
-    def pause(self) -> object:
-        """Stamp no more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Phases:
     """Seconds that a termination took; `unwind_s` is 0 if the main thread was out already."""
@@ -414,11 +406,10 @@ def terminate(  # noqa: PLR0913 - one of each part
     state: FrozenState,
     interrupter: MainThreadInterrupter,
     lock: AtomicLock,
-    watchdog: Pausable,
+    pause_watchdog: Callable[[], object],
     message: str,
     *,
     quiet_s: float,
-    deadline_s: float = ABORT_DEADLINE_S,
 ) -> Phases:
     """Unblock the main thread and make it leave; from a helper thread, returns when it is out.
 
@@ -428,13 +419,13 @@ def terminate(  # noqa: PLR0913 - one of each part
     with lock:
         locked = time.monotonic()
         try:
-            steps = () if abort is None else run_abort(abort, state, deadline_s)
+            steps = () if abort is None else run_abort(abort, state, ABORT_DEADLINE_S)
         except Exception:
             # Whatever the user's object does: the main thread must come out.
             logger.exception("the abort failed")
             steps = ()
         aborted = time.monotonic()
-        watchdog.pause()
+        pause_watchdog()
         interruption = interrupter.begin(message)
     raised = None if interruption is None else interruption.see_out(quiet_s, lock)
     first_s = 0.0 if raised is None or raised.first_s is None else raised.first_s

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import threading
@@ -51,7 +52,7 @@ from .report import (
     detection_s,
 )
 from .settings import Settings
-from .watchdog import EventQueue, Watchdog, YoungGarbage
+from .watchdog import EventQueue, Watchdog, old_objects_frozen
 
 logger = logging.getLogger("nvrx")
 
@@ -97,7 +98,7 @@ class CallLoop:
         self._parts = parts
         self._restart_health_check = restart_health_check
         self._pid = os.getpid()
-        self._watch = Stopwatch(time.monotonic)
+        self._watch = Stopwatch()
         self._reported_at: float | None = None
         self._stopping = threading.Lock()  # guards the two below
         self._entered = self._stopping_in = -1
@@ -115,7 +116,7 @@ class CallLoop:
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call `fn` until all ranks have completed it; return its value, None where inactive."""
         self._is_run = True
-        with YoungGarbage() as garbage, patient_rendezvous(), patient_destruction():
+        with old_objects_frozen(), patient_rendezvous(), patient_destruction():
             try:
                 self._assign(set())
                 while True:
@@ -124,7 +125,7 @@ class CallLoop:
                     if done is not None:
                         break
                     self._restart()
-                    garbage.collect()
+                    gc.collect()  # what the interrupted function left in cycles
             except BaseException as error:
                 if not self._is_child:
                     self._leave(error)
@@ -335,7 +336,7 @@ class CallLoop:
             self.state.freeze(),
             self._parts.interrupter,
             self._parts.lock,
-            self._parts.watchdog,
+            self._parts.watchdog.pause,
             cause,
             quiet_s=self._settings.soft_timeout.total_seconds(),
         )

@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.inprocess._monitor import messages, start
 from nvidia_resiliency_ext.inprocess._monitor.messages import Event, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
-from nvidia_resiliency_ext.inprocess._monitor.timeouts import Patience, Silence
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Silence
 from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.inprocess.exception import InternalError
@@ -77,7 +77,6 @@ class MonitorLink:
         self._parts: list[str] = []
         self._losses: list[float] = []
         self._thread: threading.Thread | None = None
-        self._patience = Patience.within(settings.heartbeat_timeout_s)
         self._monitor: PidHandle | None = None
         self.monitor_pid: int | None = None
         self.is_abandoned = False
@@ -193,11 +192,11 @@ class MonitorLink:
         sock, handle = self._sock, self._monitor
         assert sock is not None
         reader = FrameReader()
-        silence = Silence(self._patience, time.monotonic())
+        silence = Silence(self._settings.heartbeat_timeout_s, time.monotonic())
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         while True:
-            if not poll.poll(self._patience.interval_s * 1000):
+            if not poll.poll(silence.interval_s * 1000):
                 silence.missed(time.monotonic())
                 self._check_silence(handle, silence)
                 continue

@@ -138,20 +138,10 @@ class ProgressPage:
     def phase(self, phase: Phase) -> None:
         self._words[_W_PHASE] = phase
 
-    @property
-    def unprotected(self) -> int:
-        """How many blocks without timeouts are open; they nest."""
-        depth: int = self._words[_W_UNPROTECTED]
-        return depth
-
-    @unprotected.setter
-    def unprotected(self, depth: int) -> None:
-        self._words[_W_UNPROTECTED] = max(depth, 0)
-
     def disable_timeouts(self) -> None:
         """Open a block without timeouts."""
         with self._lock:
-            self.unprotected += 1
+            self._words[_W_UNPROTECTED] += 1
 
     def enable_timeouts(self) -> None:
         """Close a block without timeouts; time counts from now on when it was the last."""
@@ -160,7 +150,7 @@ class ProgressPage:
             words[_W_AUTO] = now = _now_ns()
             if words[_W_MANUAL]:
                 words[_W_MANUAL] = now
-            self.unprotected -= 1
+            words[_W_UNPROTECTED] = max(words[_W_UNPROTECTED] - 1, 0)
 
     def close(self) -> None:
         """Give the descriptor back; the memory itself goes with the object, stamps stay legal."""

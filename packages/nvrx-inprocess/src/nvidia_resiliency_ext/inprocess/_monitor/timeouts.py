@@ -271,32 +271,18 @@ _SHORTEST_MUTE_S = 60.0
 _QUESTIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds that a monitor may send nothing; `stopped_s` if the kernel shows it as stopped."""
-
-    stopped_s: float
-    mute_s: float
-
-    @classmethod
-    def within(cls, heartbeat_timeout_s: float) -> Patience:
-        """Return what leaves time for another monitor before other nodes give this one up."""
-        return cls(
-            stopped_s=max(heartbeat_timeout_s / 3, _SHORTEST_STOPPED_S),
-            mute_s=max(heartbeat_timeout_s, _SHORTEST_MUTE_S),
-        )
-
-    @property
-    def interval_s(self) -> float:
-        """How long to wait for something to be said before asking again."""
-        return self.stopped_s / _QUESTIONS
-
-
 class Silence:
-    """How long one monitor has said nothing."""
+    """Count for how long one monitor has sent nothing.
 
-    def __init__(self, patience: Patience, now: float) -> None:
-        self._patience = patience
+    Another one is needed after `stopped_s` if the kernel shows it as stopped: early enough before
+    other nodes give this one up.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float, now: float) -> None:
+        self._stopped_s = max(heartbeat_timeout_s / 3, _SHORTEST_STOPPED_S)
+        self._mute_s = max(heartbeat_timeout_s, _SHORTEST_MUTE_S)
+        # How long to wait for a message before asking again.
+        self.interval_s = self._stopped_s / _QUESTIONS
         self._looked_s = now
         self.seconds = 0.0
 
@@ -309,9 +295,8 @@ class Silence:
         """Count time without a message; no look counts for more than two intervals."""
         passed_s = now - self._looked_s
         self._looked_s = now
-        self.seconds += min(passed_s, 2 * self._patience.interval_s)
+        self.seconds += min(passed_s, 2 * self.interval_s)
 
     def is_over(self, *, is_stopped: bool) -> bool:
         """Return whether another monitor is needed."""
-        patience = self._patience
-        return self.seconds >= (patience.stopped_s if is_stopped else patience.mute_s)
+        return self.seconds >= (self._stopped_s if is_stopped else self._mute_s)
