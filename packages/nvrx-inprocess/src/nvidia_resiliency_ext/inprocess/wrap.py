@@ -246,12 +246,9 @@ class CallWrapper:
             dump = StackDump()
             stack.callback(dump.close)
             interrupter = MainThreadInterrupter()
-            watchdog = Watchdog(
-                page.stamp_auto, settings.progress_watchdog_interval.total_seconds()
-            )
-            events: EventQueue[Any] = EventQueue(
-                settings.progress_watchdog_interval.total_seconds(), page.stamp_auto
-            )
+            interval_s = settings.progress_watchdog_interval.total_seconds()
+            watchdog = Watchdog(page.stamp_auto, interval_s)
+            events: EventQueue[Any] = EventQueue(interval_s, page.stamp_auto)
             stack.callback(events.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
             record = RestartRecord(rendezvous.call)
