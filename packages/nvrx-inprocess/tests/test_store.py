@@ -350,7 +350,7 @@ def test_foreign_leases_and_nodes_are_named(make: Make) -> None:
 def test_nodes_and_leases(make: Make) -> None:
     """Announced nodes are known with a lease; a node that nobody announced has none."""
     iteration_store = IterationStore(make(), P)
-    entries = [NodeEntry(0, (0, 1), (7, 8), "a"), NodeEntry(2, (2,), (9,), "b")]
+    entries = [NodeEntry(0, {0: (7, 1), 1: (8, 1)}), NodeEntry(2, {2: (9, 1)})]
     for entry in entries:
         iteration_store.register_node(entry)
     iteration_store.renew_lease(2)

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
 _RANKS = ("RANK", "WORLD_SIZE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _TRUE = frozenset({"true", "1", "yes", "on"})
@@ -26,19 +24,9 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
-def world_size() -> int:
-    """Return `WORLD_SIZE`; a ConfigError says where it is missing or no number."""
-    text = os.environ.get("WORLD_SIZE", "")
-    if not _is_number(text):
-        raise ConfigError(
-            f"WORLD_SIZE={text[:64]!r} in the environment is no number, and no world_size is given"
-        )
-    return int(text)
-
-
-def local_rank() -> int | None:
-    """Return `LOCAL_RANK`, `None` where it is not set to a number."""
-    text = os.environ.get("LOCAL_RANK", "")
+def optional_number(name: str) -> int | None:
+    """Return a number of the environment; None where the variable is not set to one."""
+    text = os.environ.get(name, "")
     return int(text) if _is_number(text) else None
 
 
@@ -65,23 +53,6 @@ def export_ranks(rank: int, world_size: int) -> None:
 def wants_verbose_ranks() -> bool:
     """Say whether sets of ranks are logged in full."""
     return os.environ.get("NVRX_LOG_RANK_FORMAT_VERBOSE", "").strip().lower() in _TRUE
-
-
-def launch_cycle() -> int | None:
-    """Return how often the launcher has started this job again, `None` without a launcher."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(text) if _is_number(text) else None
-
-
-def active_world_size() -> int:
-    """Return `WORLD_SIZE`, 0 where it is not set to a number."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if _is_number(text) else 0
-
-
-def flight_record_path() -> str | None:
-    """Return the folder for flight records, `None` if none is wanted."""
-    return os.environ.get("NVRX_FR_TRACE_PATH") or None
 
 
 def flight_recorder_size() -> int:
@@ -143,7 +114,7 @@ def device_of_rank() -> int | None:
         return None
     import torch
 
-    index = local_rank()
+    index = optional_number("LOCAL_RANK")
     if index is not None and index < torch.cuda.device_count():
         return index
     return int(torch.cuda.current_device())

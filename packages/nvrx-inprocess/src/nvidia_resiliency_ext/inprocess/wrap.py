@@ -186,7 +186,7 @@ class Wrapper:
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
     members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
-    index = _inputs.local_rank()
+    index = _inputs.optional_number("LOCAL_RANK")
     if index is not None:
         members += checks_of_each_restart(index)
     return Compose(*members) if members else None

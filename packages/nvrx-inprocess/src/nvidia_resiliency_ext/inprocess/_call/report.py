@@ -156,7 +156,7 @@ class RestartRecord:
     def __init__(self, call: int) -> None:
         self._call = call
         self._log = EventLog.join(src="wrapper")
-        self._cycle = _inputs.launch_cycle()
+        self._cycle = _inputs.optional_number("TORCHELASTIC_RESTART_COUNT")
 
     def add(self, report: RestartReport, rank: int) -> None:
         """Record a restart. One rank does it for all."""

@@ -148,7 +148,7 @@ class Monitor:
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = ServingContext(self._loop, self._processes, self._journal, directory.path)
+        self._host = ServingContext(self._loop, self._processes, self._journal)
         self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):

@@ -59,7 +59,6 @@ class ServingContext:
     loop: EventLoop
     processes: Processes
     journal: Journal
-    directory: str
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class _RankSession:
     """What there is of a rank beside its place in the membership."""
 
     pid: int
-    start_ticks: int | None
+    start_ticks: int
     since_s: float
     page: PageView | None = None
     connection: Connection | None = None
@@ -120,7 +119,6 @@ class Serving:
         self._outcome_reader = OutcomeReader(settings, host.loop.post, self)
         self._registration = Registration(
             settings,
-            host.directory,
             self._store_worker,
             lambda ranks: self._do(self._membership.lost(ranks)),
         )
@@ -204,7 +202,6 @@ class Serving:
         """Give everything back."""
         self._store_worker.close()
         self._outcome_reader.close()
-        self._registration.close()
         for session in self._sessions.values():
             session.close_page()
             if session.connection is not None:
@@ -234,7 +231,8 @@ class Serving:
             return
         if isinstance(message, messages.Left):
             logger.info("monitor_process: initial rank %d leaves", rank)
-            self._registration.left(rank)
+            if message.is_lost:
+                self._registration.left(rank)
             self._do(
                 self._membership.left(
                     rank, is_lost=message.is_lost, is_discarded=message.is_discarded
@@ -305,8 +303,6 @@ class Serving:
 
     def _apply(self, rank: int, session: _RankSession, effect: timeouts.Effect) -> None:
         if isinstance(effect, timeouts.SendSignals):
-            if session.start_ticks is None:
-                return  # the number may be another process's by now
             names = ", ".join(number.name for number in effect.signals)
             logger.warning("monitor_process: %s to target_pid=%d", names, session.pid)
             self._host.processes.signal(session.pid, effect.signals)

@@ -8,7 +8,7 @@ twice, after the loss of a monitor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,18 @@ _MOST_RANKS_OF_A_NODE = 4096
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """A node as its monitor has announced it; its number is its smallest initial rank."""
+    """A node as its monitor has announced it; its number is its smallest initial rank.
+
+    `processes` has by rank the process and its start in clock ticks, 0 once the rank has left.
+    """
 
     node_id: int
-    ranks: tuple[int, ...]
-    pids: tuple[int, ...]
-    host: str
+    processes: Mapping[int, tuple[int, int]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The initial ranks of the node."""
+        return tuple(self.processes)
 
 
 def format_arrival(arrival: Arrival) -> str:
@@ -157,7 +163,7 @@ def _in_order(records: Iterable[InterruptionRecord]) -> tuple[InterruptionRecord
 
 def format_node(node: NodeEntry) -> str:
     """Return a node as a line of the list of nodes."""
-    fields = [node.node_id, list(node.ranks), list(node.pids), node.host]
+    fields = [node.node_id, [[rank, *process] for rank, process in node.processes.items()]]
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
@@ -176,13 +182,17 @@ def _parse_node(line: str, key: str) -> NodeEntry:
     except (ValueError, RecursionError):
         fields = None
     match fields:
-        case [int(node_id), [*ranks], [*pids], str(host)] if len(ranks) == len(
-            pids
-        ) <= _MOST_RANKS_OF_A_NODE and all(
-            _is_number(number) for number in (node_id, *ranks, *pids)
+        case [node_id, [*processes]] if (
+            _is_number(node_id)
+            and len(processes) <= _MOST_RANKS_OF_A_NODE
+            and all(map(_is_process, processes))
         ):
-            return NodeEntry(node_id, tuple(ranks), tuple(pids), host)
+            return NodeEntry(node_id, {rank: (pid, start) for rank, pid, start in processes})
     raise ForeignValueError(key, line)
+
+
+def _is_process(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))  # noqa: PLR2004
 
 
 def _is_number(value: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[at
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess import _inputs
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     open_client,
     serving_options,
@@ -71,8 +72,12 @@ class TCPStore(StoreMixin, TorchTCPStore):
         use_libuv: bool = True,
     ) -> None:
         endpoint = named_endpoint(os.environ, host_name, port)
+        if world_size is None:
+            world_size = _inputs.optional_number("WORLD_SIZE")
+            if world_size is None:
+                raise ConfigError("WORLD_SIZE is set to no number, and no world_size is given")
         options = {
-            "world_size": _inputs.world_size() if world_size is None else world_size,
+            "world_size": world_size,
             "timeout": timeout,
             "wait_for_workers": wait_for_workers,
             "multi_tenant": multi_tenant,

@@ -280,7 +280,7 @@ class AbortTorchDistributed(Abort):
         return state
 
     def _take_record(self, state: FrozenState) -> Callable[[], None] | None:
-        path = self.torch_fr_trace_path or _inputs.flight_record_path()
+        path = self.torch_fr_trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
         if not path or self._has_no_recorder or not groups.all_groups():
             return None
         if _inputs.flight_recorder_size() <= 0:

@@ -29,6 +29,7 @@ from typing import Any
 from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.plain import handshake
 from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, tcp_socket
 
 
@@ -54,16 +55,16 @@ _RESTARTED = {0x1: Wait.POLL, **dict.fromkeys((0x80, 0x89, 0x180, 0x189), Wait.F
 
 # FUTEX_WAIT_BITSET between threads of one process, by either clock: glibc's wait for a condition.
 _CONDITION_WAITS = frozenset({0x89, 0x189})
-_FIELDS = 7  # of the line that the kernel shows of a call: its number, then its arguments
+_FIELDS = 7  # the number of a call, then its arguments
 
 
 def system_call(native_id: int | str) -> tuple[int, ...]:
     """Return number and arguments of the call that a thread is in; nothing where it is in none."""
     try:
-        with open(f"/proc/self/task/{native_id}/syscall", encoding="ascii") as file:
-            return parse_call(file.read())
-    except OSError:
+        call = procfs.syscall(os.getpid(), int(native_id)) or ()
+    except OSError:  # no descriptor is left
         return ()
+    return call if len(call) == _FIELDS else ()
 
 
 def thread_name(native_id: int | str) -> str:
@@ -73,14 +74,6 @@ def thread_name(native_id: int | str) -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def parse_call(line: str) -> tuple[int, ...]:
-    """Parse the kernel's line: see `system_call`."""
-    fields = line.split()
-    if len(fields) < _FIELDS or not fields[0].isdecimal():
-        return ()
-    return int(fields[0]), *(int(field, 16) for field in fields[1:_FIELDS])
 
 
 def kernel_wait(native_id: int) -> tuple[Wait | None, int, int]:
