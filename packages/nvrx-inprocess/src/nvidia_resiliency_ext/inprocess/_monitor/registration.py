@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -15,20 +14,9 @@ from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 
-logger = logging.getLogger("nvrx")
 # One look at the neighbour in so many is left out, as an outcome costs operations as well.
 _LEFT_OUT = 4
 _HAS_LEFT = 0  # in place of the start of a process
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A rank that an earlier monitor served, its process, and the start of that."""
-
-    rank: int
-    pid: int
-    start_ticks: int
-    has_left: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +60,9 @@ class Registration:
         rank: int,
         pid: int,
         start_ticks: int,
-        adopt: Callable[[Adopted], None],
+        adopt: Callable[..., None],
     ) -> None:
-        """A rank of this node has come."""
+        """Register a rank of this node; `adopt` gets those that an earlier monitor served."""
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)
@@ -110,7 +98,7 @@ class Registration:
             )
         return self._beat_s
 
-    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[[Adopted], None]) -> None:
+    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[..., None]) -> None:
         nodes = tuple(nodes)
         own = next((node for node in nodes if not self._ranks.keys().isdisjoint(node.ranks)), None)
         self._node_id = min(self._ranks) if own is None else own.node_id
@@ -119,7 +107,7 @@ class Registration:
             for rank, (pid, start_ticks) in own.processes.items():
                 if rank not in self._ranks:
                     self._ranks[rank] = (pid, start_ticks)
-                    adopt(Adopted(rank, pid, start_ticks, start_ticks == _HAS_LEFT))
+                    adopt(rank, pid, start_ticks, has_left=start_ticks == _HAS_LEFT)
         self._register()
 
     def _register(self) -> None:

@@ -39,7 +39,7 @@ from . import membership, messages, timeouts
 from .connections import Connection, Processes
 from .messages import MonitorSettings
 from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
-from .registration import Adopted, Registration
+from .registration import Registration
 from .store_threads import OutcomeReader, StoreWorker, read_outcome, store_name
 
 if TYPE_CHECKING:
@@ -103,12 +103,6 @@ class Serving:
         self._host = host
         self._settings = settings
         self._world_size = world_size
-        self._limits = timeouts.Limits(
-            soft_s=settings.soft_timeout_s,
-            hard_s=settings.hard_timeout_s,
-            grace_s=settings.termination_grace_s,
-            interval_s=settings.interval_s,
-        )
         self._membership = membership.Membership(world_size)
         self._sessions: dict[int, _RankSession] = {}
         self._lost_text: str | None = None
@@ -291,11 +285,11 @@ class Serving:
         is_interrupted = self._membership.is_interrupted(self._membership.members[rank].iteration)
         since_s = session.watch.interrupted_s
         before = replace(session.watch, interrupted_s=(since_s or now) if is_interrupted else None)
-        found = timeouts.evaluate(before, stamps, self._limits, now)
+        found = timeouts.evaluate(before, stamps, self._settings, now)
         if timeouts.HardTimeout() in found.effects:
             # Nobody is killed on one look.
             again = session.look()
-            found = timeouts.evaluate(before, again or stamps, self._limits, time.monotonic())
+            found = timeouts.evaluate(before, again or stamps, self._settings, time.monotonic())
         session.watch = found.watch
         for effect in found.effects:
             self._apply(rank, session, effect)
@@ -453,21 +447,20 @@ class Serving:
 
     # --- parts ---
 
-    def _adopt(self, found: Adopted) -> None:
+    def _adopt(self, rank: int, pid: int, start_ticks: int, *, has_left: bool) -> None:
         """Take in a rank that another monitor of this node served, and that has not come yet."""
-        rank = found.rank
         if rank in self._sessions:
             return
         self._membership.attach(rank)
-        self._sessions[rank] = _RankSession(found.pid, found.start_ticks, time.monotonic())
-        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, found.pid)
-        if found.has_left:
+        self._sessions[rank] = _RankSession(pid, start_ticks, time.monotonic())
+        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, pid)
+        if has_left:
             self._do(self._membership.left(rank, is_lost=True))
             return
         try:
-            self._host.processes.hold(found.pid, found.start_ticks)
+            self._host.processes.hold(pid, start_ticks)
         except OSError:
-            self.process_ended(found.pid)
+            self.process_ended(pid)
 
     @property
     def _has_present(self) -> bool:

@@ -13,26 +13,12 @@ import signal
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 
 _SHORTEST_GRACE_S = 0.05
 _STACKS_S = 0.5
 _KILL_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The times of one call, in seconds."""
-
-    soft_s: float
-    hard_s: float
-    grace_s: float
-    interval_s: float
-
-    @property
-    def gap_s(self) -> float:
-        """Time between two looks from which on we, and maybe the rank, were held up."""
-        return max(self.soft_s / 2, 2 * self.interval_s)
 
 
 class _Step(enum.Enum):
@@ -111,7 +97,7 @@ class Evaluation:
     due_s: float = math.inf
 
 
-def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evaluation:
+def evaluate(watch: Watch, stamps: Stamps, limits: MonitorSettings, now: float) -> Evaluation:
     """Evaluate one rank by one look at its page."""
     if watch.is_being_killed:
         return _go_on_killing(replace(watch, looked_s=now), limits, now)
@@ -122,19 +108,19 @@ def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evalua
     watch = _pardon(watch, stamps, limits, now)
     base_s = _last_sign(watch, stamps)
     is_interrupted = watch.interrupted_s is not None
-    if now >= base_s + limits.hard_s:
+    if now >= base_s + limits.hard_timeout_s:
         # At the barrier, too: who waits there makes stamps, and the others wait for who does not.
         return _hard_timeout(watch, limits, now)
     watch = replace(watch, asked_s=None)
     if is_interrupted or watch.is_soft_notified:
-        return Evaluation(watch, due_s=base_s + limits.hard_s)
-    if now >= base_s + limits.soft_s:
+        return Evaluation(watch, due_s=base_s + limits.hard_timeout_s)
+    if now >= base_s + limits.soft_timeout_s:
         watch = replace(watch, is_soft_notified=True)
-        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_s)
-    return Evaluation(watch, due_s=base_s + limits.soft_s)
+        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_timeout_s)
+    return Evaluation(watch, due_s=base_s + limits.soft_timeout_s)
 
 
-def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
+def _hard_timeout(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
     """Have the rank write its stacks; end it when it has had time for that and made no stamp."""
     if watch.asked_s is None:
         return Evaluation(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
@@ -145,11 +131,12 @@ def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
     return Evaluation(watch, (HardTimeout(), _TERM), now + _grace(limits))
 
 
-def _pardon(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Watch:
+def _pardon(watch: Watch, stamps: Stamps, limits: MonitorSettings, now: float) -> Watch:
     """Start the time again, once per stamp, if we were held up: the rank may have been, too."""
     fresh_s = max(stamps.auto_s, stamps.manual_s or 0.0)
     is_pardoned = watch.is_pardoned and fresh_s <= watch.calm_s
-    if now - watch.looked_s > limits.gap_s and not is_pardoned:
+    gap_s = max(limits.soft_timeout_s / 2, 2 * limits.interval_s)
+    if now - watch.looked_s > gap_s and not is_pardoned:
         return replace(watch, looked_s=now, calm_s=now, is_pardoned=True)
     return replace(watch, looked_s=now, is_pardoned=is_pardoned)
 
@@ -163,7 +150,7 @@ def _last_sign(watch: Watch, stamps: Stamps) -> float:
     return min(base_s, max(stamps.manual_s, watch.calm_s, interrupted_s))
 
 
-def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Evaluation:
+def _go_on_killing(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
     if watch.step is _Step.TERMINATED:
         due_s = watch.step_s + _grace(limits)
         if now < due_s:
@@ -178,8 +165,8 @@ def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Evaluation:
     return Evaluation(replace(watch, step=_Step.GIVEN_UP, step_s=now), effects, now + _KILL_AGAIN_S)
 
 
-def _grace(limits: Limits) -> float:
-    return max(limits.grace_s, _SHORTEST_GRACE_S)
+def _grace(limits: MonitorSettings) -> float:
+    return max(limits.termination_grace_s, _SHORTEST_GRACE_S)
 
 
 @dataclass(slots=True)

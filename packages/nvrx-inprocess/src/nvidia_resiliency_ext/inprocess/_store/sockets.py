@@ -9,7 +9,6 @@ import ipaddress
 import socket
 import struct
 import time
-from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
@@ -69,13 +68,11 @@ def is_listening(store: Any) -> bool:
     return True
 
 
-def wait_until_listening(
-    host: str, port: int, limit_s: float, monotonic: Callable[[], float]
-) -> bool:
+def wait_until_listening(host: str, port: int, limit_s: float) -> bool:
     """Try to connect until the limit; return whether a server listens."""
-    deadline = monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     pause_s = _SHORTEST_PAUSE_S
-    while (left_s := deadline - monotonic()) > 0:
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
             reach((host, port), min(left_s, _LONGEST_TRY_S)).close()
         except (OSError, UnicodeError):

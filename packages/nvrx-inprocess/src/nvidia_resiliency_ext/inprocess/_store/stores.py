@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,25 @@ _TIMEOUT = timedelta(seconds=300)
 ANSWER_TIMEOUT_S = 20.0
 # What connecting may take beyond the given time: torch itself is not exact.
 _GRACE_S = 1.0
+
+
+def connect_client(make: Callable[[], Any], endpoint: Endpoint, limit_s: float) -> Any:
+    """Return the client of torch's that `make` connects; wait in Python until the port listens.
+
+    Torch itself waits more than three times as long, and heeds no signal meanwhile.
+    """
+    deadline = time.monotonic() + limit_s
+    if not wait_until_listening(endpoint.host, endpoint.port, limit_s):
+        raise NobodyListensError(
+            f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
+        )
+    left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+    try:
+        return open_client(make, endpoint.port, left_s)
+    except TimeoutError as error:
+        raise StoreLostError(
+            f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
+        ) from None
 
 
 class TCPStore(StoreMixin, TorchTCPStore):
@@ -154,25 +174,13 @@ class TCPStore(StoreMixin, TorchTCPStore):
 
     def _join(self, endpoint: Endpoint, options: dict[str, Any]) -> None:
         known = socket_names()
-        limit_s = options["timeout"].total_seconds()
-        deadline = time.monotonic() + limit_s
-        # Not torch: it waits more than three times as long, and heeds no signal meanwhile.
-        if not wait_until_listening(endpoint.host, endpoint.port, limit_s, time.monotonic):
-            raise NobodyListensError(
-                f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
-            )
-        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
         client = {"is_master": False, **options}
         try:
-            open_client(
+            connect_client(
                 lambda: self._open(endpoint.host, endpoint.port, options=client),
-                endpoint.port,
-                left_s,
+                endpoint,
+                options["timeout"].total_seconds(),
             )
-        except TimeoutError as error:
-            raise StoreLostError(
-                f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
-            ) from None
         except RuntimeError as error:
             first, _, _ = str(error).partition("\n")
             raise StoreLostError(f"no store answers at {endpoint}: {first}") from None

@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint, StoreLostError
 from nvidia_resiliency_ext.inprocess._store.plain import handshake
-from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
+from nvidia_resiliency_ext.inprocess._store.stores import connect_client
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, tcp_socket
+from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
 
 class Wait(enum.Enum):
@@ -215,9 +215,6 @@ _POSITIONS = (
 )
 _LIMIT = timedelta(seconds=300)
 
-# torch is not exact.
-_GRACE_S = 1.0
-
 
 class RendezvousError(StoreLostError, RuntimeError):
     """No store answers for a process group; a RuntimeError, like torch's own error."""
@@ -239,15 +236,11 @@ def patient_rendezvous() -> Iterator[None]:
         if kwargs.get("is_master", False):
             return make(host_name, port, **kwargs)
         limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
-        deadline = time.monotonic() + limit_s
-        where = f"no store answers at {host_name}:{port}"
-        if not wait_until_listening(host_name, port, limit_s, time.monotonic):
-            raise RendezvousError(f"{where}: nobody listens there, after {limit_s:g} s")
-        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+        endpoint = Endpoint(host_name, port, is_served=True)
         try:
-            return open_client(lambda: make(host_name, port, **kwargs), port, left_s)
-        except TimeoutError as error:
-            raise RendezvousError(f"{where}: {error}, after {limit_s:g} s") from None
+            return connect_client(lambda: make(host_name, port, **kwargs), endpoint, limit_s)
+        except StoreLostError as error:
+            raise RendezvousError(str(error)) from None
 
     setattr(rendezvous, _NAME, make_patiently)
     try:
