@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import (
     private_dir,
     remove_tree_at,
 )
-from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
+from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_places
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 logger = logging.getLogger("nvrx")
@@ -59,7 +58,9 @@ class NodeDirectory:
         """Return the directory of this job on this node, and make it if it is not there."""
         name = _PREFIX + _identity(environ)
         last_error: OSError | None = None
-        for parent in _parents(environ):
+        # The launcher removes its directory also when the monitor was killed.
+        launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
+        for parent in trusted_places(environ, launchers):
             path = os.path.join(parent, name)
             if len(os.fsencode(os.path.join(path, _SOCKET))) > MAX_SOCKET_PATH_BYTES:
                 continue
@@ -214,29 +215,6 @@ def _namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
-
-
-def _parents(environ: Mapping[str, str]) -> list[str]:
-    """Return the directories in which a name of ours stays ours."""
-    # The launcher's is removed with all that is in it, also when the monitor was killed.
-    launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
-    own = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
-    candidates = [launchers, *own, "/tmp", "/dev/shm"]  # noqa: S108
-    parents: list[str] = []
-    for candidate in candidates:
-        if not candidate or not os.path.isabs(candidate):
-            continue
-        parent = os.path.realpath(candidate)
-        try:
-            status = os.stat(parent)
-        except OSError:
-            continue
-        is_sticky = bool(status.st_mode & stat.S_ISVTX)
-        is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        is_trusted = is_sticky or (is_closed and status.st_uid in (os.geteuid(), 0))
-        if stat.S_ISDIR(status.st_mode) and is_trusted and parent not in parents:
-            parents.append(parent)
-    return parents
 
 
 END_LIMIT_S = 1.0

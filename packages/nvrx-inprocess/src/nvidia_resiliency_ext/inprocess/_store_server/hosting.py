@@ -63,6 +63,8 @@ PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
 _RESOLVER = "RES_OPTIONS"
 _QUICK = "timeout:1 attempts:1"
 _PROBE_S = 5.0
+_START_S = 60.0  # most of it is the import of torch
+_IDLE_S = 1.0  # its stay when its starter has ended and nobody is connected any more
 _END_S = 10.0
 _KILLED_S = 5.0
 _LONGEST_REPORT = 1 << 14
@@ -71,19 +73,6 @@ Connect = Callable[[Endpoint, timedelta], Any]
 
 class StoreServerStartError(StoreLostError):
     """The process that is to host the store did not start."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreServerTimes:
-    """How long a store server may take to start and stay idle, in seconds.
-
-    Attributes:
-        start_s: Its start; most of it is the import of torch.
-        idle_s: Its stay when its starter has ended and nobody is connected any more.
-    """
-
-    start_s: float = 60.0
-    idle_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +103,14 @@ class StoreServer:
             _wait_for_end(self.process, timeout_s)
 
 
-def host_store(
+def host_store(  # noqa: PLR0913 - one of each part
     endpoint: Endpoint,
     job: str,
     connect: Connect,
     *,
     is_single_node: bool = False,
-    times: StoreServerTimes = StoreServerTimes(),
+    start_s: float = _START_S,
+    idle_s: float = _IDLE_S,
     beside: StoreServer | None = None,
 ) -> StoreServer:
     """Make sure that a store of this job listens at an endpoint of this host; it may do so already.
@@ -137,12 +127,12 @@ def host_store(
         address = ""
     order = {"address": address, "port": endpoint.port, "job": job}
     started = StoreServer(endpoint)
-    report = None if beside is None else beside.ask(order, times.start_s)
+    report = None if beside is None else beside.ask(order, start_s)
     if report is None:
-        started, report = _start(order, times)
+        started, report = _start(order, start_s, idle_s)
     if "exit_code" in report:
         # This torch cannot be imported in part.
-        started, report = _start(order, times, "--whole-torch")
+        started, report = _start(order, start_s, idle_s, "--whole-torch")
     if "port" in report:
         return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
     if started.channel is not None and started.process is not None:
@@ -172,14 +162,14 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
 
 
 def _start(
-    order: dict[str, Any], times: StoreServerTimes, *flags: str
+    order: dict[str, Any], start_s: float, idle_s: float, *flags: str
 ) -> tuple[StoreServer, dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
         options = {
             **{f"--{name}": value for name, value in order.items()},
             "--starter": os.getpid(),
-            "--idle-s": times.idle_s,
+            "--idle-s": idle_s,
             "--channel-fd": theirs.fileno(),
         }
         try:
@@ -204,13 +194,13 @@ def _start(
             raise StoreServerStartError(f"the store's process does not start: {error}") from None
     store_server = StoreServer(Endpoint("", 0, is_served=False), process, ours)
     try:
-        report = _read_report(ours.fileno(), times.start_s)
+        report = _read_report(ours.fileno(), start_s)
     except OSError as error:
         process.kill()
         return store_server, {"error": f"its report cannot be read: {error}"}
     if report is None:
         process.kill()
-        return store_server, {"error": f"nothing was heard of it within {times.start_s:g} s"}
+        return store_server, {"error": f"nothing was heard of it within {start_s:g} s"}
     if not report:
         ours.close()
         code = _wait_for_end(process, _END_S)
