@@ -27,7 +27,7 @@ _AT_ONCE = timedelta(0)
 
 
 class _Periodic(threading.Thread):
-    """A daemon thread that does one thing once per interval until it is shut down."""
+    """Daemon thread `name` that does one thing once per `interval` until it is shut down."""
 
     def __init__(self, name: str, interval: timedelta) -> None:
         check_duration("interval", interval)

@@ -95,7 +95,11 @@ class TCPStore(StoreMixin, TorchTCPStore):
         if world_size is None:
             world_size = _inputs.optional_number("WORLD_SIZE")
             if world_size is None:
-                raise ConfigError("WORLD_SIZE is set to no number, and no world_size is given")
+                text = os.environ.get("WORLD_SIZE", "")[:64]
+                raise ConfigError(
+                    f"WORLD_SIZE={text!r} in the environment is no number, and no world_size is"
+                    " given"
+                )
         options = {
             "world_size": world_size,
             "timeout": timeout,
