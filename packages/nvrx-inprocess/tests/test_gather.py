@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._ranks import gather
 from nvidia_resiliency_ext.inprocess._ranks import gather as roll
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
@@ -319,7 +320,7 @@ def test_record_says_what_the_list_says(seed):
 )  # fmt: skip
 def test_foreign_record_is_reported(text):
     """A record that no rank wrote is an error that names key and value."""
-    with pytest.raises(roll.ForeignKeysError, match="'where' in the store"):
+    with pytest.raises(ForeignValueError, match="the store holds at 'where'"):
         roll.read("where", text, [0, 1])
 
 
@@ -328,7 +329,7 @@ def test_foreign_record_is_reported(text):
 )
 def test_foreign_line_is_reported(line):
     """A line that no rank wrote is an error, not an entry."""
-    with pytest.raises(roll.ForeignKeysError):
+    with pytest.raises(ForeignValueError):
         roll.parse("where", f"{line}\n")
 
 
@@ -348,11 +349,11 @@ def test_damaged_texts_give_an_error_or_a_result(seed):
         found = roll.parse("k", "".join(text))
         if found.keys() >= set(range(6)):
             roll.read("k", roll.compose("k", found, range(6)), range(6))
-    except roll.ForeignKeysError:
+    except ForeignValueError:
         pass
     try:
         runs = roll.read("k", "".join(record), range(6))
-    except roll.ForeignKeysError:
+    except ForeignValueError:
         return
     assert [rank for _, run in runs for rank in run] == list(range(6))
 
@@ -361,7 +362,7 @@ def test_foreign_bytes_are_reported():
     """Bytes that are no text are an error that names the key."""
     store = dist.HashStore()
     store.set("rank_assignment/0/0/entries", "\xff\xfe\n")
-    with pytest.raises(roll.ForeignKeysError, match="rank_assignment/0/0/entries"):
+    with pytest.raises(ForeignValueError, match="rank_assignment/0/0/entries"):
         gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], timedelta(seconds=0.05))
 
 

@@ -20,29 +20,15 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess.exception import RestartError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 
 Runs = list[tuple[tuple[str, ...], range]]
 
 MAX_ENTRY_BYTES = 4096
-_SHOWN = 100
 _MAX_DIGITS = 9
 _ENTRY = re.compile(rf"([0-9]{{1,{_MAX_DIGITS}}}) (\[.*\])", re.ASCII)
-
-
-class ForeignKeysError(RestartError):
-    """A value in the store is not what a rank of this job wrote."""
-
-    def __init__(self, key: str, value: str) -> None:
-        super().__init__(key, value)
-        self.key = key
-        self.value = value
-
-    def __str__(self) -> str:
-        shown = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}..."
-        return f"{self.key!r} in the store holds {shown!r}, which no rank of this job wrote"
 
 
 def entry(rank: int, keys: Sequence[str]) -> str:
@@ -61,7 +47,7 @@ def parse(where: str, text: str) -> dict[int, str]:
     for line in text.split("\n")[:-1]:
         match = _ENTRY.fullmatch(line)
         if match is None or len(line) >= MAX_ENTRY_BYTES:
-            raise ForeignKeysError(where, line)
+            raise ForeignValueError(where, line)
         found.setdefault(int(match[1]), match[2])
     return found
 
@@ -91,14 +77,14 @@ def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
             for start, count, index in record["runs"]
         ]
     except (TypeError, ValueError, KeyError, IndexError):
-        raise ForeignKeysError(where, text) from None
+        raise ForeignValueError(where, text) from None
     if not all(type(key) is str for key in chain.from_iterable(keys)):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     # Sizes first: a record that claims more ranks than there are is not expanded.
     if sum(len(run) for _, run in runs) != len(ranks):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     if list(chain.from_iterable(run for _, run in runs)) != list(ranks):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     return runs
 
 
@@ -111,7 +97,7 @@ def _natural(value: Any) -> int:
 def _keys(where: str, text: str) -> list[str]:
     keys = _loads(where, text)
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     return keys
 
 
@@ -119,7 +105,7 @@ def _loads(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ForeignKeysError(where, text) from None
+        raise ForeignValueError(where, text) from None
 
 
 _LOOK_EVERY_S = 5.0
@@ -239,7 +225,7 @@ class _Gathering:
         try:
             return value.decode("ascii")
         except UnicodeDecodeError:
-            raise ForeignKeysError(key, repr(value[:100])) from None
+            raise ForeignValueError(key, repr(value[:100])) from None
 
 
 def _keys_of(name: str) -> tuple[str, str, str]:
