@@ -70,15 +70,10 @@ Effect = Complete | Interrupt | Arrive | Follow | CatchUp | Notify
 
 @dataclass(slots=True)
 class Member:
-    """A rank of this node.
+    """A rank of this node, and the iteration that it began last; -1 before the first.
 
-    Attributes:
-        iteration: What it began last; -1 before the first.
-        world_size: The number of ranks in that iteration.
-        ended: Why it takes no further part, if so.
-        is_discarded: It has no number in the iteration after the one it began last.
-        is_settled: It left a call that needs it no more.
-        observed: What it was doing before it was ended for a hard timeout.
+    `ended` is why it takes no further part; `is_settled` when it left a call that needs it no more;
+    `observed` is what it was doing before it was ended for a hard timeout.
     """
 
     initial_rank: int

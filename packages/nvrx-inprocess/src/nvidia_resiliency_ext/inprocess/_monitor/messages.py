@@ -21,19 +21,8 @@ START_LIMIT_S = 10.0
 class MonitorSettings:
     """Times and names of one call of a wrapped function; equal on all ranks.
 
-    Attributes:
-        prefix: What stands before every key of the call.
-        store_factory: `module:qualname` of what makes the store.
-        store_file: Source file of that module, for one that cannot be imported by name.
-        store_kwargs: Arguments of the factory, as text (`factory.dump_kwargs`).
-        log_file: Absolute path of the rank's log file, "" for none; `{rank}` is filled in.
-        pid_file: Absolute path of the rank's pid file, "" for none; `{rank}` is filled in.
-        heartbeat_timeout_s: Age of a lease at which a node counts as lost.
-        soft_timeout_s: Age of a stamp at which a restart is asked for.
-        hard_timeout_s: Age of a stamp at which the process is killed.
-        barrier_timeout_s: How long ranks wait for each other.
-        last_call_wait_s: How long faults are collected after the first one.
-        termination_grace_s: From SIGTERM to SIGKILL.
+    `store_factory` is a `module:qualname`, `store_file` its source file, `store_kwargs` the text of
+    `factory.dump_kwargs`. `{rank}` is filled in in the absolute paths `log_file` and `pid_file`.
     """
 
     prefix: str

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share memory between a rank and its monitor: stamps in 8-byte words, and a file for stacks.
 
-The rank creates the page and writes it; the monitor only reads, through `pread`, so that nothing
-that the rank does to the memory can hurt it. Every word is written by one store, and a reader
-relies on no order between two words. Times are CLOCK_MONOTONIC nanoseconds.
-
-The stacks of a rank that is about to be killed are written by `faulthandler` in a signal handler
-that needs neither the GIL nor memory, into a file without a name that the monitor holds too.
+The rank writes, each word by one store; the monitor only reads, through `pread`, so that nothing
+that the rank does to the memory can hurt it. `faulthandler` writes the stacks of a rank that is
+about to be killed, in a signal handler that needs neither the GIL nor memory.
 """
 
 from __future__ import annotations
@@ -65,13 +62,9 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """What one look at a page showed.
+    """One look at a page, in seconds of the monotonic clock; `epoch` changes with every `rearm`.
 
-    Attributes:
-        auto_s: When the main thread last ran, in seconds of the monotonic clock.
-        manual_s: The last ping of this iteration, `None` before the first.
-        phase: Where in the call the rank is.
-        epoch: Changes with every `rearm`.
+    `manual_s` is the last ping of this iteration, None before the first.
     """
 
     auto_s: float

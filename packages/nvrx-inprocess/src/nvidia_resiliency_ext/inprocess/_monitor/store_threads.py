@@ -79,10 +79,7 @@ class _Operation:
 
 
 class StoreWorker:
-    """Own one thread with one store connection, and the operations that wait for it.
-
-    `post` has a function called in the loop's thread; `lost` is called there once.
-    """
+    """Own one thread with one store connection, and the operations that wait for it."""
 
     def __init__(
         self,

@@ -32,12 +32,8 @@ class _Step(enum.Enum):
 class Watch:
     """What is remembered of a rank between two looks.
 
-    Attributes:
-        epoch: Epoch of the page at the last look.
-        calm_s: Stamps from before this moment count as made at it.
-        is_soft_notified: The soft timeout of this epoch was told.
-        is_pardoned: We were held up, and no fresh stamp was seen since.
-        asked_s: When the rank was asked for its stacks, which it may stamp after.
+    Stamps from before `calm_s` count as made at it. `is_pardoned`: we were held up, and no fresh
+    stamp was seen since. The rank may make a stamp after `asked_s`, when it was asked for its stacks.
     """
 
     epoch: int = -1

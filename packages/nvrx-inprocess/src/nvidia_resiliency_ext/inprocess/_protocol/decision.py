@@ -101,11 +101,7 @@ _MOST_RANKS = 1 << 20
 class Arrival:
     """How a participant has reached the end of an iteration.
 
-    Attributes:
-        rank: Its number in this iteration, if it goes on.
-        world_size: How many numbers there are, if it goes on.
-        is_out: It was discarded or leaves. Without number and not out: it has ended.
-        observed: What it was doing when the iteration was interrupted, where that was looked at.
+    It goes on with its number among `world_size`, is discarded or leaves (`is_out`), or has ended.
     """
 
     initial_rank: int

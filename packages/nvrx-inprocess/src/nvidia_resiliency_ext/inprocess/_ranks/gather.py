@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange the keys of all living ranks through a torch `Store`, with four operations per rank.
 
-Every rank appends one entry, `<rank> <keys as JSON>` and a newline, and adds to a counter. The rank
-that counts to the number of ranks writes one record, with each distinct list of keys once and its
-ranks as runs; every rank reads that record only. If that rank dies in between, a waiting rank
-writes the record. Keys of earlier assignments are deleted, so the store does not grow.
+Every rank appends one entry and adds to a counter. The rank that counts to the number of ranks
+writes one record, with each distinct list of keys once and its ranks as runs; every rank reads
+that record only. If that rank dies in between, a waiting rank writes the record.
 """
 
 from __future__ import annotations

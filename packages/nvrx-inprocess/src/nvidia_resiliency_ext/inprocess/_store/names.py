@@ -121,14 +121,10 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IterationKeys:
-    """Keys of one iteration.
+    """Keys of one iteration; outcome, all_reported and decision are set once.
 
-    Attributes:
-        outcome: `completed`, or `interrupted;` and the records of the first who said so; set once.
-        interruption_records: List of the records that came after the first.
-        reported: How many ranks have reported, or arrived and do not go on.
-        all_reported: Set, to all records, when every participant has.
-        arrivals: List of who has arrived, in which form.
+    `outcome` is `completed`, or `interrupted;` and the first records; `reported` counts ranks that
+    have reported, or arrived and do not go on; `all_reported` has all records.
     """
 
     outcome: str
