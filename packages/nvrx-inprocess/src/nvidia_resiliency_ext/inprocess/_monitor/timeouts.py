@@ -33,7 +33,7 @@ class Watch:
     """What is remembered of a rank between two looks.
 
     Stamps from before `calm_s` count as made at it. `is_pardoned`: we were held up, and no fresh
-    stamp was seen since. The rank may make a stamp after `asked_s`, when it was asked for its stacks.
+    stamp was seen since. `asked_s`: when the rank was asked for its stacks.
     """
 
     epoch: int = -1
