@@ -395,7 +395,7 @@ def test_idle_traffic_of_a_node() -> None:
     assert lost == []
 
 
-# --- faces ---
+# --- public functions over the parts ---
 
 
 def test_is_process_active() -> None:

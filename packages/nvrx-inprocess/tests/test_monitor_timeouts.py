@@ -48,16 +48,16 @@ class Rank:
         self.effects: list[tuple[float, object]] = []
 
     def look(self, seen: Stamps) -> Evaluation:
-        verdict = evaluate(self.watch, seen, self.limits, self.now)
-        self.watch = verdict.watch
-        self.effects += [(self.now, effect) for effect in verdict.effects]
-        return verdict
+        found = evaluate(self.watch, seen, self.limits, self.now)
+        self.watch = found.watch
+        self.effects += [(self.now, effect) for effect in found.effects]
+        return found
 
     def run(self, seen, until_s: float) -> None:
         """Look at what `seen(now)` gives at each interval and at each due moment."""
         while self.now <= until_s:
-            verdict = self.look(seen(self.now))
-            self.now = min(self.now + self.limits.interval_s, max(verdict.due_s, self.now + 1e-6))
+            found = self.look(seen(self.now))
+            self.now = min(self.now + self.limits.interval_s, max(found.due_s, self.now + 1e-6))
 
 
 def test_stuck_rank_is_asked_then_killed() -> None:
@@ -225,7 +225,7 @@ def test_random_walks(seed: int) -> None:
         seen = stamps(auto_s, manual_s, protected=protected, phase=phase, epoch=epoch)
         count = len(rank.effects)
         was_killing = rank.watch.is_being_killed
-        verdict = rank.look(seen)
+        found = rank.look(seen)
         new = [effect for _, effect in rank.effects[count:]]
         oldest = min(auto_s, manual_s if manual_s is not None else math.inf)
         if SoftTimeout() in new:
@@ -238,7 +238,7 @@ def test_random_walks(seed: int) -> None:
             assert new == [HardTimeout(), TERM]
         if KILL in new:
             assert was_killing
-        assert verdict.due_s >= rank.now
+        assert found.due_s >= rank.now
         rank.now += draw.choice((0.01, 0.1, 1.0, 2.5))
         if rank.watch.is_being_killed and draw.random() < 0.2:
             rank.watch, auto_s, manual_s = Watch(), rank.now, None

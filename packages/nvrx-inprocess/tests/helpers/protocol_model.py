@@ -123,7 +123,7 @@ class Job:
             self.start_monitor(node)
 
     def start_monitor(self, node: Node) -> None:
-        for name, work in (("commands", self.commands), ("news", self.read_outcomes)):
+        for name, work in (("commands", self.commands), ("events", self.read_outcomes)):
             rng = random.Random(f"{self.seed} {name} {node.number} {node.generation}")
             actor = Actor(f"{name} {node.number}.{node.generation}", node, node.generation, rng)
             self.runtime.start(
