@@ -723,14 +723,12 @@ def held_port() -> Iterator[int]:
 def test_a_helper_that_waits_holds_nobody_up(server: Any) -> None:
     """A clone has a connection of its own: another thread's wait in the store does not delay it."""
     waiting, other = server.clone(), server.clone()
-    thread = threading.Thread(
-        target=StoreAccess(waiting).wait, args=("awaited", 180.0), daemon=True
-    )
+    thread = threading.Thread(target=StoreAccess(waiting).wait, args=("awake", 180.0), daemon=True)
     thread.start()
     began = time.monotonic()
     for number in range(50):
         other.set("k", str(number))
-    other.set("awaited", "1")
+    other.set("awake", "1")
     thread.join(90)
     assert not thread.is_alive()
     assert time.monotonic() - began < 90
