@@ -316,7 +316,7 @@ def test_lost_nodes_keep_their_rails(seed):
         assert all(
             position % gpus == n % gpus for n, position in enumerate(plan.active_positions)
         ), seed
-        nodes = {position // gpus for position in positions}
+        nodes = {position // gpus for position in plan.active_positions}
         assert len(nodes) == used, seed
 
 
