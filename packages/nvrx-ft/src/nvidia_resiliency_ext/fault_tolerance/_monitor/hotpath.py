@@ -309,7 +309,8 @@ class HotPath:
         if not opened:
             self._outside_since = now
             self._has_closed = True
-            # Before the section's own word: see SlotWriter.close.
+            # Before the section's own word: a rank stopped between the two stores must not look as
+            # if it had been outside sections since the previous stretch.
             words[_OUT_OF_SECTION_START] = now
         words[at] = 0
         if at == self._step_at:
