@@ -91,16 +91,7 @@ def is_allowed(record: RunRecord, node: str, now: float) -> bool:
 
 
 class BadNodeHook:
-    """Runs the command for each report that the limits allow. Any thread may report.
-
-    Args:
-        command: The command line; it is split as a shell does, and no shell runs it.
-        environ: The command's environment.
-        job: The job's name.
-        host: This node's name.
-        clock: Where the time is read.
-        deadline_s: How long the command may take.
-    """
+    """Runs the command for each report that the limits allow. Any thread may report."""
 
     def __init__(
         self,

@@ -47,11 +47,7 @@ class Spill:
         return sum(segment.size for segment in self._segments.values())
 
     def append(self, data: bytes, lines: int) -> Record:
-        """Store lines.
-
-        Raises:
-            OSError: There is no space here or on the disk.
-        """
+        """Store lines."""
         if self.used_bytes + len(data) > self._limit_bytes:
             raise OSError(errno.ENOSPC, "the limit of the spill file is reached")
         number, segment = self._segment_for(len(data))
@@ -68,11 +64,7 @@ class Spill:
         return Record(number, offset, len(data), lines)
 
     def take(self, record: Record) -> bytes:
-        """Return lines and forget them.
-
-        Raises:
-            OSError: They cannot be read, or not in full.
-        """
+        """Return lines and forget them."""
         try:
             data = os.pread(self._segments[record.segment].fd, record.size, record.offset)
         finally:

@@ -120,11 +120,7 @@ class CycleLogs:
             self._reader.end(present)
 
     def open_pipe(self, rank: int) -> int:
-        """Return the writing end of a new pipe for a rank of the present cycle; the caller's own.
-
-        Raises:
-            OSError: There are no descriptors left.
-        """
+        """Return the writing end of a new pipe for a rank of the present cycle."""
         reading, writing = open_pipe(self._pipe_bytes)
         self.read(reading, rank)
         return writing

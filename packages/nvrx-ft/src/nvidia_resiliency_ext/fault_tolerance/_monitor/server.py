@@ -56,14 +56,7 @@ class MonitorServer:
         lines: SimpleQueue[messages.LogLine] | None = None,
         restarter: RestarterEventLogger | None = None,
     ) -> None:
-        """Listen for ranks.
-
-        Args:
-            start: The launcher's order.
-            launcher: The monitor's end of the socketpair; None when it stands alone.
-            lines: Log lines of this process that the launcher is to write.
-            restarter: Writes the lines of layered restarts; the logger "nvrx" if None.
-        """
+        """Listen for ranks."""
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
         self.run_dir = start.run_dir

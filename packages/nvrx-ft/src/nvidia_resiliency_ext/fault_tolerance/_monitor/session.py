@@ -347,12 +347,7 @@ _SECTIONS = "rank_section_timeouts"
 
 
 def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) -> Policy:
-    """Return the rules that a configuration asks for.
-
-    Args:
-        config: The configuration in its plain form.
-        num_warmup_iters: What the rank asked for at init, instead of the configured number.
-    """
+    """Return the rules of a configuration; a rank may give its own number of warm-up steps."""
     settings = dict(config)
     if num_warmup_iters is not None:
         settings["num_warmup_iterations"] = num_warmup_iters
@@ -365,15 +360,9 @@ def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) ->
 
 
 def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change the timeouts of a configuration in place.
+    """Change timeouts of a configuration in place, or return what is wrong with them.
 
-    Args:
-        config: The configuration in its plain form.
-        changes: Some of its timeouts; a section that is not in `config` has no place in the slot
-            and is passed over.
-
-    Returns:
-        What is wrong with `changes`; nothing was changed then. None when all is well.
+    A section that is not in `config` has no word in the slot and is passed over.
     """
     sections = changes.get(_SECTIONS) or {}
     unknown = sorted(changes.keys() - _PLAIN_LIMITS - {_SECTIONS})

@@ -172,13 +172,7 @@ class SlotMemory:
 
     @classmethod
     def create(cls, layout: SlotLayout, *, directory: str, name: str) -> SlotMemory:
-        """Make fresh memory that no holder of the descriptor can shrink.
-
-        Args:
-            layout: What it will hold.
-            directory: Private directory for a file where the kernel has no memfd.
-            name: Name of that file; also a label in /proc.
-        """
+        """Make fresh memory that no holder of the descriptor can shrink."""
         fd = shared_memory(name, layout.size_bytes, (directory,))
         try:
             memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
@@ -192,13 +186,8 @@ class SlotMemory:
     def adopt(cls, fd: int, layout: SlotLayout, *, must_be_sealed: bool) -> SlotMemory:
         """Map a descriptor made elsewhere, after checking size, seals and magic.
 
-        Args:
-            fd: The descriptor; owned by the result, or by the caller if this raises.
-            layout: The expected layout.
-            must_be_sealed: Refuse memory that its other holders could shrink.
-
-        Raises:
-            SlotError: It is not a slot of this layout, or it could be truncated.
+        The result owns it; with `SlotError` the caller still does. Sealed memory cannot be shrunk
+        by those who also have the descriptor.
         """
         try:
             if must_be_sealed and fcntl.fcntl(fd, _GET_SEALS) & SEALS != SEALS:

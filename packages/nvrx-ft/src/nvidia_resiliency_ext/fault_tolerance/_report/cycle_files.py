@@ -53,11 +53,7 @@ class CycleInfo:
 
     @classmethod
     def from_json(cls, data: bytes) -> CycleInfo:
-        """Return what a file says.
-
-        Raises:
-            ValueError: It is no such file.
-        """
+        """Return what a file says."""
         try:
             fields = json.loads(data)
             return cls(**{**fields, "generation": int(fields["generation"])})

@@ -51,11 +51,7 @@ class _Event:
 
 
 def check_handler(name: str) -> None:
-    """Refuse the name of a handler that torch does not know; imports torch for unusual ones.
-
-    Raises:
-        ValueError: Nobody has registered it.
-    """
+    """Refuse the name of a handler that torch does not know; imports torch for unusual ones."""
     if name in _BUILT_IN:
         return
     from torch.distributed.elastic.events.handlers import get_logging_handler

@@ -88,11 +88,7 @@ def worker_command(
 
 
 def numa_binding(environ: Mapping[str, str], *, is_strict: bool) -> NumaBinding | None:
-    """Return how workers are bound to NUMA nodes, or None where nobody asks for it.
-
-    Raises:
-        ValueError: They cannot be bound as asked; the message says why.
-    """
+    """Return how workers are bound to NUMA nodes, or None where nobody asks for it."""
     raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
     if not raw:
         return None
@@ -114,11 +110,7 @@ def cpu_binding(
     gpus: Sequence[str | None],
     topology: Topology | None = None,
 ) -> CpuBinding:
-    """Return how `--numa-binding` binds workers.
-
-    Raises:
-        ValueError: They cannot be bound as asked; the message says why.
-    """
+    """Return how `--numa-binding` binds workers."""
     flag = f"--numa-binding {mode}"
     if mode not in NUMA_MODES:
         raise ValueError(f"{flag}: is not one of {', '.join(NUMA_MODES)}")

@@ -140,14 +140,7 @@ def cold_reason(
     local_envs: Sequence[Mapping[str, str]],
     settings: Settings,
 ) -> str | None:
-    """Return why workers of this command must start cold, or None.
-
-    Args:
-        command: The command with the macros of one local rank replaced.
-        env: The environment that all local workers share.
-        local_envs: The whole environment of each, as far as it is known.
-        settings: The user's choice.
-    """
+    """Return why workers of this command must start cold, or None."""
     if settings.prewarm == "off":
         return "--ft-prewarm off"
     return (
@@ -350,12 +343,7 @@ _LARGEST_PARSED_CHARACTERS = 200_000
 
 
 def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
-    """Return whether the entry file is certain to import what standbys import.
-
-    Args:
-        command: The workers' command.
-        prewarm_imports: Modules that standbys import; those beside torch count as well.
-    """
+    """Return whether the entry file is certain to import what standbys import."""
     if not command.is_python:
         return False
     path = module_file(command.entry) if command.is_module else command.entry

@@ -92,15 +92,7 @@ class OutputSpecs:
     def outputs(
         self, envs: Sequence[Mapping[str, str]], error_files: Sequence[str]
     ) -> list[tuple[WorkerOutput, dict[str, str]]]:
-        """Return the output and the environment of each worker of a cycle, by local rank.
-
-        Args:
-            envs: Their environments so far.
-            error_files: Where `@record` writes, unless the object says otherwise.
-
-        Raises:
-            LogSpecsError: It fails, or what it says cannot be followed.
-        """
+        """Return the output and the environment of each worker of a cycle, by local rank."""
         given: dict[int, dict[str, Any]] = {rank: dict(env) for rank, env in enumerate(envs)}
         name = type(self.specs).__name__
         try:

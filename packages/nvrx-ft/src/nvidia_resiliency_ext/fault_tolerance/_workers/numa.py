@@ -17,12 +17,7 @@ _MOST_CPUS = 1 << 16
 
 
 class MachineTopology:
-    """The machine's own word on its CPUs; see `numa.Topology`.
-
-    Args:
-        root: Where /sys is.
-        allowed: The CPUs that may be used; None: those of this process.
-    """
+    """The machine's own word on its CPUs; see `numa.Topology`."""
 
     def __init__(self, root: str = "/sys", allowed: Collection[int] | None = None) -> None:
         self._root = root
@@ -85,11 +80,7 @@ class MachineTopology:
 
 
 def read_ranges(text: str) -> frozenset[int]:
-    """Return the numbers of a list such as `0-2,4`.
-
-    Raises:
-        ValueError: It is no such list.
-    """
+    """Return the numbers of a list such as `0-2,4`."""
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
@@ -182,18 +173,7 @@ class Topology(Protocol):
 
 
 def cpus_near(mode: str, gpus: Sequence[str], rank: int, topology: Topology) -> frozenset[int]:
-    """Return the CPUs of one local rank, as torchrun chooses them.
-
-    Args:
-        mode: One of `syntax.NUMA_MODES`.
-        gpus: The PCI addresses of the GPUs that workers see, by local rank; those without a rank
-            count, too.
-        rank: Whose CPUs.
-        topology: The machine.
-
-    Raises:
-        ValueError: There are no CPUs to be had; the message says why.
-    """
+    """Return the CPUs of one local rank, as torchrun chooses them."""
     node = topology.node_of_gpu(gpus[rank])
     near = _usable(node, topology)
     if not near:

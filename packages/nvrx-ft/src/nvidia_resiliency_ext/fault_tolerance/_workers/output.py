@@ -150,11 +150,7 @@ class OutputFiles:
 
     @classmethod
     def beneath(cls, log_dir: str, name: str) -> OutputFiles:
-        """Make a folder for this launch in the user's log directory and prove it is writable.
-
-        Raises:
-            LogDirectoryError: with the path, the reason and the remedy.
-        """
+        """Make a folder for this launch in the user's log directory and prove it is writable."""
         root = os.path.join(os.path.abspath(log_dir), name)
         probe = os.path.join(root, ".probe")
         try:
@@ -197,11 +193,7 @@ class OutputFiles:
         return "" if written == PROBE_BYTES else os.strerror(errno.ENOSPC)
 
     def worker_directory(self, cycle: int, local_rank: int) -> str:
-        """Make and return the folder of one worker in one cycle.
-
-        Raises:
-            LogDirectoryError: when it cannot be made any more.
-        """
+        """Make and return the folder of one worker in one cycle."""
         path = os.path.join(self.root, f"attempt_{cycle}", str(local_rank))
         try:
             os.makedirs(path, exist_ok=True)
@@ -211,12 +203,7 @@ class OutputFiles:
 
 
 def open_target(target: Target) -> int | None:
-    """Open the file of a stream for appending, or return None when it is inherited.
-
-    Raises:
-        LogDirectoryError: when the file cannot be made.
-        OSError: when there are no descriptors for a pipe.
-    """
+    """Open the file of a stream for appending, or return None when it is inherited."""
     if target.open_pipe is not None:
         return target.open_pipe()
     if target.path is None:

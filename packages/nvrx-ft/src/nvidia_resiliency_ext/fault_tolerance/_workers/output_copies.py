@@ -19,11 +19,6 @@ def offer(name: str, data: bytes, wait_s: float) -> int:
     """Write what the console takes, and return how many bytes that was.
 
     A console that is closed or gone takes everything: nobody is there to miss it.
-
-    Args:
-        name: `stdout` or `stderr`; looked up in `sys` at each call, as programs replace them.
-        data: What to write.
-        wait_s: How long to wait for a reader that does not read.
     """
     console = getattr(sys, name)
     try:
@@ -65,10 +60,6 @@ class FilteredFile:
     """The lines that were wanted, of one stream of all workers of a cycle.
 
     A file that cannot be written costs its lines and one message, never the job.
-
-    Args:
-        path: The file; it is made anew, also when no line is wanted.
-        texts: A line that holds one of them is wanted.
     """
 
     def __init__(self, path: str, texts: Sequence[str]) -> None:

@@ -195,11 +195,7 @@ class ColdStarter:
         self._die_with_parent = die_with_parent
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
-        """Start the command of `spec`.
-
-        Raises:
-            ChildStartError: the command cannot be executed.
-        """
+        """Start the command of `spec`."""
         child = start_child(
             spec.argv,
             env=spec.env,
@@ -243,16 +239,7 @@ class Listener:
 
 
 class WorkerGroup:
-    """The workers of one cycle on one event loop; restarted cycle after cycle.
-
-    Args:
-        loop: Where exits and deadlines are waited for.
-        clock: The clock of the loop.
-        tee: Copies files to the console for streams that ask for it.
-        listener: Who is notified of exits and stops.
-        reports_leftovers: Whether processes that workers left in their groups are named in the
-            log before they are killed.
-    """
+    """The workers of one cycle on one event loop; restarted cycle after cycle."""
 
     def __init__(
         self,
@@ -286,12 +273,7 @@ class WorkerGroup:
         return [self._started[rank].child.pid for rank in sorted(self._running)]
 
     def start(self, specs: Sequence[WorkerSpec], starter: Starter) -> None:
-        """Start one worker per spec.
-
-        Raises:
-            ChildStartError: a command cannot be executed; those started before run on.
-            LogDirectoryError: a log file cannot be made.
-        """
+        """Start one worker per spec."""
         self._forget()
         self._starter = starter
         starter.begin()
