@@ -31,7 +31,7 @@ from ._monitor.slot import (
     SlotError,
     SlotLayout,
     SlotMemory,
-    SlotWriter,
+    begin_slot,
 )
 
 if TYPE_CHECKING:
@@ -434,9 +434,8 @@ class RankMonitorClient(HotPath):
             sections=layout.sections, start_time=began * 1e-9, safety_factor=cfg.safety_factor
         )
         iteration = training_iteration()
-        SlotWriter(memory.words, layout).begin(
-            accepted.session_id, began, NO_ITERATION if iteration is None else iteration
-        )
+        first = NO_ITERATION if iteration is None else iteration
+        begin_slot(memory.words, accepted.session_id, began, first)
 
     def _resume_session(self, accepted: Accepted, slot_fd: int) -> None:
         """Go on with a new monitor: in the same slot, or in the one that it insists on."""

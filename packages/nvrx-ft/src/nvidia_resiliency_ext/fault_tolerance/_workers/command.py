@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._env import (
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, Topology, cpus_near
+from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, cpus_near
 
 _RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._workers.run_path"
 _LOOK_S = 10.0
@@ -108,7 +108,7 @@ def cpu_binding(
     nproc: int,
     environ: Mapping[str, str],
     gpus: Sequence[str | None],
-    topology: Topology | None = None,
+    topology: MachineTopology | None = None,
 ) -> CpuBinding:
     """Return how `--numa-binding` binds workers."""
     flag = f"--numa-binding {mode}"

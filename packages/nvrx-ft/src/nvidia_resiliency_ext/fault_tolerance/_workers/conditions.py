@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
@@ -117,14 +117,6 @@ _LARGEST_ENTRY_BYTES = 4 << 20
 _LIBTORCH = "libtorch_cpu"
 
 
-class Settings(Protocol):
-    """What the user chose."""
-
-    @property
-    def prewarm(self) -> str:
-        """`auto`, `on` or `off`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Interpreter:
     """The interpreter in a command line: where it stands and what comes before the entry."""
@@ -138,10 +130,10 @@ def cold_reason(
     command: WorkerCommand,
     env: Mapping[str, str],
     local_envs: Sequence[Mapping[str, str]],
-    settings: Settings,
+    prewarm: str,
 ) -> str | None:
-    """Return why workers of this command must start cold, or None."""
-    if settings.prewarm == "off":
+    """Return why workers of this command must start cold, or None; `prewarm` is the option."""
+    if prewarm == "off":
         return "--ft-prewarm off"
     return (
         _command_reason(command)
