@@ -299,8 +299,8 @@ def _unknown(word: str) -> str:
     longer = sorted(f"--{flag.name}" for flag in FLAGS if f"--{flag.name}".startswith(begun))
     if len(longer) > 1 and begun.startswith("--"):
         return f"flag {values.describe(name)} is short for several: {', '.join(longer)}"
-    known = [f"--{flag.name}" for flag in FLAGS] + [f"--{old}" for old in OLD_SPELLINGS]
-    hint = nearest(begun, known) or f"; see {PROGRAM} --help"
+    spellings = [f"--{flag.name}" for flag in FLAGS] + [f"--{old}" for old in OLD_SPELLINGS]
+    hint = nearest(begun, spellings) or f"; see {PROGRAM} --help"
     return f"unknown flag {values.describe(name)}{hint}"
 
 

@@ -239,11 +239,11 @@ class RankMonitorClient(HotPath):
         """
         calc = self._synchronized_calc(counts_outside=calc_out_of_section)
         if selected_sections is not None:
-            known = self.section_timeouts.section if self.section_timeouts else {}
+            configured = self.section_timeouts.section if self.section_timeouts else {}
             for name in selected_sections:
-                if name not in known:
+                if name not in configured:
                     self._record_unwatched(name)
-            selected_sections = [name for name in selected_sections if name in known]
+            selected_sections = [name for name in selected_sections if name in configured]
         if not calc.can_get_section_timeouts(selected_sections, calc_out_of_section):
             return self._not_ready("sections", skip_if_not_ready=skip_if_not_ready)
         self.section_timeouts = calc.get_section_timeouts(

@@ -153,13 +153,13 @@ class FaultToleranceConfig:
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
         """
-        known: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         old: dict[str, Any] = {}
         unknown = []
         for key, value in kwargs.items():
             option = OPTION_OF_KEY.get(key)
             if option is not None:
-                known[option.field] = value
+                options[option.field] = value
             elif key in DEPRECATED_OF_KEY:
                 old[key] = value
             else:
@@ -171,8 +171,8 @@ class FaultToleranceConfig:
         if old:
             layers = layers_from_old(old)
             _warn(layers.warnings)
-            known = {**{name: given.value for name, given in layers.given.items()}, **known}
-        return FaultToleranceConfig(**known)
+            options = {**{name: given.value for name, given in layers.given.items()}, **options}
+        return FaultToleranceConfig(**options)
 
     @staticmethod
     def from_yaml_file(

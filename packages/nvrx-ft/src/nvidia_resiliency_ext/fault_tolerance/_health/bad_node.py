@@ -34,7 +34,7 @@ SAME_NODE_PAUSE_S = 600.0
 MOST_PER_HOUR = 20
 HOUR_S = 3600.0
 MAX_REPORT_BYTES = 64 << 10
-MAX_LAST_WORDS = 300
+MAX_END_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +163,12 @@ class BadNodeHook:
                 # Also what it left in its group.
                 child.signal_group(signal.SIGKILL)
                 if status is None:
-                    return f"not done within {self._deadline_s:g} s: killed{_last_words(said)}"
-                return "" if status.code == 0 else f"{status.describe()}{_last_words(said)}"
+                    return f"not done within {self._deadline_s:g} s: killed{_end_of(said)}"
+                return "" if status.code == 0 else f"{status.describe()}{_end_of(said)}"
 
 
-def _last_words(said: IO[bytes]) -> str:
+def _end_of(said: IO[bytes]) -> str:
     size = said.seek(0, os.SEEK_END)
-    said.seek(max(0, size - MAX_LAST_WORDS))
+    said.seek(max(0, size - MAX_END_BYTES))
     text = said.read().decode(errors="replace").strip()
     return f": {text}" if text else ""

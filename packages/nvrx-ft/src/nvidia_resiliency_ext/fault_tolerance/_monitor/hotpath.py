@@ -357,8 +357,8 @@ class HotPath:
                 calc.prev_hb_time = self._heartbeat_last * _NS
                 self._heartbeat_longest = 0
             for section, longest in self._longest.items():
-                known_s = calc.section_to_max_time[section]
-                calc.section_to_max_time[section] = max(known_s, longest * _NS)
+                before_s = calc.section_to_max_time[section]
+                calc.section_to_max_time[section] = max(before_s, longest * _NS)
             if self._outside_longest >= 0:
                 outside_s = self._outside_longest * _NS
                 calc.out_of_section_max_time = max(calc.out_of_section_max_time, outside_s)

@@ -67,7 +67,7 @@ class _Client:
     dump_fd: int = -1
     evidence: Evidence | None = None
     stacks: bytearray | None = None
-    seen: SlotView | None = None
+    first_view: SlotView | None = None
     signalled_at: float | None = None
     has_reported_life: bool = False
     has_reported_step: bool = False
@@ -167,7 +167,7 @@ class RankPort:
     def testimony(self) -> Testimony | None:
         """Return what is known of the rank by now; None before it was looked at."""
         client = self._client
-        if client is None or client.seen is None or not self.is_looked_into:
+        if client is None or client.first_view is None or not self.is_looked_into:
             return None
         assert client.evidence is not None
         now, timeouts = time.monotonic(), self._policy.timeouts
@@ -183,7 +183,7 @@ class RankPort:
             pid=client.process.pid,
             evidence=client.evidence,
             stacks=bytes(client.stacks or b"").decode("utf-8", "replace"),
-            before=client.seen,
+            before=client.first_view,
             after=after,
             broken=broken or verdict,
             has_gone_on=has_gone_on,
@@ -409,13 +409,13 @@ class RankPort:
         self._policy = policy_of(self._config, asked)
 
     def _inspect(self, client: _Client) -> None:
-        client.seen = None
+        client.first_view = None
         if not client.process.alive():
             self._process(session.Happened.DIED)
             return
         client.stacks, client.signalled_at = bytearray(), None
         client.evidence = inspect_process(client.process.pid, client.hello.dump_signal)
-        client.seen = self._look(client)
+        client.first_view = self._look(client)
         self._process(session.Inspected(client.evidence.can_dump))
 
     def _read_dump(self) -> None:

@@ -374,10 +374,10 @@ def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) 
     for name, value in (*plain.items(), *sections.items()):
         if not _is_limit(value):
             return f"{name}: {value!r} is no number of seconds"
-    known = dict(config[_SECTIONS])
-    known.update({name: value for name, value in sections.items() if name in known})
+    limits = dict(config[_SECTIONS])
+    limits.update({name: value for name, value in sections.items() if name in limits})
     config.update(plain)
-    config[_SECTIONS] = known
+    config[_SECTIONS] = limits
     return None
 
 

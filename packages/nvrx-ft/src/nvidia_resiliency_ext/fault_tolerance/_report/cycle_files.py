@@ -292,16 +292,16 @@ class CycleInfoWriter:
 
     def _take_up(self, info: CycleInfo) -> None:
         try:
-            known = self._read(_name_of(info))
+            begun = self._read(_name_of(info))
         except (FileNotFoundError, ValueError):
             self._begin(info)
             return
-        self._open, self._linked = known, _name_of(known)
-        if known.cycle_end_time:
-            self._open = known.ended("")
+        self._open, self._linked = begun, _name_of(begun)
+        if begun.cycle_end_time:
+            self._open = begun.ended("")
             self._save(self._open)
         else:
-            self._point_to(known)
+            self._point_to(begun)
 
     def _point_to(self, info: CycleInfo) -> None:
         link = os.path.join(self._directory, current_name(info.job_id))

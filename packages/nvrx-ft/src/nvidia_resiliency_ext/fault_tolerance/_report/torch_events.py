@@ -59,9 +59,9 @@ def check_handler(name: str) -> None:
     try:
         get_logging_handler(name)
     except KeyError:
-        known = ", ".join(sorted(_BUILT_IN))
+        names = ", ".join(sorted(_BUILT_IN))
         raise ValueError(
-            f"--event-log-handler {name}: torch knows no handler of this name; it has {known}"
+            f"--event-log-handler {name}: torch knows no handler of this name; it has {names}"
         ) from None
 
 

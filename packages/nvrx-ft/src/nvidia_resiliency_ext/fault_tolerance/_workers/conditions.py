@@ -214,16 +214,18 @@ def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
             if word == "--check-hash-based-pycs":
                 next(words, None)
             continue
-        place = next((i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None)
-        if place is None:
+        position = next(
+            (i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None
+        )
+        if position is None:
             flags.append(word)
             continue
-        if place > 1:
-            flags.append(word[:place])
-        if word[place] in "cm":
-            return Interpreter(index, tuple(flags), "module" if word[place] == "m" else "code")
-        value = word[place + 1 :] or next(words, "")
-        flags.append(f"-{word[place]}{value}")
+        if position > 1:
+            flags.append(word[:position])
+        if word[position] in "cm":
+            return Interpreter(index, tuple(flags), "module" if word[position] == "m" else "code")
+        value = word[position + 1 :] or next(words, "")
+        flags.append(f"-{word[position]}{value}")
     return Interpreter(index, tuple(flags), "code")
 
 
@@ -357,8 +359,8 @@ def _imports_any(path: str, heavy: frozenset[str] | set[str], depth: int) -> boo
         return False
     folder = os.path.dirname(path)
     siblings = [os.path.join(folder, *name.split(".")) + ".py" for name in names if name]
-    known = [path for path in siblings if os.path.isfile(path)][:_SIBLINGS]
-    return any(_imports_any(sibling, heavy, depth - 1) for sibling in known)
+    found = [path for path in siblings if os.path.isfile(path)][:_SIBLINGS]
+    return any(_imports_any(sibling, heavy, depth - 1) for sibling in found)
 
 
 def _certain_imports(text: str) -> Iterator[str]:

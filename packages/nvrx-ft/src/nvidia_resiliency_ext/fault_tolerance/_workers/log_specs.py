@@ -52,9 +52,9 @@ def load_specs(
     flag = f"--logs-specs {name}"
     found = list(entry_points(group=GROUP, name=name))
     if not found:
-        known = ", ".join(sorted(entry_points(group=GROUP).names)) or "none"
+        names = ", ".join(sorted(entry_points(group=GROUP).names)) or "none"
         raise ValueError(
-            f"{flag}: no entry point of this name in group {GROUP}; there are: {known}"
+            f"{flag}: no entry point of this name in group {GROUP}; there are: {names}"
         )
     from torch.distributed.elastic.multiprocessing import Std as TorchStd
 

@@ -150,16 +150,16 @@ def cpus_near(
     if mode == "socket":
         return _cpus_of_socket(topology.socket_of_cpu(min(near)), topology)
     sharing = [gpu for gpu in range(len(gpus)) if topology.node_of_gpu(gpus[gpu]) == node]
-    place = sharing.index(rank)
+    position = sharing.index(rank)
     if mode == "exclusive":
         cores = _grouped(near, topology.core_of_cpu)
         if len(cores) < len(sharing):
             raise ValueError(
                 f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
             )
-        return frozenset().union(*_share(cores, place, len(sharing)))
+        return frozenset().union(*_share(cores, position, len(sharing)))
     caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)
-    return caches[place % len(caches)]
+    return caches[position % len(caches)]
 
 
 def _usable(node: int, topology: MachineTopology) -> frozenset[int]:
@@ -186,8 +186,10 @@ def _grouped(
     return [frozenset(groups[first]) for first in sorted(groups)]
 
 
-def _share(cores: Sequence[frozenset[int]], place: int, sharers: int) -> Sequence[frozenset[int]]:
+def _share(
+    cores: Sequence[frozenset[int]], position: int, sharers: int
+) -> Sequence[frozenset[int]]:
     """Return the cores of one of several sharers; the first ones get what is left over."""
     each, left_over = divmod(len(cores), sharers)
-    start = place * each + min(place, left_over)
-    return cores[start : start + each + (place < left_over)]
+    start = position * each + min(position, left_over)
+    return cores[start : start + each + (position < left_over)]
