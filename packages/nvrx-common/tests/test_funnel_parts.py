@@ -284,7 +284,7 @@ def test_all_wrong_settings_are_named_at_once() -> None:
     assert all(name in str(caught.value) for name in ("flush_interval_s", "max_files", "fsync"))
 
 
-# --- news for the event loop
+# --- calls into the event loop
 
 
 class _Nobody:
@@ -292,8 +292,8 @@ class _Nobody:
         """Take no note."""
 
 
-def test_mailbox_delivers_each_news_once_in_the_loop() -> None:
-    """News of several threads are all taken, in the loop's thread; many make one wake-up."""
+def test_loop_queue_makes_each_call_once_in_the_loop() -> None:
+    """Calls of several threads are all made, in the loop's thread; many make one wake-up."""
     sources = [Source(_Nobody(), f"{number}", "n") for number in range(400)]
 
     async def run() -> tuple[list[str], int]:
@@ -416,18 +416,18 @@ def test_streams_that_nobody_listens_for_are_bounded(
     async def program() -> None:
         call = _Call(messages, most_waiting=1000)
         relay = Relay(5000, 1 << 20)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acks=None)
+        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
         with pytest.raises(Refusal, match="too many streams"):
             await carried.run()
         assert len(carried._streams) == 200
         call = _Call(messages, most_waiting=1000)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acks=None)
+        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
         reading = asyncio.ensure_future(carried.run())
         while not reading.done():
             while (unsent := relay.next_unsent()) is not None:
                 relay.confirm(unsent[0].stream.stream_id, 1)
             await asyncio.sleep(0)
         assert len(carried._streams) <= 100
-        assert carried.received_bytes == 2000
+        assert pb.StreamResponse.FromString(carried.response()).bytes_received == 2000
 
     asyncio.run(program())

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
-from nvidia_resiliency_ext.shared_utils._health import check as check_room
-from nvidia_resiliency_ext.shared_utils._health import check as run_room
+from nvidia_resiliency_ext.shared_utils._health import check as checking
 from nvidia_resiliency_ext.shared_utils._health.check import (
     Finding,
     HealthResult,
@@ -66,7 +65,7 @@ def test_a_check_that_breaks_is_skipped(caplog) -> None:
 
 def test_skipping_is_logged_once(caplog) -> None:
     """However often a check is skipped, the process has one line about it."""
-    check_room.forget_logged()
+    checking.forget_logged()
     with caplog.at_level(logging.INFO, "nvrx"):
         for _ in range(3):
             Told(skipped("no hardware"))()
@@ -116,7 +115,7 @@ def test_coroutine_leaves_the_loop_alone() -> None:
 def test_many_checks_share_one_deadline(monkeypatch) -> None:
     """Checks run at the same time; one that does not end is unhealthy, the others keep results."""
     clock, release = ManualClock(), threading.Event()
-    monkeypatch.setattr(run_room, "time", clock)
+    monkeypatch.setattr(checking, "time", clock)
 
     class NearlyTooLate(Told):
         """Ends after those that were started before it, shortly before the deadline."""
@@ -140,7 +139,7 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
     silent = Told(healthy(), release)
     silent.late_status = "skipped"
     release.clear()
-    monkeypatch.setattr(run_room, "time", time)
+    monkeypatch.setattr(checking, "time", time)
     assert [result.status for result in run_checks([silent], 0.01)] == ["skipped"]
     release.set()
     assert "not ended within 30 s" in results[3].reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a program sees of one open target: writing lines, waiting for them, counters."""
+"""Client of the log funnel: open a target, write lines to it, wait until the server has them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class LogTarget:
         self._send_buffer = send_buffer
         self._budget = budget
         self._close = close
-        self._take = send_buffer.write
+        # One call less for each line.
+        self.write = send_buffer.write  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Take whole lines or parts of lines; they leave together as whole lines.
@@ -126,7 +127,7 @@ class LogTarget:
                 lines are dropped and counted instead.
             LogFunnelClosedError: It is closed, or was opened before a fork.
         """
-        self._take(data)
+        self._send_buffer.write(data)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
         """Wait until the server has written or dropped every whole line that was written here.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the writing of events: what is recorded, what is dropped, and that a file may be full.
+"""The writing of events: what is recorded, what is dropped, and that a file may be full.
 
-It does not own the file (``file``), the kinds of events (``kinds``), their text (``encode``) or
-reading (``read``).
 Nothing here raises into the program that is being recorded: what cannot be written is counted,
 one warning says so, and a ``dropped`` event tells about it as soon as writing works again. There
 is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
@@ -38,12 +36,12 @@ class EventLog:
     ``max_bytes`` except for faults, cycles and the job's start and end.
 
     Args:
-        directory: Where the file is.
-        src: Name of the writing program, such as `launcher` or `rank`.
-        job_id: The job; None if unknown.
-        launch_id: Identifier of the launch; part of the file's name.
+        directory: Where the file is; made with mode 0700 when missing.
+        src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
+        job_id: The scheduler's job; None if there is none.
+        launch_id: Unique for this launcher; part of the file's name.
         host: Name of the node; part of the file's name.
-        versions: Versions of distributions, for the header.
+        versions: Versions worth knowing later, by distribution; for the header.
         max_bytes: Size of the file from which only the most important events are written.
 
     Example:
@@ -101,15 +99,6 @@ class EventLog:
         A file of the same host and launch that is there already is never continued: this launch
         then gets a number behind its id (see the attribute ``launch_id``). A directory that
         cannot be written gives one warning and a log that tries again later.
-
-        Args:
-            directory: Where the file goes; made with mode 0700 when missing.
-            src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
-            job_id: The scheduler's job, if there is one.
-            launch_id: Unique for this launcher.
-            host: The node's name.
-            versions: Versions worth knowing later, by distribution.
-            max_bytes: The size at which the file is full.
         """
         log = cls(
             os.fspath(directory),
@@ -231,11 +220,7 @@ class EventLog:
         if not self._is_usable():
             self._drop(len(line), self._dropped_why or "no file")
             return
-        try:
-            size = self._file.size()
-        except OSError as error:  # another thread closed the file in this moment
-            self._drop(len(line), error.strerror or type(error).__name__)
-            return
+        size = self._file.size
         if size + len(line) > self.max_bytes and not self._passes_limit(kind, size):
             self._drop(len(line), "file limit reached")
             return
@@ -310,18 +295,9 @@ class _NullEventLog(EventLog):
     enabled = False
 
     def __init__(self) -> None:
-        """Make a log without a file."""
         super().__init__("", src="", job_id=None, launch_id="", host="")
 
-    def record(
-        self,
-        event: Event,
-        *,
-        cycle: int | None,
-        rank: int | None = None,
-        t: float | None = None,
-        m: float | None = None,
-    ) -> None:
+    def record(self, *_event: object, **_more: object) -> None:
         """Do nothing."""
 
     def environment(self) -> dict[str, str]:

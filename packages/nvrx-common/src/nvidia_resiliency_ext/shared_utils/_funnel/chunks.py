@@ -188,7 +188,6 @@ def prepare() -> None:
 
 
 def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> bytes:
-    """Return an Ack."""
     from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
     message = pb.Ack(stream_id=stream_id, committed_seq=committed_seq)
@@ -206,7 +205,6 @@ def read_ack(data: bytes) -> tuple[str, int, str, str]:
 
 
 def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
-    """Return a StreamResponse."""
     from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
     message = pb.StreamResponse(
@@ -224,7 +222,6 @@ def health(connected_clients: int, *, healthy: bool = True) -> bytes:
 
 
 def read_health(data: bytes) -> bool:
-    """Return whether a HealthResponse says healthy."""
     from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
     return bool(pb.HealthResponse.FromString(data).healthy)

@@ -31,11 +31,7 @@ _SMALL_BYTES = 4 << 10
 
 
 class Funnel:
-    """Takes chunks, writes them, and knows which are in their files; safe in all threads.
-
-    Raises:
-        ConfigError: A root is no directory.
-    """
+    """Takes chunks, writes them, and knows which are in their files; safe in all threads."""
 
     def __init__(self, options: FunnelOptions, clock: Clock | None = None) -> None:
         self._options = options
@@ -91,13 +87,7 @@ class Funnel:
                 raise
 
     def finish(self, source: Source, *, is_clean: bool) -> None:
-        """Note that nothing more comes from a source; what was taken will still be written.
-
-        Args:
-            source: The stream.
-            is_clean: Its sender said so. A named stream that broke off may come back and go on in
-                the middle of a line.
-        """
+        """Note that nothing more comes from a source; what was taken will still be written."""
         now = self._clock.monotonic()
         with self._state.lock:
             if source.waiting is not None:
@@ -150,7 +140,6 @@ class Funnel:
         return self._clock.monotonic()
 
     def stats(self) -> FunnelStats:
-        """Return what was done so far."""
         return self._state.stats()
 
     def flush(self, deadline: Deadline) -> bool:
@@ -168,11 +157,7 @@ class Funnel:
             return done
 
     def close(self, deadline: Deadline) -> int:
-        """Write everything, close all files and end the threads; harmless when repeated.
-
-        Returns:
-            The bytes that could not be written by the deadline.
-        """
+        """Write everything, close all files and end the threads; harmless when repeated."""
         with self._state.lock:
             if self._state.is_closed:
                 return 0

@@ -71,16 +71,13 @@ class Budget:
         return Verdict.ADMIT if self.has_space(size) else Verdict.WAIT
 
     def has_space(self, size: int) -> bool:
-        """Tell whether so much more may wait, whatever its file."""
         return self.held_bytes + size <= self.limit_bytes
 
     def take(self, size: int) -> None:
-        """Count a chunk in."""
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def give(self, size: int) -> None:
-        """Count a chunk out."""
         self.held_bytes -= size
 
 
@@ -88,16 +85,16 @@ class Budget:
 class FunnelStats:
     """What the funnel did so far; all but the counts of files only grow or are momentary."""
 
-    received_bytes: int
-    received_chunks: int
-    written_bytes: int
-    repeated_chunks: int
-    lost_bytes: int
-    buffered_bytes: int
-    buffered_bytes_peak: int
-    files: int
-    open_files: int
-    failing_files: int
+    received_bytes: int = 0
+    received_chunks: int = 0
+    written_bytes: int = 0
+    repeated_chunks: int = 0
+    lost_bytes: int = 0
+    buffered_bytes: int = 0
+    buffered_bytes_peak: int = 0
+    files: int = 0
+    open_files: int = 0
+    failing_files: int = 0
 
 
 class FunnelState:
@@ -127,7 +124,6 @@ class FunnelState:
         self.lost_bytes = 0
 
     def stats(self) -> FunnelStats:
-        """Return what was done so far."""
         with self.lock:
             return FunnelStats(
                 received_bytes=self.received_bytes,
@@ -232,7 +228,6 @@ class Ticker:
         self._thread.start()
 
     def call_at(self, when: float, function: Callable[[], None]) -> None:
-        """Have a function called at a monotonic time."""
         with self._changed:
             heapq.heappush(self._heap, (when, next(self._order), function))
             if self._heap[0][0] == when:
@@ -289,7 +284,6 @@ class Completion:
         return file
 
     def arrived(self, file: CycleFile, now: float) -> None:
-        """Note a chunk."""
         file.arrived_at = now
         if file.is_complete:
             file.is_complete = False

@@ -73,12 +73,7 @@ class Cycles:
         return made
 
     def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
-        """Return the files that look complete by now, each once.
-
-        Args:
-            now: The monotonic time.
-            at_end: Nothing will come any more: the newest cycle counts too, and no time must pass.
-        """
+        """Return the files that look complete by now, each once."""
         found = []
         for family in self._families.values():
             newest = _newest(family)

@@ -124,11 +124,7 @@ class Backoff:
 
     @staticmethod
     def slow_s(draw: float) -> float:
-        """Return the seconds to wait where the cause will not go away by itself.
-
-        Args:
-            draw: A random number from 0 to 1.
-        """
+        """Return the seconds to wait where the cause will not go away by itself."""
         return SLOW_RETRY_S * (0.75 + 0.5 * draw)
 
 

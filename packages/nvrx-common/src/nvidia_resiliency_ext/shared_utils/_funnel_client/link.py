@@ -47,11 +47,7 @@ class FunnelTls:
 
 
 class Tls:
-    """The files of a connection, as they are now.
-
-    Raises:
-        ConfigError: A file cannot be read, or only one of key and certificate is given.
-    """
+    """The files of a connection, as they are now."""
 
     def __init__(self, files: FunnelTls) -> None:
         if (files.cert_file is None) != (files.key_file is None):
@@ -72,24 +68,13 @@ class Tls:
 
 
 def find_token(path: str | None) -> TokenFile | None:
-    """Return the token in a file, or in the one that the environment names; None without.
-
-    Raises:
-        ConfigError: The file cannot be read, is open to others, or holds no token.
-    """
+    """Return the token in a file, or in the one that the environment names; None without."""
     path = path or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
     return TokenFile(path) if path else None
 
 
 def target_of(endpoint: str) -> str:
-    """Return an endpoint as gRPC names it.
-
-    Args:
-        endpoint: `host:port`, `[address]:port` or `unix:/absolute/path`.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Return an endpoint as gRPC names it."""
     scheme, _, path = endpoint.partition(":")
     if scheme == "unix":
         path = path.removeprefix("//")
@@ -173,10 +158,6 @@ class Link:
         endpoint: `host:port` or `unix:/path`.
         token: The job's secret, if there is one.
         tls: Certificates, None for an open connection.
-
-    Raises:
-        ConfigError: The endpoint or a file makes no sense.
-        MissingExtraError: gRPC is not installed.
     """
 
     def __init__(
@@ -303,7 +284,6 @@ class SenderThread:
             call.cancel()
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread; say whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

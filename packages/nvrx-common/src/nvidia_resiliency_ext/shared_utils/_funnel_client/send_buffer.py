@@ -61,7 +61,6 @@ class Sending:
         self._send_buffer = send_buffer
 
     def __iter__(self) -> Sending:
-        """Return itself."""
         return self
 
     def __next__(self) -> Chunk:

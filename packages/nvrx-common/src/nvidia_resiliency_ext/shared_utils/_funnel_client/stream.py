@@ -94,7 +94,6 @@ class Stream:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Bytes held in memory."""
         return self._window_bytes + self._waiting_bytes + len(self.buffer)
 
     @property
@@ -107,7 +106,6 @@ class Stream:
         return Gap(self._next_seq - 1, lines + spilled.lines, size + spilled.size)
 
     def has_chunks(self) -> bool:
-        """Say whether a chunk is not confirmed yet."""
         return bool(self._in_flight) or self.has_unsent()
 
     def has_unsent(self) -> bool:
@@ -178,11 +176,7 @@ class Stream:
         self._in_flight.clear()
 
     def confirm(self, seq: int) -> bool | None:
-        """Let go of everything up to `seq`.
-
-        Returns:
-            Whether it was new; None for a number that was never sent.
-        """
+        """Let go of everything up to `seq`."""
         if seq > self._last_seq:
             return None
         freed = self._confirm_in(self._in_flight, seq)

@@ -28,10 +28,6 @@ def match_nics(
 
     The closest pairs are joined first, each adapter to one GPU; GPUs that are left share the
     adapter that is closest to them.
-
-    Args:
-        gpus: PCI ancestors of each GPU, nearest first.
-        nics: PCI ancestors of each adapter.
     """
     distances = {
         (gpu, nic): distance

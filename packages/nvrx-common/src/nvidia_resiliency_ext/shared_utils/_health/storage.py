@@ -73,11 +73,7 @@ def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
 
 
 def read_mounts(kinds: Collection[str], path: str = MOUNTINFO) -> list[Mount]:
-    """Return the mounts of these types in our namespace; it touches none of them.
-
-    Raises:
-        OSError: The list cannot be read.
-    """
+    """Return the mounts of these types in our namespace; it touches none of them."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         return parse_mounts(file.read(), kinds)
 

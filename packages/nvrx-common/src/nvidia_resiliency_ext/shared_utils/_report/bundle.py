@@ -52,12 +52,7 @@ class Archive:
         return True
 
     def write(self, path: str) -> int:
-        """Write the archive to a new file, readable by its owner only; return its size.
-
-        Raises:
-            FileExistsError: There is something of that name.
-            OSError: It cannot be written; then there is no such file.
-        """
+        """Write the archive to a new file, readable by its owner only; return its size."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -115,7 +110,6 @@ class Collector:
         self._files = 0
 
     def add(self, name: str, text: str) -> None:
-        """Add a text without its secrets."""
         kept, count = redact(text)
         if self._archive.add(name, kept):
             self._secrets += count
@@ -210,12 +204,7 @@ def _limit_of(path: str) -> int:
 
 
 def _text_of(path: str, limit: int) -> str:
-    """Return a file's text; of a long one its first line and its end.
-
-    Raises:
-        OSError: It cannot be read or is no regular file.
-        ValueError: It is no text.
-    """
+    """Return a file's text; of a long one its first line and its end."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -245,7 +245,6 @@ class Watch:
             notices.names()
 
     def close(self) -> None:
-        """Stop watching."""
         for notices in self._notices:
             notices.close()
         for directory in self._directories:
@@ -258,14 +257,7 @@ def follow(
     seen: Callable[[Timeline], None] | None,
     width: int,
 ) -> int:
-    """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code.
-
-    Args:
-        paths: Where the record is, or will be.
-        read: Reads it.
-        seen: Is called with each new state; it is a reason to go on without a reader.
-        width: Columns, 0 for those of the terminal.
-    """
+    """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     watch = Watch(paths)
     timeline: Timeline | None = None
