@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.link import (
     FunnelTls,
     Link,
     SenderThread,
-    find_token,
+    access_of,
 )
 from nvidia_resiliency_ext.shared_utils._funnel_client.send_buffer import Leftover, SendBuffer
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
@@ -261,7 +261,12 @@ class LogFunnelClient:
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
         self._budget = MemoryBudget(memory_limit_bytes, spill_limit_bytes)
-        self._link = Link(endpoint, self.node_id, find_token(token_file), tls)
+        self._link = Link(
+            endpoint,
+            self.node_id,
+            access_of(token_file, tls),
+            None if tls is None else tls.server_name,
+        )
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, _Opened] = {}
         self._is_closed = False

@@ -154,10 +154,6 @@ class RunDir:
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return this user's run directories whose owner no longer exists.
 
-    That is: an earlier boot of this host, or a process number that is free or was given to a
-    process that started at another time. An owner that cannot be checked from here, such as one
-    on another host that shares the directory or in another container, counts as alive.
-
     An owner no longer exists if it belongs to an earlier boot of this host, or if its process
     number is free or belongs to a process that started at another time. An owner that cannot be
     examined from here (on another host, in another container) counts as alive.

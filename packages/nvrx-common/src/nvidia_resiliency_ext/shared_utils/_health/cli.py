@@ -89,19 +89,19 @@ def _line(result: HealthResult, *, as_json: bool) -> str:
 
 
 def _make(name: str, options: argparse.Namespace) -> list[Check]:
-    from nvidia_resiliency_ext.shared_utils import health_check
+    from . import gpu, nic, node_daemon, nvlink, storage
 
     if name == "gpu":
-        return [health_check.GPUHealthCheck(expected_gpus=options.expected_gpus)]
+        return [gpu.GPUHealthCheck(expected_gpus=options.expected_gpus)]
     if name == "nvlink":
-        return [health_check.NVLHealthCheck()]
+        return [nvlink.NVLHealthCheck()]
     if name == "nic":
-        return [health_check.NicLinkStateHealthCheck(expected_ports=options.expected_ports)]
+        return [nic.NicLinkStateHealthCheck(expected_ports=options.expected_ports)]
     if name == "daemon":
-        return [health_check.NodeHealthCheck(options.node_daemon or "/var/run/nvhcd/nvhcd.sock")]
-    checks: list[Check] = [health_check.DistributedStorageHealthCheck()]
+        return [node_daemon.NodeHealthCheck(options.node_daemon or "/var/run/nvhcd/nvhcd.sock")]
+    checks: list[Check] = [storage.DistributedStorageHealthCheck()]
     if options.storage_path:
-        checks.append(health_check.StoragePathHealthCheck(options.storage_path))
+        checks.append(storage.StoragePathHealthCheck(options.storage_path))
     return checks
 
 

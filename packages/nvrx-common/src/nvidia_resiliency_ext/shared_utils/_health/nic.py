@@ -143,7 +143,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self.pci_topo_file = pci_topo_file
         self._sysfs_root = os.fspath(sysfs_root).rstrip("/")
         self._has_default_template = link_down_path_template is None
-        default = pci.link_downed_template(self._sysfs_root)
+        default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
         self.link_down_path_template = link_down_path_template or default
         self.nic_name: str | None = None
         self._local_rank: int | None = None

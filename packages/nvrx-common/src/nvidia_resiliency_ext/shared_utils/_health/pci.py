@@ -152,11 +152,6 @@ _PORT = re.escape("{port}")
 _COUNTER_FOLDERS = ("counters", "hw_counters")
 
 
-def link_downed_template(sysfs_root: str) -> str:
-    """Return where the kernel counts how often a link went down."""
-    return f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
-
-
 def names(template: str, sysfs_root: str) -> list[str]:
     """Return the adapters that a template means: those that lie where it names them."""
     head, *tail = _ADAPTER.split(template, maxsplit=1)
