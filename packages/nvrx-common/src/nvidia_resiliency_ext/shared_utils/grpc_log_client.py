@@ -114,14 +114,14 @@ class LogTarget:
         """Take whole lines or parts of lines; they leave together as whole lines.
 
         A part without a newline waits for the rest of its line. Data of one call stays together; of
-        two threads each should write whole lines. When there is no room, it waits or drops, as the
+        two threads each should write whole lines. When there is no space, it waits or drops, as the
         client's `when_full` says.
 
         Args:
             data: The bytes.
 
         Raises:
-            DeadlineExceededError: No room within the client's `write_timeout_s`. Of data up to
+            DeadlineExceededError: No space within the client's `write_timeout_s`. Of data up to
                 64 KiB nothing was taken.
             LogTargetRefusedError: The server refuses this file; with `when_full="drop-oldest"` the
                 lines are dropped and counted instead.
@@ -422,18 +422,18 @@ class LogFunnelClient:
                 return True
             leftover = send_buffer.leave()
             self._past += FunnelStats(**send_buffer.snapshot())
-        is_confirmed = self._tell(send_buffer, leftover)
+        is_confirmed = self._warn_of(send_buffer, leftover)
         self._notices.emit()
         return is_confirmed
 
-    def _tell(self, send_buffer: SendBuffer, leftover: Leftover) -> bool:
+    def _warn_of(self, send_buffer: SendBuffer, leftover: Leftover) -> bool:
         """Say what was not confirmed; return whether that is nothing."""
         left = leftover.unconfirmed
         if not left.size:
             return not send_buffer.is_refused
         where = f"wait in {leftover.place} for a later client" if leftover.place else "are lost"
         if leftover.place and not leftover.is_whole:
-            where = f"wait in part in {leftover.place}; for the rest there was no room"
+            where = f"wait in part in {leftover.place}; for the rest there was no space"
         self._notices.warn(
             f"{left.lines} lines ({left.size} bytes) for {send_buffer.path} were not confirmed by"
             f" {self.endpoint}; they {where}"

@@ -205,7 +205,7 @@ class EventLog:
     def close(self) -> None:
         """Tell what was dropped and close the file; later events are ignored."""
         if self._dropped_count and self._is_usable():
-            self._tell_dropped()
+            self._record_dropped()
         self._is_closed = True
         self._file.close()
 
@@ -225,7 +225,7 @@ class EventLog:
             self._drop(len(line), "file limit reached")
             return
         if self._dropped_count and size < self.max_bytes:
-            self._tell_dropped()
+            self._record_dropped()
         failure = self._file.write(line)
         if failure:
             self._drop(len(line), failure)
@@ -243,7 +243,7 @@ class EventLog:
         common = {"t": time.time(), "m": time.monotonic(), "kind": kind, "src": self.src}
         return encode_line({**common, "cycle": None, "rank": None, "pid": os.getpid(), **fields})
 
-    def _tell_dropped(self) -> None:
+    def _record_dropped(self) -> None:
         count, lost_bytes = self._dropped_count, self._dropped_bytes
         fields = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
         if not self._file.write(self._own_line("dropped", fields)):

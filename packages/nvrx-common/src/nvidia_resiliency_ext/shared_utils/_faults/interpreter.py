@@ -226,10 +226,10 @@ class SignalFromOutside(Action):
 
     def begin(self) -> None:
         if self._has_callback:
-            self._tell(b"b")
+            self._notify(b"b")
 
     def _send(self, _: threading.Event) -> None:
-        self._tell(b"g")
+        self._notify(b"g")
         self._helper.wait()
         self._helper.close()
 
@@ -240,7 +240,7 @@ class SignalFromOutside(Action):
         self._helper.close()
         return status is None or status.code != 0
 
-    def _tell(self, word: bytes) -> None:
+    def _notify(self, word: bytes) -> None:
         if self._helper.stdin is not None:
             try:
                 os.write(self._helper.stdin.fileno(), word)

@@ -358,7 +358,7 @@ class LogFile:
         if os.write(self._ledger, record) != len(record):
             # What stands there is no record; nothing behind it may be glued to it.
             os.ftruncate(self._ledger, self._ledger_bytes)
-            raise OSError(errno.ENOSPC, "no room for the ledger")
+            raise OSError(errno.ENOSPC, "no space for the ledger")
         self._ledger_bytes += len(record)
         if sync:
             os.fdatasync(self._ledger)

@@ -51,7 +51,7 @@ class Funnel:
             self._completion,
             self._grant,
         )
-        # Sources that wait for room, first come first; guarded by the state's lock.
+        # Sources that wait for space, first come first; guarded by the state's lock.
         self._queue: deque[Source] = deque()
 
     @property
@@ -70,7 +70,7 @@ class Funnel:
             size: Bytes of the message that its data keeps alive.
 
         Returns:
-            False when it must wait for room: nothing more may be offered for this source until its
+            False when it must wait for space: nothing more may be offered for this source until its
             `waiting` is `None`; the connection is told then.
 
         Raises:
@@ -120,7 +120,7 @@ class Funnel:
             )
 
     def wait_admitted(self, source: Source) -> None:
-        """Wait until the source's waiting chunk has room or is refused."""
+        """Wait until the source's waiting chunk has space or is refused."""
         with self._state.settled:
             self._state.settled.wait_for(lambda: source.waiting is None or self._state.is_closed)
 
@@ -295,7 +295,7 @@ class Funnel:
             self._admit(target, pending, now)
 
     def _grant(self) -> list[Source]:
-        """Let in what has room now, first come first served; return whom to tell."""
+        """Let in what has space now, first come first served; return whom to tell."""
         moved: list[Source] = []
         if not self._queue:
             return moved
@@ -326,7 +326,7 @@ class Funnel:
         return moved
 
     def _forget_one(self) -> None:
-        """Make room for another file by forgetting the one that was not used for longest."""
+        """Make space for another file by forgetting the one that was not used for longest."""
         for path, target in self._state.targets.items():
             is_at_rest = not target.is_busy or target.is_closing
             if not target.users and not target.waiting and is_at_rest:

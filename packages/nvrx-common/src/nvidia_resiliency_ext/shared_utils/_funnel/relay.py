@@ -54,7 +54,7 @@ class RelayStream:
 
     Attributes:
         is_named: The sender gave it that name and numbers its chunks.
-        is_paused: The root has no room for it at present; its chunks wait here.
+        is_paused: The root has no space for it at present; its chunks wait here.
         unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
@@ -103,7 +103,7 @@ class Relay:
         self._settled = asyncio.Event()
 
     async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
-        """Hold a chunk and queue it for the root; wait while there is no room."""
+        """Hold a chunk and queue it for the root; wait while there is no space."""
         while not self._has_space(stream, len(raw)):
             self._space_freed.clear()
             await self._space_freed.wait()

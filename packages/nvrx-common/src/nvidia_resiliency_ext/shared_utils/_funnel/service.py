@@ -2,7 +2,7 @@
 """The gRPC service of a server and its log streams: reading, acknowledging, refusing, ending.
 
 It lives in the event loop, so an idle stream costs a suspended coroutine and no thread. Messages
-are read one by one, and none while a chunk waits for room: gRPC's flow control then holds the
+are read one by one, and none while a chunk waits for space: gRPC's flow control then holds the
 sender.
 """
 
@@ -332,7 +332,7 @@ def _is_served(address: str) -> bool:
         try:
             probe.connect(address.removeprefix("unix:").removeprefix("//"))
         except BlockingIOError:
-            return True  # so many want to talk to it that there is no room for one more
+            return True  # so many want to talk to it that there is no space for one more
         except (OSError, ValueError):
             return False
     return True

@@ -181,7 +181,7 @@ def _read_record(fd: int, offset: int, end: int) -> Chunk | None:
     return Chunk(seq, data, lines) if len(data) == size and checked == checksum else None
 
 
-_FIRST_NUMBER = 1000  # leaves room for files put before it
+_FIRST_NUMBER = 1000  # leaves space for files put before it
 _FEWEST_SEGMENTS = 16
 _SMALLEST_SEGMENT_BYTES = 256 * 1024
 _GENERATION = 1 << 32  # numbers for the chunks of one process

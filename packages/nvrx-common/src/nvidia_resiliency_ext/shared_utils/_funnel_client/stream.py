@@ -121,7 +121,7 @@ class Stream:
     # The caller's side
 
     def make_way(self) -> bool:
-        """Cut a full buffer into chunks; False when there is no room and nothing may be dropped."""
+        """Cut a full buffer into chunks; False when no space and nothing to drop."""
         while len(self.buffer) >= BATCH_BYTES:
             end = cut_at(self.buffer)
             if not end:
@@ -213,7 +213,7 @@ class Stream:
         return left
 
     def release(self) -> None:
-        """Give the room back; nothing is sent any more."""
+        """Give the space back; nothing is sent any more."""
         self._budget.give_memory(self._window_bytes + self._waiting_bytes)
         self._window_bytes = self._waiting_bytes = 0
         for part in (self._in_flight, self._resend, self._waiting):
@@ -257,7 +257,7 @@ class Stream:
             self.is_urgent = False
 
     def _cut(self, end: int) -> bool:
-        """Move the first bytes of the buffer into a chunk; False when there is no room."""
+        """Move the first bytes of the buffer into a chunk; False when there is no space."""
         chunk = self._peek_chunk(end)
         while True:
             if self._take_memory(len(chunk.data)):

@@ -125,7 +125,7 @@ def decode(data: bytes) -> tuple[int, Position] | None:
     return fields["number"], position
 
 
-_PLACES = 2
+_SLOTS = 2
 _LARGEST_BYTES = 64 * 1024 * 1024
 _FIRST_BYTES = 64 * 1024
 _PAGE_BYTES = 4096
@@ -158,7 +158,7 @@ class PositionFile:
     def __init__(self, directory: int) -> None:
         self._directory = directory
         self._number = 0
-        self._place_bytes = 0
+        self._slot_bytes = 0
         self._fd = -1
         self.last: Position | None = None
         self.is_damaged = False
@@ -170,12 +170,12 @@ class PositionFile:
             found = None
         if found is not None:
             self._number, self.last = found
-            self._place_bytes = os.fstat(self._fd).st_size // _PLACES
+            self._slot_bytes = os.fstat(self._fd).st_size // _SLOTS
 
     def write(self, position: Position) -> None:
         """Replace the older of the two positions."""
         data = encode(position, self._number + 1)
-        if self._fd < 0 or len(data) > self._place_bytes or not os.fstat(self._fd).st_nlink:
+        if self._fd < 0 or len(data) > self._slot_bytes or not os.fstat(self._fd).st_nlink:
             self._make(data)
         else:
             self._put(self._fd, data)
@@ -188,24 +188,22 @@ class PositionFile:
             os.close(fd)
 
     def _put(self, fd: int, data: bytes) -> None:
-        place = (self._number + 1) % _PLACES * self._place_bytes
+        at = (self._number + 1) % _SLOTS * self._slot_bytes
         while data:
-            written = os.pwrite(fd, data, place)
-            data, place = data[written:], place + written
+            written = os.pwrite(fd, data, at)
+            data, at = data[written:], at + written
 
     def _make(self, data: bytes) -> None:
-        """Put a new file with enough room in the place of the old one."""
+        """Put a new file with enough space in the place of the old one."""
         least = -(-len(data) // _PAGE_BYTES) * _PAGE_BYTES
         fd = self._open_new()
-        before = self._place_bytes
+        before = self._slot_bytes
         try:
-            self._place_bytes = _reserve(
-                fd, [max(_FIRST_BYTES, self._place_bytes, 2 * least), least]
-            )
+            self._slot_bytes = _reserve(fd, [max(_FIRST_BYTES, self._slot_bytes, 2 * least), least])
             self._put(fd, data)
             os.rename(_NEW_NAME, STATE_NAME, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError as error:
-            self._place_bytes = before
+            self._slot_bytes = before
             os.close(fd)
             os.unlink(_NEW_NAME, dir_fd=self._directory)
             raise OSError(error.errno, error.strerror, STATE_NAME) from error
@@ -223,13 +221,13 @@ class PositionFile:
 
 
 def _reserve(descriptor: int, sizes: Sequence[int]) -> int:
-    """Reserve room for all places and return the size of one: the first for which there is room."""
+    """Reserve space for all slots and return the size of one: the first that is there."""
     *wishes, least = sizes
-    for place_bytes in wishes:
+    for slot_bytes in wishes:
         with contextlib.suppress(OSError):
-            os.posix_fallocate(descriptor, 0, place_bytes * _PLACES)
-            return place_bytes
-    os.posix_fallocate(descriptor, 0, least * _PLACES)
+            os.posix_fallocate(descriptor, 0, slot_bytes * _SLOTS)
+            return slot_bytes
+    os.posix_fallocate(descriptor, 0, least * _SLOTS)
     return least
 
 
@@ -238,9 +236,9 @@ def _latest(descriptor: int) -> tuple[int, Position] | None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_BYTES:
         return None
-    place_bytes = found.st_size // _PLACES
-    places = (decode(os.pread(descriptor, place_bytes, n * place_bytes)) for n in range(_PLACES))
-    return max((place for place in places if place is not None), key=itemgetter(0), default=None)
+    slot_bytes = found.st_size // _SLOTS
+    slots = (decode(os.pread(descriptor, slot_bytes, n * slot_bytes)) for n in range(_SLOTS))
+    return max((slot for slot in slots if slot is not None), key=itemgetter(0), default=None)
 
 
 _UNREAD_FACTOR = 16
