@@ -121,7 +121,7 @@ class Stream:
     # The caller's side
 
     def make_way(self) -> bool:
-        """Cut a full buffer into chunks; False when no space and nothing to drop."""
+        """Cut a full buffer into chunks; False without space where nothing may be dropped."""
         while len(self.buffer) >= BATCH_BYTES:
             end = cut_at(self.buffer)
             if not end:
