@@ -70,7 +70,7 @@ def test_skipping_is_logged_once(caplog) -> None:
         for _ in range(3):
             Given(skipped("no hardware"))()
     assert [record.getMessage() for record in caplog.records] == [
-        "health check told is skipped: no hardware"
+        "health check given is skipped: no hardware"
     ]
 
 
