@@ -138,6 +138,10 @@ class Decision:
         """World size of this iteration, 0 if no rank continues."""
         return len(self._ranks) + len(self.terminated)
 
+    def rank_of(self, initial_rank: int) -> int | None:
+        """Return a rank's number in this iteration, None unless it continues."""
+        return self._ranks.get(initial_rank)
+
     @cached_property
     def _ranks(self) -> dict[int, int]:
         return {
