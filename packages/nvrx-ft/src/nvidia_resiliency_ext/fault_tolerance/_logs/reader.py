@@ -44,6 +44,9 @@ def open_pipe(size: int = LARGEST_BYTES) -> tuple[int, int]:
 
     What it holds is what a worker can still write while the launcher does not read. Where the
     kernel refuses the size it is halved, down to what the pipe has anyway.
+
+    Raises:
+        OSError: There are no descriptors left.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)

@@ -85,7 +85,16 @@ def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
 
 
 class LogServers:
-    """The log servers of a job. One thread only: the kernel ends them with it."""
+    """The log servers of a job, from `start` to `stop`. One thread: the kernel ends them with it.
+
+    Args:
+        plan: Which there are.
+        host: Address that they listen on.
+        token_file: File with the job's token; None asks for none, which only a loopback may.
+        environ: The launcher's environment.
+        loop: Where their ends are noticed.
+        clock: The clock of the loop.
+    """
 
     def __init__(
         self,
@@ -111,7 +120,11 @@ class LogServers:
         self._nodes_are_back_at = 0.0
 
     def start(self) -> None:
-        """Start all of them; they listen a moment later, and clients try until then."""
+        """Start all of them; they listen a moment later, and clients try until then.
+
+        Raises:
+            LogServerError: A port is taken, or a process or its log cannot be had.
+        """
         check_ports(self._host, [command.port for command in self._commands])
         try:
             for command in self._commands:
@@ -186,7 +199,11 @@ class LogServers:
         child.close()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End them, leaves first, each within its time; what they have is written."""
+        """End them, leaves first, each within its time; what they have is written.
+
+        Args:
+            at_once: Do not wait for lines that are under way: those who send them keep them.
+        """
         self._is_stopping = True
         left_s = self._nodes_are_back_at - self._clock.monotonic()
         root_child = self._running.get("root")

@@ -44,7 +44,12 @@ class Evidence:
 
 
 def inspect_process(pid: int, dump_signal: int) -> Evidence:
-    """Ask the kernel how a process does, and whether it can write its stacks."""
+    """Ask the kernel how a process does, and whether it can write its stacks.
+
+    Args:
+        pid: The process.
+        dump_signal: The signal at which it writes them; 0 when it never offered to.
+    """
     kernel = inspect_kernel(pid)
     can_dump = (
         dump_signal > 0
@@ -57,7 +62,11 @@ def inspect_process(pid: int, dump_signal: int) -> Evidence:
 def save_evidence(
     directory: str, name: str, pid: int, evidence: Evidence, stacks: bytes
 ) -> tuple[int | None, str | None]:
-    """Write the evidence to a new file; return resident bytes and the path, or None. May block."""
+    """Complete the evidence and write it to a new file; may block.
+
+    Returns:
+        Its resident memory in bytes, and the file's path; None for what could not be had.
+    """
     kernel, memory = evidence.kernel, procfs.memory(pid)
     rss_bytes = None if memory is None else memory.rss
     text = (

@@ -53,7 +53,11 @@ def parse_request(line: bytes) -> TimerRequest | None:
 
 
 class FileTimers:
-    """Reads the pipe in the launcher's loop and keeps a timer for each deadline."""
+    """Reads the pipe in the launcher's loop and keeps a timer for each deadline.
+
+    Raises:
+        OSError: The pipe cannot be made.
+    """
 
     def __init__(
         self,
