@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import client_endpoint
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import evidence_of, nodes_of
@@ -20,13 +17,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    CALL_TIMEOUT_S,
     JobStore,
-    StoreLostError,
     agree_on_secret,
     another_client,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import WATCH_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -39,25 +33,10 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
 
 
-_A_DAY_S = 24 * 3600.0
-
-
-class GuestStore(JobStore):
-    """Keys of one job in a caller's store."""
-
-    def wait_until_set(self, key: str, timeout_s: float) -> bool:
-        """Wait for `key`; where the caller would only wait anew, for a day at a time."""
-        return super().wait_until_set(key, _A_DAY_S if timeout_s >= WATCH_WAIT_S else timeout_s)
-
-
-_Store = TypeVar("_Store", bound=JobStore)
-
-
-def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | None) -> _Store:
+def connect_guest(client: Any, prefix: str, secret: bytes | None) -> JobStore:
     """Return the job's keys in the store of `client`, over a connection of their own.
 
     Args:
-        kind: What to return.
         client: The caller's store; it stays theirs.
         prefix: Before all keys of the job.
         secret: Key of the digests; None takes the one that the first node left in the store.
@@ -65,72 +44,8 @@ def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | 
     Raises:
         StoreLostError: the store is gone, or not what this needs.
     """
-    own, link = another_client(client)
-    with contextlib.suppress(AttributeError):
-        own.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
-    key = agree_on_secret(own, prefix) if secret is None else secret
-    return kind(own, prefix, key, link)
-
-
-class NotifyingStore(GuestStore):
-    """Keys for the store host: when a wait for the notification key is over, a thread sets it."""
-
-    _notify_timer: _NotifyTimer | None = None
-
-    def wait_until_set(self, key: str, timeout_s: float) -> bool:
-        """Wait for `key`; for the notification key it is always true."""
-        if key != keys.NOTIFY:
-            return super().wait_until_set(key, timeout_s)
-        if self._notify_timer is None:
-            self._notify_timer = _NotifyTimer(self)
-        self._notify_timer.notify_in(timeout_s)
-        try:
-            return super().wait_until_set(key, _A_DAY_S)
-        finally:
-            self._notify_timer.notify_in(None)
-
-    def close(self) -> None:
-        """End the thread that sets the notification key."""
-        if self._notify_timer is not None:
-            self._notify_timer.close()
-
-
-class _NotifyTimer(threading.Thread):
-    def __init__(self, store: JobStore) -> None:
-        super().__init__(name="nvrx-store-host-notify", daemon=True)
-        self._store = store.another()
-        self._changed = threading.Condition()
-        self._at: float | None = None
-        self._is_closed = False
-        self.start()
-
-    def notify_in(self, seconds: float | None) -> None:
-        with self._changed:
-            self._at = None if seconds is None else time.monotonic() + seconds
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self.join()
-
-    def run(self) -> None:
-        # A store that is gone is the host's to tell: its own wait fails, too.
-        with contextlib.suppress(StoreLostError):
-            while self._wait():
-                self._store.put(keys.NOTIFY, "1")
-
-    def _wait(self) -> bool:
-        """Wait until it is time to notify; False when this is over."""
-        with self._changed:
-            while not self._is_closed:
-                left_s = None if self._at is None else self._at - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    self._at = None
-                    return True
-                self._changed.wait(left_s)
-            return False
+    own = another_client(client)
+    return JobStore(own, prefix, agree_on_secret(own, prefix) if secret is None else secret)
 
 
 _LAST_WORDS_S = 0.3
@@ -252,7 +167,7 @@ class RoundsThread(threading.Thread):
 
     def __init__(
         self,
-        connect: Callable[[], NotifyingStore],
+        connect: Callable[[], JobStore],
         rules: CoordinatorRules,
         node: str,
         clock: Clock,
@@ -284,6 +199,6 @@ class RoundsThread(threading.Thread):
                     follower=self._follower,
                 ).run()
             finally:
-                store.close()
+                store.cut()
         except NvrxError as error:
             logger.error("nobody decides this job's rounds any more: %s", str(error))  # noqa: TRY400

@@ -43,7 +43,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .followers import CycleFollowers, GuestStore, NotifyingStore, RoundsThread, connect_guest
+from .followers import CycleFollowers, RoundsThread, connect_guest
 from .membership import LAST_WORDS_S, JobOverError, JoinTimeoutError, MemberSettings, Membership
 from .settings import NodeOptions
 
@@ -120,7 +120,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if options.is_store_host:
             self._followers = CycleFollowers(options.followers, member.arrival.host)
             self._host = RoundsThread(
-                lambda: connect_guest(NotifyingStore, store, prefix, options.secret),
+                lambda: connect_guest(store, prefix, options.secret),
                 rules,
                 member.arrival.node,
                 clock,
@@ -129,7 +129,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._host.start()
         self._member = Membership(
             member,
-            lambda: connect_guest(GuestStore, store, prefix, options.secret),
+            lambda: connect_guest(store, prefix, options.secret),
             clock,
             self._on_event,
         )
