@@ -21,9 +21,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_VALUE_BYTES,
     ForeignValueError,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils import store_sockets
-from nvidia_resiliency_ext.shared_utils.store_client import WaitExpiredError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
 pytestmark = pytest.mark.slow
 

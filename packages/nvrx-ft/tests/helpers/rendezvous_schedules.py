@@ -303,7 +303,7 @@ class Schedule:
         stop = threading.Event()
 
         class Follower(RoundFollower):
-            def closed(_, entry: Entry, placement: Any, hosts: Any) -> None:  # noqa: N805, ARG002
+            def closed(_, entry: Entry, placement: Any) -> None:  # noqa: N805
                 names = [candidate.node for candidate in placement.active]
                 if self.seen.placements.setdefault(entry.round, names) is not names:
                     raise ScheduleError(f"round {entry.round} was closed twice")

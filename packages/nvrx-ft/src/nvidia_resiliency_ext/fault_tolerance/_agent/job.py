@@ -32,12 +32,12 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admissi
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    CycleNodes,
     host_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
@@ -553,7 +553,8 @@ class Job:
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)
         if self._plan.max_nodes == 1 and self._services is not None:
-            self._services.begins(assignment.cycle, CycleNodes([self._paths.host], [0]))
+            here = Arrival("", self._paths.host, infra_rank=0)
+            self._services.begins(assignment.cycle, [here])
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         has_space = self._has_space(assignment.cycle)
         specs = [

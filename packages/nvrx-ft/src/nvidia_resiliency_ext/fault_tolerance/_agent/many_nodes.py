@@ -53,7 +53,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
-    StoreLostError,
     connect,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -65,6 +64,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address

@@ -36,11 +36,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Placed,
     SessionEvent,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 FINAL = frozenset({WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.UNKNOWN})
 

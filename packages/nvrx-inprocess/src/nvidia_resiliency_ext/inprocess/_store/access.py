@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
-from nvidia_resiliency_ext.shared_utils.store_client import WaitExpiredError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
-from .names import ForeignValueError, StoreLostError
+from .names import ForeignValueError
 from .sockets import is_listening
 
 if TYPE_CHECKING:

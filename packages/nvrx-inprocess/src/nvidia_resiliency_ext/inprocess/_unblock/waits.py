@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
 from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
-from nvidia_resiliency_ext.shared_utils.store_client import handshake
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, handshake
 from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, tcp_socket
 
 
