@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -73,7 +74,7 @@ class JobStore:
 
     def __init__(self, client: Any, prefix: str, secret: bytes) -> None:
         self._client = client
-        self._was_cut = False
+        self._was_cut = threading.Event()
         self._prefix = prefix
         self._secret = secret
         self._reported: set[str] = set()
@@ -83,10 +84,15 @@ class JobStore:
         """Return the same keys over a connection of their own, for another thread."""
         return JobStore(another_client(self._client), self._prefix, self._secret)
 
+    @property
+    def _can_be_cut(self) -> bool:
+        """Whether the connection is ours and not one of torch's."""
+        return hasattr(self._client, "cut")
+
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for an answer gets StoreLostError."""
-        self._was_cut = True
-        if isinstance(self._client, StoreClient):
+        self._was_cut.set()
+        if self._can_be_cut:
             self._client.cut()
 
     def create(self, key: str, text: str) -> str:
@@ -146,7 +152,7 @@ class JobStore:
         name = self._name(key)
         self.operations += 1
         began = time.monotonic()
-        if limit_s < _SHORTEST_TORCH_WAIT_S and not isinstance(self._client, StoreClient):
+        if limit_s < _SHORTEST_TORCH_WAIT_S and not self._can_be_cut:
             return self._look_until(name, began + limit_s)
         try:
             self._client.wait([name], timedelta(seconds=limit_s))
@@ -221,7 +227,7 @@ class JobStore:
         the connection broke before the answer: a step may then count twice, which wakes the host
         once more and decides nothing.
         """
-        if self._was_cut or not isinstance(self._client, StoreClient):
+        if self._was_cut.is_set() or not self._can_be_cut:
             return False
         try:
             other = JobStore(another_client(self._client), self._prefix, self._secret)
@@ -234,7 +240,7 @@ class JobStore:
         except StoreLostError:
             return False
         self._client = other._client
-        if self._was_cut:
+        if self._was_cut.is_set():
             self._client.cut()
         return True
 
