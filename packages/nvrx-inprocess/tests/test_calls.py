@@ -40,7 +40,9 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         restarts = ended[0].results[calls.index("hangs")]["iteration"]
         assert restarts >= 1
         assert results["hangs"] == seen(rank, restarts, 3)
-        assert results["reserve"] == (seen(rank, 1, 2) if rank < 2 else None)
+        value, is_ready = results["reserve"]
+        assert value == (seen(rank, 1, 2) if rank < 2 else None)
+        assert is_ready or rank < 2, "a reserve has what DistributedDataParallel imports late"
         assert results["collective"] == [seen(rank, 1, 3), 3.0]
         for name in ("in_init_by_store", "in_init_by_port"):
             total, entered, took_s = results[name]

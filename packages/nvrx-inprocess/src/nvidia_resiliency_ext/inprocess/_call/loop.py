@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import threading
@@ -67,6 +68,10 @@ _STALE_KEYS = (
     "\nif the function's rendezvous is env:// or tcp://: its store still has keys of earlier calls;"
     " give init_process_group store=PrefixStore(str(call.iteration), call.store)"
 )
+
+# What torch imports when the first model is wrapped by DistributedDataParallel (some 820 modules)
+# and at the first backward pass: a reserve that takes over would import them while all wait.
+_IMPORTED_LATE = ("torch._dynamo", "torch.profiler._cupti_monitor")
 
 _STOPPER_LIMIT_S = 5.0
 
@@ -224,6 +229,8 @@ class CallLoop:
     ) -> tuple[Any] | None:
         """Run the iteration; return the function's value in a tuple, None after an interruption."""
         state, parts, settings = self.state, self._parts, self._settings
+        if state.mode is Mode.INACTIVE:
+            _import_for_take_over()
         try:
             with parts.interrupter.inside():
                 parts.page.phase = ProgressPhase.GUARDED
@@ -524,3 +531,15 @@ class CallLoop:
                 terminate_callback(state.freeze())
             except Exception as problem:  # noqa: BLE001 - the first exception counts
                 self._log(problem, "terminate")
+
+
+def _import_for_take_over() -> None:
+    """Import what a training function makes torch import late; this rank has time now.
+
+    Nothing interrupts it: half-imported modules could not be imported again.
+    """
+    for name in _IMPORTED_LATE:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - the function's own import reports it, if any
+            logger.debug("reserve: cannot import %s ahead: %s", name, error)
