@@ -404,7 +404,7 @@ def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
         assert entry.round == 1
         assert [type(one) for one in new.catch_up(entry)] == [SpareNode]
         lines, _ = plane.served.connect().lines(keys.messages(1), 0)
-        assert any(name(3) in line and '"arrived"' in line for line in lines)
+        assert any(name(3) in line and '"ARRIVED"' in line for line in lines)
 
 
 def test_a_round_after_a_restart_waits_for_the_spare_that_is_known() -> None:
@@ -515,7 +515,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert spare.resume(plane) is None, "it was one before"
         lines, _ = plane.served.connect().lines(keys.messages(0), 0)
-        assert any(name(2) in line and '"arrived"' in line for line in lines)
+        assert any(name(2) in line and '"ARRIVED"' in line for line in lines)
 
 
 def test_a_round_that_ended_while_nobody_served_is_said_to_have_ended() -> None:

@@ -156,11 +156,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ConfigError: the rules contradict each other or have an unusable value.
-    """
+    """Return what the store host decides by. Raises ConfigError."""
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S

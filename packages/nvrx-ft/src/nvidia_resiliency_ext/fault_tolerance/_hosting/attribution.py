@@ -137,11 +137,7 @@ class AttributionManager:
         return True
 
     def wait_ready(self) -> None:
-        """Wait until the service answers; in any thread.
-
-        Raises:
-            TimeoutError: It does not in time, or it has ended.
-        """
+        """Wait until the service answers; in any thread. Raises TimeoutError."""
         child = self._child
         assert child is not None
         deadline = Deadline.after(self._cfg.startup_timeout)

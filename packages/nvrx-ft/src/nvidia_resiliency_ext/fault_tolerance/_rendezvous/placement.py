@@ -204,11 +204,7 @@ class NotEnough:
 
 
 def validate(rules: PlacementRules) -> None:
-    """Check that rules can be fulfilled at all.
-
-    Raises:
-        ValueError: A value is impossible; it is named, with the remedy.
-    """
+    """Check that rules can be fulfilled at all. Raises ValueError."""
     if rules.min_nodes < 1:
         raise ValueError(f"min_nodes must be at least 1, not {rules.min_nodes}: see --nnodes")
     if rules.max_nodes < rules.min_nodes:
@@ -315,11 +311,7 @@ def _refuse_misfits(nodes: Sequence[Arrival], rules: PlacementRules) -> None:
 def _refuse_shared(
     nodes: Sequence[Arrival], key_of: Callable[[Arrival], _Key], what: str, remedy: str
 ) -> None:
-    """Raise if two nodes have the same key.
-
-    Raises:
-        PlacementError: They have; `what` says it of each `{key}` with its `{nodes}`.
-    """
+    """Raise if two nodes have the same key. Raises PlacementError."""
     counts = Counter(map(key_of, nodes))
     if len(counts) == len(nodes):
         return

@@ -262,11 +262,7 @@ def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
 
 
 def decode(kind: type[_Record], text: str | bytes) -> _Record:
-    """Return the record of `kind` in `text`.
-
-    Raises:
-        ForeignValueError: it is anything else.
-    """
+    """Return the record of `kind` in `text`. Raises ForeignValueError: it is anything else."""
     if len(text) > MAX_VALUE_BYTES:
         raise ForeignValueError(f"a value of {len(text)} bytes; at most {MAX_VALUE_BYTES} are read")
     name = f"{'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"

@@ -212,12 +212,13 @@ class JobStore:
         What somebody else wrote there that is no number is replaced.
         """
         name = self._name(key)
-        try:
-            return int(self._call(lambda: self._client.add(name, step)))
-        except StoreLostError:
-            if not self._mend_counter(key):
-                raise
-        return int(self._call(lambda: self._client.add(name, step)))
+        for _ in range(SETTLE_TRIES):
+            try:
+                return int(self._call(lambda: self._client.add(name, step)))
+            except StoreLostError:
+                if not self._mend_counter(key):
+                    raise
+        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
 
     def _mend_counter(self, key: str) -> bool:
         """Begin a counter anew if it is none; False where the store is gone, or the counter.
@@ -274,11 +275,7 @@ class JobStore:
         return self._digest(key, text.encode()) + text
 
     def unseal(self, key: str, raw: bytes) -> str:
-        """Return the text of a raw value of `key`.
-
-        Raises:
-            ForeignValueError: it was not written by this job for this key.
-        """
+        """Return the text of a raw value of `key`. Raises ForeignValueError."""
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]

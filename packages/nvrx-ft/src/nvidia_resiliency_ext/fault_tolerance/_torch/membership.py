@@ -239,12 +239,7 @@ class Membership:
         return entry.round > joined
 
     def check(self) -> None:
-        """Make sure that this node may go on.
-
-        Raises:
-            StoreLostError: the store is gone, or has been silent for so long that the other nodes
-                are about to replace this one.
-        """
+        """Make sure that this node may go on. Raises StoreLostError."""
         if self._lost:
             raise StoreLostError(self._lost)
         fence_s = self._fence_s()

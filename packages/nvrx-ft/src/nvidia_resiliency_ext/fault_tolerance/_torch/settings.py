@@ -191,11 +191,7 @@ def group_size(conf: Mapping[str, Any]) -> int | None:
 def host_rules(
     placement: PlacementRules, timeout: Timeouts, *, min_healthy: bool
 ) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ValueError: the rules contradict each other.
-    """
+    """Return what the store host decides by. Raises ValueError: the rules contradict each other."""
     validate(placement)
     return CoordinatorRules(
         placement=placement,
