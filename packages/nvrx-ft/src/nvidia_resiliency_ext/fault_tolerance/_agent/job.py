@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
@@ -246,7 +246,7 @@ class Job:
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
-            on_lease=self._monitor.lease_held,
+            on_lease=self._lease_held,
             records=self._cycles,
             services=self._services,
             on_bad_node=self._bad_node,
@@ -383,9 +383,9 @@ class Job:
             self._loop,
             self._clock,
             on_first_step=self._first_step,
-            on_stuck=self._agent.rank_stuck,
+            on_stuck=self._rank_stuck,
             on_save_acknowledged=self._controller.acknowledged,
-            on_ranks_seen=self._agent.ranks_seen,
+            on_ranks_seen=self._ranks_seen,
             unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
             needs_heartbeats=needs_heartbeats(self._plan.fault_tolerance),
         )
@@ -480,6 +480,17 @@ class Job:
     def _first_step(self, local_rank: int, at: float) -> None:
         self._reporter.first_step(local_rank, at)
         self._prewarm.good_step()
+
+    # What these call is made later.
+
+    def _rank_stuck(self, local_rank: int, why: str) -> None:
+        self._agent.rank_stuck(local_rank, why)
+
+    def _ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
+        self._agent.ranks_seen(ranks, report)
+
+    def _lease_held(self, until: float) -> None:
+        self._monitor.lease_held(until)
 
     def _running_pids(self) -> list[int]:
         return self._agent.workers.running_pids
