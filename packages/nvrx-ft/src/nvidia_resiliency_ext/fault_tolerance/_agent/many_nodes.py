@@ -53,6 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
+    NoJobError,
     connect,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -352,10 +353,8 @@ class _Way:
     patience_s: float = CALL_TIMEOUT_S
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        endpoint = self.endpoint
-        return connect(
-            endpoint.host, endpoint.port, self.prefix, secret, timeout_s, self.patience_s
-        )
+        endpoint, patience_s = self.endpoint, min(self.patience_s, timeout_s)
+        return connect(endpoint.host, endpoint.port, self.prefix, secret, timeout_s, patience_s)
 
 
 LATE_ANSWER_S = 5.0
@@ -392,7 +391,12 @@ def _connect(
                 )
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
-                raise
+                if isinstance(error, NoJobError):
+                    raise
+                raise StoreLostError(
+                    f"--rdzv-endpoint {endpoint.address}, tried for {way.timeout_s:g} s: {error};"
+                    " is that the port of the first node's launcher, and free for it?"
+                ) from None
         else:
             return store
 
