@@ -53,7 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
-    StoreLostError,
+    NoJobError,
     connect,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -65,6 +65,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -155,11 +156,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ConfigError: the rules contradict each other or have an unusable value.
-    """
+    """Return what the store host decides by. Raises ConfigError."""
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
@@ -356,10 +353,8 @@ class _Way:
     patience_s: float = CALL_TIMEOUT_S
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        endpoint = self.endpoint
-        return connect(
-            endpoint.host, endpoint.port, self.prefix, secret, timeout_s, self.patience_s
-        )
+        endpoint, patience_s = self.endpoint, min(self.patience_s, timeout_s)
+        return connect(endpoint.host, endpoint.port, self.prefix, secret, timeout_s, patience_s)
 
 
 LATE_ANSWER_S = 5.0
@@ -396,7 +391,12 @@ def _connect(
                 )
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
-                raise
+                if isinstance(error, NoJobError):
+                    raise
+                raise StoreLostError(
+                    f"--rdzv-endpoint {endpoint.address}, tried for {way.timeout_s:g} s: {error};"
+                    " is that the port of the first node's launcher, and free for it?"
+                ) from None
         else:
             return store
 
