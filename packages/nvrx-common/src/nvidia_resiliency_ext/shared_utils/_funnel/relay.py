@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import uuid
@@ -21,8 +22,6 @@ from .chunks import RETRY_CODE, Refusal
 from .service import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .settings import Access
 
 
@@ -189,7 +188,7 @@ class Relay:
         """Queue everything again: the root at the end of a new connection knows of nothing."""
         self._refused.clear()
         self._unsent.clear()
-        for stream in self._all():
+        for stream in itertools.chain.from_iterable(self._streams.values()):
             stream.is_paused = False
             for held in stream.outstanding:
                 self._queue(held)
@@ -198,10 +197,6 @@ class Relay:
         while self.held_chunks:
             self._settled.clear()
             await self._settled.wait()
-
-    def _all(self) -> Iterator[RelayStream]:
-        for streams in self._streams.values():
-            yield from streams
 
     def _queue(self, held: Held) -> None:
         self._unsent.append(held)
