@@ -33,7 +33,7 @@ class StreamOwner(Protocol):
     """The call that a stream came with."""
 
     def progress(self, stream: RelayStream) -> None:
-        """Take note that the root has more of the stream, or refuses it."""
+        """Record that the root has more of the stream, or refuses it."""
         ...
 
 

@@ -182,7 +182,7 @@ class Connection(Protocol):
     """One RPC, as its service implements it."""
 
     def progress(self, source: Source) -> None:
-        """Take note that a source of this connection moved: committed, admitted or refused.
+        """Record that a source of this connection moved: committed, admitted or refused.
 
         It is called from any thread, with no lock held, and must not block.
         """

@@ -250,7 +250,7 @@ class Source:
         self.call(name)
 
     def call(self, name: str) -> None:
-        """Take note of the file's name."""
+        """Set the file's name."""
         self.name = name
         match = _NAME.fullmatch(name)
         self.stem = match["stem"] if match else name
@@ -387,7 +387,7 @@ class Sources:
             os.close(self._open.popitem()[1])
 
     def _find(self, name: str) -> Source | None:
-        """Return the file of a name if it is a regular one, and take note if it is new."""
+        """Return the file of a name if it is a regular one; add it if it is new."""
         try:
             status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
