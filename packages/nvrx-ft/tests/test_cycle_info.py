@@ -277,8 +277,8 @@ def test_what_waits_for_a_full_disk_is_bounded(tmp_path: Path, disk: Disk) -> No
     for cycle in range(70):
         assert writer.write_cycle_start("a", 0, cycle, START, "", "n1")
     writer.shutdown()
-    assert 1 < len(writer._owed) <= 64
-    assert "cycle_info.a.0.69" in writer._owed
+    assert 1 < len(writer._unwritten) <= 64
+    assert "cycle_info.a.0.69" in writer._unwritten
 
 
 def test_a_job_id_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
 )
 from nvidia_resiliency_ext.fault_tolerance._logs import outlet as outlets
 from nvidia_resiliency_ext.fault_tolerance._logs import sinks
-from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Spill
 from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
+from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Spill
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import ReaderConfig, open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
@@ -171,9 +171,6 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
     gate, taken = threading.Event(), bytearray()
 
     class Slow:
-        def open(self, _path: str) -> Slow:
-            return self
-
         def write(self, data: memoryview) -> int:
             gate.wait(DEADLINE_S)
             taken.extend(data[:100_000])
@@ -183,7 +180,7 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
             return True
 
     spill = Spill(str(tmp_path), 1 << 30)
-    outlet = outlets.Outlet(Slow(), Backlog(1 << 20, spill))
+    outlet = outlets.Outlet(lambda _path: Slow(), Backlog(1 << 20, spill))
     target = outlet.open("x")
     sent = b""
     for number in range(60):
@@ -202,9 +199,6 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
     gate = threading.Event()
 
     class Hung:
-        def open(self, _path: str) -> Hung:
-            return self
-
         def write(self, data: memoryview) -> int:
             gate.wait(DEADLINE_S)
             return len(data)
@@ -212,7 +206,7 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
         def close(self, _timeout_s: float = 0.0) -> bool:
             return True
 
-    outlet = outlets.Outlet(Hung(), Backlog(1 << 20, None))
+    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, None))
     outlet.put(outlet.open("x"), b"a\n")
     started = time.monotonic()
     assert not outlet.close(0.2)
@@ -475,7 +469,7 @@ def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> No
         def close(self, deadline_s: float | None) -> None:
             limits.put(deadline_s)
 
-    sinks._Remote(Target(), []).close()  # type: ignore[arg-type]
+    sinks.RemoteFile(Target(), []).close()  # type: ignore[arg-type]
     assert limits.get(timeout=DEADLINE_S) is None
 
 

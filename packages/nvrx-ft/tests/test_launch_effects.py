@@ -256,7 +256,7 @@ def test_streams_follow_redirects_tee_and_filter():
     assert second.stderr == output.Target("d/stderr.log", tee=False)
 
 
-def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, loop, capfdbinary):
+def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, capfdbinary):
     """Lines appear with their prefix as they are written; an unfinished one at the end."""
     path = tmp_path / "stdout.log"
     path.touch()
@@ -264,12 +264,10 @@ def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, loop, c
     tee.follow(str(path), "[default0]:", output.Stream.STDOUT)
     with path.open("ab", buffering=0) as file:
         file.write(b"one\ntw")
-        if tee.fileno() is not None:
-            loop.watch(tee.fileno(), tee.look)
-            loop.run_once(until=SystemClock().monotonic() + 10)
+        tee.look()
         assert capfdbinary.readouterr().out == b"[default0]:one\n"
         file.write(b"o")
-    tee.close()
+    tee.finish()
     assert capfdbinary.readouterr().out == b"[default0]:two\n"
 
 
@@ -296,7 +294,7 @@ def test_lines_that_are_wanted_are_written_a_second_time(tmp_path, capfdbinary):
         file.write(b"one ap")
         tee.look()
         file.write(b"ple\nno default, not at its end")
-    tee.close()
+    tee.finish()
     assert sorted((tmp_path / "filtered.log").read_bytes().splitlines()) == [
         b"[default0]:apple pie",
         b"[default1]:apple pie",
@@ -314,7 +312,7 @@ def test_a_file_of_wanted_lines_that_cannot_be_written_costs_its_lines(tmp_path,
     tee = output.Tee()
     tee.filter(str(path), "", output.Filter(str(tmp_path), ("a",)))
     assert tee.look() is None
-    tee.close()
+    tee.finish()
     assert caplog.text.count("is not written any more") == 1
 
 
@@ -326,7 +324,7 @@ def test_tee_does_not_stay_with_a_worker_that_writes_without_end(tmp_path, capfd
     tee.follow(str(path), "", output.Stream.STDOUT)
     assert tee.look() == 0.0
     assert len(capfdbinary.readouterr().out) <= output.READ_BYTES * output.MAX_READS
-    tee.close()
+    tee.finish()
     assert len(capfdbinary.readouterr().out) > output.READ_BYTES
 
 
@@ -341,7 +339,7 @@ def test_tee_survives_an_odd_console(tmp_path, monkeypatch, console):
     tee.follow(str(path), "p:", output.Stream.STDOUT)
     if console == "closed":
         stream.close()
-    tee.close()
+    tee.finish()
     assert console == "closed" or stream.getvalue() == "p:line\n"
 
 
@@ -359,7 +357,7 @@ def test_tee_never_waits_for_a_console_that_does_not_read(tmp_path, monkeypatch)
         seen += len(os.read(reader, 1 << 16))
         tee.look()
     assert seen == 500_000
-    tee.close()
+    tee.finish()
     sys.stdout.close()
     os.close(reader)
 
@@ -382,7 +380,7 @@ def test_a_console_that_does_not_read_delays_no_restart_and_loses_no_line(tmp_pa
         seen += os.read(reader, 1 << 16)
         tee.look()
     assert seen == b"old\n" * 50_001 + b"new\n" * 50_000
-    tee.close()
+    tee.finish()
     sys.stdout.close()
     os.close(reader)
 
@@ -402,7 +400,7 @@ def test_what_a_console_never_takes_holds_no_files_open(tmp_path, monkeypatch, c
     assert [os.readlink(f"/proc/self/fd/{fd}") for fd in opened].count(str(path)) == 1
     assert caplog.text.count("the console is slower than the workers") == 2
     os.close(reader)
-    tee.close()
+    tee.finish()
     sys.stdout.close()
 
 
@@ -423,7 +421,7 @@ def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, capl
         tee.follow(str(path), "", output.Stream.STDOUT)
         with path.open("ab") as file:
             file.write((b"x" * 99 + b"\n") * 30_000)
-    tee.close()
+    tee.finish()
     lacks = 2 * 30_001 * 100 - sum(shown)
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"it lacks {lacks / 1e6:.1f} MB of what they wrote" in line
@@ -454,7 +452,7 @@ def test_tee_gives_up_a_file_that_cannot_be_read(tmp_path, caplog):
     os.dup2(folder, int(fd))  # a read now fails with EISDIR
     os.close(folder)
     assert tee.look() is None
-    tee.close()
+    tee.finish()
     assert caplog.text.count("cannot be shown on the console") == 1
 
 
@@ -464,7 +462,7 @@ def test_prefix_that_is_no_unicode_is_copied(tmp_path, capfdbinary):
     path.write_bytes(b"line\n")
     tee = output.Tee()
     tee.follow(str(path), os.fsdecode(b"r\xff:"), output.Stream.STDOUT)
-    tee.close()
+    tee.finish()
     assert capfdbinary.readouterr().out == b"r\xff:line\n"
 
 
@@ -477,9 +475,9 @@ def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
     group = workers.WorkerGroup(loop, SystemClock(), tee, listener=listener)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(output.LogDirectoryError):
-        group.start([spec], workers.ColdStarter())
+        group.start([spec], workers.Starter())
     assert os.listdir("/proc/self/fd") == before
-    tee.close()
+    tee.finish()
 
 
 def test_command_line_that_is_no_unicode_is_recorded():
@@ -521,7 +519,7 @@ def test_failure_record_does_not_wait_for_a_pipe(tmp_path):
     os.mkfifo(tmp_path / records.FAILURES_FILE)
     log = records.FailureLog(str(tmp_path))
     cause = faults.cause_of(failure(0))
-    log.write(records.FailureRecord(1.0, "h", 0, "fail", cause, None))
+    log.write({"cause": cause.kind, "what": cause.what})
 
 
 def test_failure_record_that_is_cut_is_told(tmp_path, caplog):
@@ -531,7 +529,7 @@ def test_failure_record_that_is_cut_is_told(tmp_path, caplog):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
-        log.write(records.FailureRecord(1.0, "h", 0, "fail", faults.cause_of(failure(0)), None))
+        log.write({"what": faults.cause_of(failure(0)).what})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         signal.signal(signal.SIGXFSZ, handler)

@@ -227,14 +227,14 @@ def test_a_reused_descriptor_number_gets_no_event_of_its_predecessor():
 
     def replace_other(other):
         seen.append(other)
-        server.unwatch(numbers[other])
+        server.loop.unwatch(numbers[other])
         os.dup2(idle.fileno(), numbers[other])
-        server.watch(numbers[other], lambda: seen.append("new"))
+        server.loop.watch(numbers[other], lambda: seen.append("new"))
         server.leave()
 
     for this, other in ((0, 1), (1, 0)):
         pairs[this][1].send(b"x")
-        server.watch(numbers[this], lambda other=other: replace_other(other))
+        server.loop.watch(numbers[this], lambda other=other: replace_other(other))
     server.run()
     assert len(seen) == 1, "neither the other one, which is closed, nor the idle one in its place"
     for sock in (*pairs[0], *pairs[1], idle, idle_end):

@@ -181,7 +181,7 @@ class Job:
         self._monitor = self._build_monitor()
         self._mailbox = stack.enter_context(Mailbox(self._paths.launcher_socket))
         self._tee = Tee(self._look_at_output)
-        stack.callback(self._tee.close)
+        stack.callback(self._tee.finish)
         self._agent = self._build_agent()
         self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
@@ -443,10 +443,7 @@ class Job:
     def _watch(self) -> None:
         self._loop.watch(self._signals.fileno(), self._receive_signals)
         self._loop.watch(self._mailbox.fileno(), self._receive_mail)
-        grew = self._tee.fileno()
-        if grew is not None:
-            self._loop.watch(grew, self._look_at_output)
-        elif self._paths.output.writes_files or self._plan.output_specs is not None:
+        if self._paths.output.copies_lines or self._plan.output_specs is not None:
             self._look_at_output()
 
     # What arrives ----------------------------------------------------------------------------
@@ -474,11 +471,8 @@ class Job:
         if self._next_look is not None:
             self._next_look.cancel()
         wait_s = self._tee.look()
-        if wait_s is None and self._tee.fileno() is None:
-            wait_s = LOOK_INTERVAL_S
-        if wait_s is not None:
-            at = self._clock.monotonic() + wait_s
-            self._next_look = self._loop.call_at(at, self._look_at_output)
+        at = self._clock.monotonic() + (LOOK_INTERVAL_S if wait_s is None else wait_s)
+        self._next_look = self._loop.call_at(at, self._look_at_output)
 
     def _first_step(self, local_rank: int, at: float) -> None:
         self._reporter.first_step(local_rank, at)

@@ -36,8 +36,8 @@ from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     STILL_IMPORTING,
-    ColdStarter,
     Started,
+    Starter,
     WorkerSpec,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -53,7 +53,7 @@ HEAD_START_S = 0.015
 BEGIN_LIMIT_S = 5.0
 
 
-class PrewarmStarter:
+class PrewarmStarter(Starter):
     """Makes workers for each cycle and keeps standbys for the next one."""
 
     def __init__(
@@ -65,6 +65,7 @@ class PrewarmStarter:
         reporter: EventReporter,
         running_pids: Callable[[], list[int]],
     ) -> None:
+        super().__init__(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
         self._plan = plan
         self._base_env = base_env
         self._loop = loop
@@ -74,7 +75,6 @@ class PrewarmStarter:
         self._is_piped = plan.logs.applog_prefix is not None
         self._running_pids = running_pids
         self._imports = plan.prewarm.modules
-        self._cold = ColdStarter(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
         self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
         self._held: dict[int, PrewarmedWorker] = {}
         self._ready: dict[int, Ready] = {}
@@ -98,7 +98,7 @@ class PrewarmStarter:
         elif plan.prewarm.prewarm != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"
         else:
-            reason = cold_reason(plan.command, self._base_env, (), plan.prewarm)
+            reason = cold_reason(plan.command, self._base_env, (), plan.prewarm.prewarm)
         if reason is not None:
             self._insist(reason)
         return reason
@@ -262,7 +262,7 @@ class PrewarmStarter:
             if started is not None:
                 return started
             reason = problem
-        started = self._cold.start(spec, stdout_fd, stderr_fd)
+        started = super().start(spec, stdout_fd, stderr_fd)
         return Started(started.child, warm=False, cold_reason=reason)
 
     def _why_none(self, slot: int) -> str:
@@ -379,7 +379,7 @@ class PrewarmStarter:
     ) -> Started:
         """Start a fresh process for a worker whose standby failed after "go"."""
         logger.info("worker %d starts again, cold: its standby failed: %s", spec.rank, reason)
-        child = self._cold.start(spec, stdout_fd, stderr_fd).child
+        child = super().start(spec, stdout_fd, stderr_fd).child
         return Started(child, warm=False, cold_reason=reason)
 
     def close(self) -> None:

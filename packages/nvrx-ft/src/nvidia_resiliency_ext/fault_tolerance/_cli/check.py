@@ -143,12 +143,7 @@ WAIT_S = 60.0
 def print_config(
     args: argparse.Namespace, environ: Mapping[str, str], flags: Sequence[Flag] = FLAGS
 ) -> int:
-    """Print every option of a program with its source.
-
-    Raises:
-        FaultToleranceConfigError: The file or a value is wrong.
-        OSError: The file cannot be read.
-    """
+    """Print every option of a program with its source."""
     layers = layers_from_args(args)
     if layers.problems:
         raise FaultToleranceConfigError(layers.problems)
@@ -334,11 +329,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     wait_s: float,
     clock: Clock,
 ) -> list[Finding]:
-    """Meet the other nodes and return what all of them together found; the same on each.
-
-    Raises:
-        NvrxError: they cannot be met.
-    """
+    """Meet the other nodes and return what all of them together found; the same on each."""
     import threading
 
     prefix = keys.prefix(f"{run_id}:check")

@@ -60,11 +60,7 @@ def _processes(raw: Any) -> str:
 
 
 def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
-    """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank."""
     if text in ("0", "1", "2", "3"):
         return dict.fromkeys(range(nproc), Std(int(text)))
     streams = dict.fromkeys(range(nproc), Std.NONE)
@@ -85,11 +81,7 @@ def _streams(raw: Any) -> str:
 
 
 def parse_ranks(text: str) -> frozenset[int] | None:
-    """Return the ranks in `0,2,3`; none in an empty text stands for all.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return the ranks in `0,2,3`; none in an empty text stands for all."""
     if not text:
         return None
     ranks = [int(part) for part in text.split(",")]
@@ -104,11 +96,7 @@ def _ranks(raw: Any) -> str:
 
 
 def parse_configuration(text: str) -> dict[str, str]:
-    """Return the pairs of `key=value,key=value`.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return the pairs of `key=value,key=value`."""
     pairs: dict[str, str] = {}
     for part in text.split(","):
         if not part.strip():
@@ -126,11 +114,7 @@ def _configuration(raw: Any) -> str:
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:
-    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         separator, port = rest[:1], rest[1:]
@@ -155,11 +139,7 @@ def _endpoint(raw: Any) -> str:
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Return the signals in `SIGTERM,SIGINT`.
-
-    Raises:
-        ValueError: A name is no signal, or one that no process can handle.
-    """
+    """Return the signals in `SIGTERM,SIGINT`."""
     numbers = tuple(
         signal.Signals[part.strip().upper()]
         if part.strip().upper() in signal.Signals.__members__

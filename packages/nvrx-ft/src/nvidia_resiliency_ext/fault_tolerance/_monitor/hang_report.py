@@ -44,12 +44,7 @@ class Evidence:
 
 
 def inspect_process(pid: int, dump_signal: int) -> Evidence:
-    """Ask the kernel how a process does, and whether it can write its stacks.
-
-    Args:
-        pid: The process.
-        dump_signal: The signal at which it writes them; 0 when it never offered to.
-    """
+    """Ask the kernel how a process does, and whether it can write its stacks."""
     kernel = inspect_kernel(pid)
     can_dump = (
         dump_signal > 0
@@ -62,11 +57,7 @@ def inspect_process(pid: int, dump_signal: int) -> Evidence:
 def save_evidence(
     directory: str, name: str, pid: int, evidence: Evidence, stacks: bytes
 ) -> tuple[int | None, str | None]:
-    """Complete the evidence and write it to a new file; may block.
-
-    Returns:
-        Its resident memory in bytes, and the file's path; None for what could not be had.
-    """
+    """Write the evidence to a new file; return resident bytes and the path, or None. May block."""
     kernel, memory = evidence.kernel, procfs.memory(pid)
     rss_bytes = None if memory is None else memory.rss
     text = (

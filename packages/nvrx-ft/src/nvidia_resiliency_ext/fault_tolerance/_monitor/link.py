@@ -94,11 +94,7 @@ class RankLink:
         return self._sock
 
     def open(self, timeout_s: float = HANDSHAKE_LIMIT_S) -> None:
-        """Connect, introduce the rank, start the thread.
-
-        Raises:
-            LinkError: There is no monitor, it refused, or it did not answer in time.
-        """
+        """Connect, introduce the rank, start the thread."""
         self._sock, reader = self._find_monitor(timeout_s)
         self._thread = threading.Thread(
             target=self._serve, args=(reader,), name="nvrx-monitor-link", daemon=True
@@ -113,15 +109,7 @@ class RankLink:
             logger.debug("a message to the rank monitor was dropped")
 
     def request(self, make_message: Callable[[int], object], timeout_s: float) -> Answer | None:
-        """Send a message and wait for its answer.
-
-        Args:
-            make_message: Makes the message for a request number.
-            timeout_s: How long to wait.
-
-        Returns:
-            The answer; None when there is no monitor, or none came in time.
-        """
+        """Send the message of a request number; return the answer, None if none came in time."""
         with self._changed:
             self._last_request += 1
             number = self._last_request

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
@@ -117,14 +117,6 @@ _LARGEST_ENTRY_BYTES = 4 << 20
 _LIBTORCH = "libtorch_cpu"
 
 
-class Settings(Protocol):
-    """What the user chose."""
-
-    @property
-    def prewarm(self) -> str:
-        """`auto`, `on` or `off`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Interpreter:
     """The interpreter in a command line: where it stands and what comes before the entry."""
@@ -138,17 +130,10 @@ def cold_reason(
     command: WorkerCommand,
     env: Mapping[str, str],
     local_envs: Sequence[Mapping[str, str]],
-    settings: Settings,
+    prewarm: str,
 ) -> str | None:
-    """Return why workers of this command must start cold, or None.
-
-    Args:
-        command: The command with the macros of one local rank replaced.
-        env: The environment that all local workers share.
-        local_envs: The whole environment of each, as far as it is known.
-        settings: The user's choice.
-    """
-    if settings.prewarm == "off":
+    """Return why workers of this command must start cold, or None; `prewarm` is the option."""
+    if prewarm == "off":
         return "--ft-prewarm off"
     return (
         _command_reason(command)
@@ -229,16 +214,18 @@ def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
             if word == "--check-hash-based-pycs":
                 next(words, None)
             continue
-        place = next((i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None)
-        if place is None:
+        position = next(
+            (i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None
+        )
+        if position is None:
             flags.append(word)
             continue
-        if place > 1:
-            flags.append(word[:place])
-        if word[place] in "cm":
-            return Interpreter(index, tuple(flags), "module" if word[place] == "m" else "code")
-        value = word[place + 1 :] or next(words, "")
-        flags.append(f"-{word[place]}{value}")
+        if position > 1:
+            flags.append(word[:position])
+        if word[position] in "cm":
+            return Interpreter(index, tuple(flags), "module" if word[position] == "m" else "code")
+        value = word[position + 1 :] or next(words, "")
+        flags.append(f"-{word[position]}{value}")
     return Interpreter(index, tuple(flags), "code")
 
 
@@ -350,12 +337,7 @@ _LARGEST_PARSED_CHARACTERS = 200_000
 
 
 def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
-    """Return whether the entry file is certain to import what standbys import.
-
-    Args:
-        command: The workers' command.
-        prewarm_imports: Modules that standbys import; those beside torch count as well.
-    """
+    """Return whether the entry file is certain to import what standbys import."""
     if not command.is_python:
         return False
     path = module_file(command.entry) if command.is_module else command.entry
@@ -377,8 +359,8 @@ def _imports_any(path: str, heavy: frozenset[str] | set[str], depth: int) -> boo
         return False
     folder = os.path.dirname(path)
     siblings = [os.path.join(folder, *name.split(".")) + ".py" for name in names if name]
-    known = [path for path in siblings if os.path.isfile(path)][:_SIBLINGS]
-    return any(_imports_any(sibling, heavy, depth - 1) for sibling in known)
+    found = [path for path in siblings if os.path.isfile(path)][:_SIBLINGS]
+    return any(_imports_any(sibling, heavy, depth - 1) for sibling in found)
 
 
 def _certain_imports(text: str) -> Iterator[str]:

@@ -167,15 +167,6 @@ class PrewarmedWorker:
     ) -> PrewarmedWorker:
         """Start the command of a worker, held until a cycle needs it.
 
-        Args:
-            command: The worker's command.
-            env: Its environment without the values that differ by rank or cycle.
-            slot: Its local rank.
-            stdio: What its output will be.
-            argv: The command line where a wrapper goes before it; else the command's own.
-            imports: Modules to import.
-            hook_folder: Folder with the start-up hook.
-
         Raises:
             ChildStartError: The command cannot be run.
             PrewarmError: There are too many modules to name, or the kernel does not give what a
@@ -251,11 +242,7 @@ class PrewarmedWorker:
         return message
 
     def go(self, order: GoOrder) -> None:
-        """Tell it to become the worker; it may still be importing, and then goes on when it can.
-
-        Raises:
-            PrewarmError: It cannot be reached; it is of no use any more.
-        """
+        """Tell it to become the worker; it may still be importing, and then goes on when it can."""
         streams = [i for i, fd in enumerate(order.stdio_fds) if fd is not None]
         message = {
             "set": {k: v for k, v in order.env.items() if self.env.get(k) != v},
