@@ -122,7 +122,7 @@ class PrewarmStarter(Starter):
             self._plan.command, self._imports
         )
         if wanted:
-            self._step(pools.Prepare())
+            self._step(pools.Happened.PREPARE)
 
     def good_step(self) -> None:
         """Record that a rank works: standbys may be filled from now on.
@@ -134,7 +134,7 @@ class PrewarmStarter(Starter):
             return
         self._has_worked = True
         self._look()
-        self._step(pools.GoodStep())
+        self._step(pools.Happened.GOOD_STEP)
 
     def _look(self) -> None:
         """Tell the pool what only a look at the machine shows."""
@@ -174,7 +174,7 @@ class PrewarmStarter(Starter):
     def _tick(self) -> None:
         """Look again: often while standbys are missing, later less and less often."""
         self._look()
-        self._step(pools.Tick())
+        self._step(pools.Happened.TICK)
         if self._pool.is_missing_some:
             self._arm(FILL_LOOK_INTERVAL_S)
             return
@@ -237,12 +237,12 @@ class PrewarmStarter(Starter):
 
     def begin(self) -> None:
         """Leave the processors to the workers that are about to start."""
-        self._step(pools.RanksStarting())
+        self._step(pools.Happened.RANKS_STARTING)
 
     def done(self) -> None:
         """All workers of the cycle are started: standbys for the next may follow."""
         self._has_worked = self._is_announced = False
-        self._step(pools.RanksStarted())
+        self._step(pools.Happened.RANKS_STARTED)
         self._arm_for_fill()
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:

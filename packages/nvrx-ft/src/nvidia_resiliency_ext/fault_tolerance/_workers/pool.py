@@ -12,13 +12,13 @@ Slots, one per local rank:
 | ready | `Stale` (its files changed on disk) | empty | `EndPrewarm` |
 | activated | `Begun` (it runs its program) | activated | |
 | activated | `Ended` (its process is gone, and it is no failure) | empty | |
-| activated | `RanksStarting` (of the next cycle) | empty | |
+| activated | `RANKS_STARTING` (of the next cycle) | empty | |
 | activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
 | any but activated | the pool is disabled or released | empty | `EndPrewarm` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
-but never while ranks start: between `RanksStarting` and `RanksStarted`, until each worker that was
-activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
+but never while ranks start: between `RANKS_STARTING` and `RANKS_STARTED`, until each worker that
+was activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
 at a time, or as many as there are processors that nothing else uses; before the first cycle all are
 started at once. Where all workers of a cycle have their imports behind them, those processors are
@@ -113,29 +113,14 @@ class Pool:
         return self.wanted and not blocked
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """The launcher has just started: start standbys for the first cycle, all at once."""
+class Happened(enum.Enum):
+    """An event without further content."""
 
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStarting:
-    """The launcher begins to start workers of a cycle."""
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStarted:
-    """All workers of the cycle have been started or activated."""
-
-
-@dataclass(frozen=True, slots=True)
-class GoodStep:
-    """A rank sent its first heartbeat or closed its first section in this cycle; once a cycle."""
+    PREPARE = "the launcher has just started: start standbys for the first cycle, all at once"
+    TICK = "time has passed"
+    RANKS_STARTING = "the launcher begins to start workers of a cycle"
+    RANKS_STARTED = "all workers of the cycle have been started or activated"
+    GOOD_STEP = "a rank sent its first heartbeat or closed its first section; once a cycle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +196,8 @@ class Refused:
 
 
 Event = (
-    Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory | Idle
-    | PrewarmReady | PrewarmFailed | Gone | Begun | Ended | Stale | Refused
+    Happened | Wanted | Memory | Idle | PrewarmReady
+    | PrewarmFailed | Gone | Begun | Ended | Stale | Refused
 )  # fmt: skip
 
 
@@ -281,25 +266,25 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
             draft.change(wanted=wanted)
             if not wanted:
                 draft.end_all()
-        case GoodStep():
+        case Happened.GOOD_STEP:
             draft.change(disabled=None, fill_at=now, has_stepped=True)
-        case RanksStarting():
+        case Happened.RANKS_STARTING:
             draft.change(
                 ranks_starting=True, importing=frozenset(), has_stepped=False, idle_width=0
             )
             for slot, state in enumerate(pool.slots):
                 if state is SlotState.ACTIVATED:
                     draft.set_slot(slot, SlotState.EMPTY)
-        case RanksStarted():
+        case Happened.RANKS_STARTED:
             is_warm = all(state is SlotState.ACTIVATED for state in pool.slots)
             import_s = 0.0 if is_warm else pool.import_s
             fill_at = now + import_s + _pause_s(import_s)
             draft.change(ranks_starting=False, first=False, is_warm=is_warm, fill_at=fill_at)
         case Memory() | Idle():
             return _with_machine(pool, event), ()
-        case Prepare() | Tick():
+        case Happened.PREPARE | Happened.TICK:
             pass
-    _fill(draft, now, prepare=isinstance(event, Prepare))
+    _fill(draft, now, prepare=event is Happened.PREPARE)
     return draft.pool, tuple(draft.effects)
 
 
