@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns this process's own stdout and stderr while they go into a log.
+"""Collect the output of workers, and of the launcher itself, in logs.
 
 `begin_cycle` once per cycle, then `open_pipe` for each worker. Cycles overlap: what workers of the
 last one wrote is read while those of the next one start.

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stopping workers, worker by worker: ask, then force, then give up. Pure.
+"""The workers of a cycle: start, exits, and the stop of each: ask, then force, then give up.
 
-Each worker has its own deadline: one that ignores SIGTERM delays nobody else, and one that
-survives SIGKILL (state D) is given up after a bound instead of being waited for.
-
-Each worker leads a session and a process group of its own and dies with the launcher. A worker
-comes from a standby that is activated, or from a fresh interpreter; from then on both are the
-same to this module.
+Each worker has its own deadline: one that ignores SIGTERM delays no other, and one that survives
+SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own and
+dies with the launcher, whether it comes from a standby or from a fresh interpreter.
 """
 
 from __future__ import annotations
