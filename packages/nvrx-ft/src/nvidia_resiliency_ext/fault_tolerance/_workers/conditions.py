@@ -244,13 +244,13 @@ def _entry_text(command: WorkerCommand) -> str | None:
     return None if path is None else read_text(path)
 
 
-def module_file(name: str, folders: Iterable[str] | None = None) -> str | None:
+def module_file(name: str) -> str | None:
     """Return the source file that `-m name` runs, without importing anything.
 
     Only plain files in the working directory and on this interpreter's path are found.
     """
     parts = name.split(".")
-    for folder in folders if folders is not None else ["", *sys.path]:
+    for folder in ["", *sys.path]:
         base = os.path.join(folder, *parts)
         for path in (f"{base}.py", os.path.join(base, "__main__.py")):
             if os.path.isfile(path):
