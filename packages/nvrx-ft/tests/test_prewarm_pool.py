@@ -231,7 +231,7 @@ def test_failures_far_apart_do_not_disable():
 
 def test_too_little_memory_disables():
     """With less free memory than twice the missing standbys nothing is started."""
-    need = 2 * 4 * pools.EXPECTED_STANDBY_BYTES
+    need = 2 * 4 * pools.EXPECTED_PREWARMED_BYTES
     _, effects = after(running(), Memory(need - 1), (TICK, 5.0))
     assert [type(effect) for effect in effects] == [Disable]
     _, effects = after(running(), Memory(need), (TICK, 5.0))

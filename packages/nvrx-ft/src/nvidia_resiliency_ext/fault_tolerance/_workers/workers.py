@@ -3,7 +3,7 @@
 
 Each worker has its own deadline: one that ignores SIGTERM delays no other, and one that survives
 SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own and
-dies with the launcher, whether it comes from a standby or from a fresh interpreter.
+dies with the launcher, whether it comes from a prewarmed worker or from a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class WorkerSpec:
 class Started:
     """A process that is now a worker, and how it was started.
 
-    A standby that had not finished its imports is no warm start, though its worker gains time: then
+    One that had not finished its imports is no warm start, though its worker gains time: then
     `cold_reason` is `STILL_IMPORTING`.
     """
 
@@ -267,7 +267,7 @@ class WorkerGroup:
         self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
 
     def _start_again(self, local_rank: int, reason: str) -> bool:
-        """Start a worker whose standby failed; return False when even that cannot be done."""
+        """Start a worker whose prewarmed process failed; return False if that cannot be done."""
         spec = self._specs[local_rank]
         try:
             with contextlib.ExitStack() as opened:
