@@ -34,7 +34,7 @@ from nvidia_resiliency_ext.fault_tolerance._logs import sinks
 from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
 from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Spill
-from nvidia_resiliency_ext.fault_tolerance._logs.reader import ReaderConfig, open_pipe
+from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
     LogServers,
@@ -117,7 +117,7 @@ def test_streams_of_a_rank_keep_their_order_and_ranks_their_lines(
 
 def test_a_cycle_begins_while_the_last_one_is_read(logs: Logs, tmp_path: Path) -> None:
     """Each cycle has its own file; a pipe that somebody holds delays no other."""
-    made = logs(config=ReaderConfig(drain_s=0.3))
+    made = logs()
     made.begin_cycle(0, 1)
     held = made.open_pipe(0)
     os.write(held, b"begun, not ended")
