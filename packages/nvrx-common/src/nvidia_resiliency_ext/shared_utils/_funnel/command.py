@@ -67,7 +67,6 @@ def _base_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def root_parser() -> argparse.ArgumentParser:
-    """Return the root's parser."""
     parser = _base_parser(
         "grpc_log_server", "Collects log lines of all nodes and appends them to files."
     )
@@ -100,7 +99,6 @@ def root_parser() -> argparse.ArgumentParser:
 
 
 def leaf_parser() -> argparse.ArgumentParser:
-    """Return the leaf's parser."""
     parser = _base_parser(
         "grpc_log_leaf_server", "Collects log lines of some nodes and passes them to the root."
     )
@@ -116,11 +114,7 @@ def leaf_parser() -> argparse.ArgumentParser:
 
 
 def root_config(options: argparse.Namespace) -> RootConfig:
-    """Return what a command line of the root says.
-
-    Raises:
-        ConfigError: The token or a certificate is unusable, or anybody in the network could call.
-    """
+    """Return what a command line of the root says."""
     return RootConfig(
         host=options.host,
         port=options.port,

@@ -53,14 +53,7 @@ class Identity:
 
 
 def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
-    """Make a directory for a spill.
-
-    Returns:
-        The directory, and the descriptor whose lock says that its owner lives.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make a directory for a spill."""
     name = f"{identity.key}-{os.urandom(_RANDOM_BYTES).hex()}"
     path = os.path.join(private_dir(spill_dir), name)
     try:
