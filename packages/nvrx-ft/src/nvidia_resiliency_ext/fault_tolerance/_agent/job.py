@@ -32,12 +32,12 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admissi
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    CycleNodes,
     host_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
@@ -112,9 +112,13 @@ class Job:
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
-            self._build_or_take_down()
+            self._build()
         except OSError as error:
+            self._stack.close()
             raise NvrxError(f"the launch cannot be prepared: {error}") from error
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,13 +126,6 @@ class Job:
         self._stack.close()
 
     # Assembly; each part is taken down in the reverse order ----------------------------------
-
-    def _build_or_take_down(self) -> None:
-        try:
-            self._build()
-        except BaseException:
-            self._stack.close()
-            raise
 
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
@@ -478,6 +475,8 @@ class Job:
         self._reporter.first_step(local_rank, at)
         self._prewarm.good_step()
 
+    # What these call is made later.
+
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)
 
@@ -547,7 +546,8 @@ class Job:
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)
         if self._plan.max_nodes == 1 and self._services is not None:
-            self._services.begins(assignment.cycle, CycleNodes([self._paths.host], [0]))
+            here = Arrival("", self._paths.host, infra_rank=0)
+            self._services.begins(assignment.cycle, [here])
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         has_space = self._has_space(assignment.cycle)
         specs = [
