@@ -260,7 +260,7 @@ def test_streams_follow_redirects_tee_and_filter():
 def test_tee_copies_whole_lines_with_prefix_and_the_last_words(
     tmp_path, loop, capfdbinary, monkeypatch, has_notices
 ):
-    """Lines appear when the kernel says that the file grew, else after an interval; the rest last."""
+    """Lines appear when the kernel says that the file grew, else at an interval; the rest last."""
     monkeypatch.setenv("NVRX_FORCE_NO_INOTIFY", "0" if has_notices else "1")
     path = tmp_path / "stdout.log"
     path.touch()

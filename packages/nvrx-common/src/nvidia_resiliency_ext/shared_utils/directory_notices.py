@@ -84,23 +84,17 @@ class FileNotices:
     """Report that one of some files has grown; which one, it does not say.
 
     Example:
-        >>> with FileNotices() as notices:
-        ...     if not notices.watch("/dev/null"):
-        ...         print("the caller looks itself")
+        >>> notices = FileNotices()
+        >>> is_reported = notices.watch("/dev/null")  # if not, look from time to time
+        >>> notices.close()
     """
 
     def __init__(self) -> None:
         self._fd = _open()
         self._watches: set[int] = set()
 
-    def __enter__(self) -> FileNotices:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a file has grown; -1: the kernel says nothing."""
+        """Return a descriptor that is readable when a file has grown; -1: there is none."""
         return self._fd
 
     def watch(self, path: str) -> bool:
