@@ -40,9 +40,6 @@ class PreemptionController:
     """Announced preemption on one node. The loop's thread only.
 
     Args:
-        loop: Where times are waited for.
-        clock: The clock of the loop.
-        host: This node's name.
         signum: The signal that announces it, passed to workers that handle it; None: none does.
         grace_s: How long ranks may take to save and leave.
         end: When the job's time is over (unix s), or None.

@@ -85,16 +85,12 @@ class ControlPlan:
         min_nodes: Nodes without which the job does not start.
         max_nodes: Nodes that work at most.
         host: Where the store is served, as launchers reach it.
-        port: Its port.
-        run_id: The job's name.
         address: Where the store and the log servers listen: the host, or an address of its own.
         segment: Nodes of one block; None: as the launchers have it.
         group_size: Nodes that are replaced together; None: as the launchers have it.
         last_call_s: How long a round is kept open for more nodes; None: as the launchers have it.
         lease_s: Seconds between signs of life; None: as the launchers have it.
         no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
-        token_file: File with the job's token.
-        log_level: Level of the log.
         bad_node_hook: Command that is notified of bad nodes.
         services: What runs beside the store.
         warnings: What should be logged once, at WARNING.

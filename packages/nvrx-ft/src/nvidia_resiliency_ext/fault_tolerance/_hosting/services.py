@@ -90,7 +90,6 @@ class HostPlan:
         job_name: The job's name at a service where no scheduler has one; None: it has none.
         attribution: The service that is asked why a cycle ended.
         excludes_named: Whether hosts that it names get no place any more.
-        token_file: File with the job's token.
     """
 
     logs: LogPlan = field(default_factory=LogPlan)

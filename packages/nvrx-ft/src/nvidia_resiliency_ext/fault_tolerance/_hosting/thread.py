@@ -42,7 +42,6 @@ class StorePlan:
     Attributes:
         listener: The socket that it listens on, which becomes the store's.
         host: Its address, as clients reach it.
-        port: Its port.
         prefix: Before all keys of the job.
         secret: Key of the digests; None: one is made, and left in the store.
         nodes: How many nodes it is for.
@@ -70,7 +69,6 @@ class StoreHostThread(threading.Thread):
         rules: Returns what decisions go by, once that is known; None where nothing will be
             decided. Called in the thread, and given the event that says to give up.
         me: Name under which decisions are signed.
-        clock: Where the time is read.
         services: Who follows the rounds.
         on_bad_node: Called with a node that is lost, named, or that failed again and again.
         denylist: Hosts that are to have no place where that can be.

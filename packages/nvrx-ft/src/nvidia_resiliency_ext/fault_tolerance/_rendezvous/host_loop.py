@@ -80,7 +80,6 @@ class Coordinator:
         rules: What decisions go by.
         me: Name under which decisions are signed.
         epoch: Which life of the store this is.
-        clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
         follower: Who is notified of rounds; for records.
         on_bad_node: Called with a node that is lost, or that failed again and again.

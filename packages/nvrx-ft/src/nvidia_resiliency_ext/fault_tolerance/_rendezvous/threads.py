@@ -89,10 +89,7 @@ class NodeThreads:
     Args:
         connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
             gets what to call whenever it is certain that nobody serves a store.
-        node: This node's identity.
-        host: Its name.
         post: Takes events, from any thread.
-        clock: Where the time is read.
         lease_s: Seconds between signs of life.
         connect_timeout_s: How long the job may take to appear in the store.
         settings: What this node was started with, by flag.
