@@ -55,7 +55,7 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from .rendezvous import Rendezvous, RoundEvent
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread
+    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
 
 logger = logging.getLogger("nvrx")
 
@@ -104,7 +104,7 @@ class StoreRendezvous(Rendezvous):
         *,
         loop: EventLoop,
         clock: Clock,
-        host: StoreHostThread | None = None,
+        host: CoordinatorThread | None = None,
         stop: threading.Event | None = None,
         on_lease: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -209,7 +209,7 @@ class StoreRendezvous(Rendezvous):
 
         def say(session: NodeSession) -> None:
             try:
-                session.tell(kind, cause=cause, arrival=me)
+                session.send(kind, cause=cause, arrival=me)
                 session.confirm()
             finally:
                 is_said.set()
@@ -221,11 +221,11 @@ class StoreRendezvous(Rendezvous):
 
     def preempted(self, cause: Cause) -> None:
         """Say that this node must go, and why."""
-        self._threads.submit(lambda session: session.tell(Kind.PREEMPTED, cause=cause))
+        self._threads.submit(lambda session: session.send(Kind.PREEMPTED, cause=cause))
 
     def held(self, calls: int) -> None:
         """Say how far this node's ranks are, which wait."""
-        self._threads.submit(lambda session: session.tell(Kind.HELD, calls=calls))
+        self._threads.submit(lambda session: session.send(Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang."""
@@ -249,7 +249,7 @@ class StoreRendezvous(Rendezvous):
         if not self._is_lost:
             kind = Kind.GOODBYE if self._is_over else Kind.LEFT
             if not self._has_left or self._is_over:
-                self._threads.submit_last_words(lambda session: session.tell(kind))
+                self._threads.submit_last_words(lambda session: session.send(kind))
         self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self._host is not None:
             self._host.join(LAST_WORDS_S + 1.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -61,7 +61,7 @@ class StorePlan:
     says: Mapping[str, str] = field(default_factory=dict)
 
 
-class StoreHostThread(threading.Thread):
+class CoordinatorThread(threading.Thread):
     """Serves the store and decides the job's rounds; it ends when the job is over for all.
 
     Args:

@@ -219,7 +219,7 @@ class NodeThreads:
         different = self._differences(store)
         entry = session.attach(self._connect_timeout_s)
         if different:
-            session.tell(Kind.MISMATCH, text=different)
+            session.send(Kind.MISMATCH, text=different)
             if not _is_first(entry):
                 raise NvrxError(different)
             self._mismatch = different
