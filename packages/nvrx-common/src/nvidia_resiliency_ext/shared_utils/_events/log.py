@@ -297,8 +297,16 @@ class _NullEventLog(EventLog):
     def __init__(self) -> None:
         super().__init__("", src="", job_id=None, launch_id="", host="")
 
-    def record(self, *_event: object, **_more: object) -> None:
-        """Do nothing."""
+    def record(
+        self,
+        event: Event,
+        *,
+        cycle: int | None,
+        rank: int | None = None,
+        t: float | None = None,
+        m: float | None = None,
+    ) -> None:
+        """Do nothing; parameters by name cost less than collecting them."""
 
     def environment(self) -> dict[str, str]:
         """Return nothing: there is no file to find."""

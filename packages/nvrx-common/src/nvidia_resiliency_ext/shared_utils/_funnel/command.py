@@ -172,15 +172,10 @@ def run_program(
     raise_file_limit()
     try:
         return serve(options)
-    except ConfigError as error:
-        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}\n")
-        return _EXIT_CONFIG
-    except AddressError as error:
-        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}\n")
-        return 1
-    except ModuleNotFoundError as error:
-        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}; install nvrx-common[grpc]\n")
-        return 1
+    except (ConfigError, AddressError, ModuleNotFoundError) as error:
+        hint = "; install nvrx-common[grpc]" if isinstance(error, ModuleNotFoundError) else ""
+        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}{hint}\n")
+        return _EXIT_CONFIG if isinstance(error, ConfigError) else 1
 
 
 def leave(code: int) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,10 +69,8 @@ class Budget:
         over_troubled = troubled_held > 0 and troubled_held + size > self.troubled_limit_bytes
         if over_file or over_troubled:
             return Verdict.REFUSE if is_failing else Verdict.WAIT
-        return Verdict.ADMIT if self.has_space(size) else Verdict.WAIT
-
-    def has_space(self, size: int) -> bool:
-        return self.held_bytes + size <= self.limit_bytes
+        has_space = self.held_bytes + size <= self.limit_bytes
+        return Verdict.ADMIT if has_space else Verdict.WAIT
 
     def take(self, size: int) -> None:
         self.held_bytes += size
@@ -323,7 +322,7 @@ class Completion:
         found = []
         for family in self._families.values():
             newest = _newest(family)
-            for file in sorted(family.values(), key=_number_of):
+            for file in sorted(family.values(), key=attrgetter("number")):
                 if (file.number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
                     file.is_complete = True
                     found.append(file)
@@ -396,7 +395,3 @@ def _iso(wall_s: float) -> str:
 
 def _newest(family: Mapping[str, CycleFile]) -> int:
     return max(file.number for file in family.values())
-
-
-def _number_of(file: CycleFile) -> int:
-    return file.number

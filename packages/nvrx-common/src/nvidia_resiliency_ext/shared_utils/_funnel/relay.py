@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import uuid
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import chunks
@@ -21,8 +23,6 @@ from .chunks import RETRY_CODE, Refusal
 from .service import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .settings import Access
 
 
@@ -33,22 +33,21 @@ class StreamOwner(Protocol):
     """The call that a stream came with."""
 
     def progress(self, stream: RelayStream) -> None:
-        """Take note that the root has more of the stream, or refuses it."""
+        """Record that the root has more of the stream, or refuses it."""
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """A chunk that the root has not confirmed."""
 
-    __slots__ = ("is_settled", "raw", "seq", "stream")
-
-    def __init__(self, stream: RelayStream, seq: int, raw: bytes) -> None:
-        self.stream = stream
-        self.seq = seq
-        self.raw = raw
-        self.is_settled = False
+    stream: RelayStream
+    seq: int
+    raw: bytes
+    is_settled: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class RelayStream:
     """One stream of one call.
 
@@ -58,24 +57,22 @@ class RelayStream:
         unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
-    __slots__ = (
-        "committed_seq", "held_bytes", "is_named", "is_paused", "next_seq", "outstanding", "owner",
-        "path", "received_bytes", "refusal", "stream_id", "unfinished",
-    )  # fmt: skip
+    owner: StreamOwner
+    stream_id: str
+    is_named: bool = True
+    outstanding: deque[Held] = field(default_factory=deque)
+    committed_seq: int = 0
+    next_seq: int = 1
+    held_bytes: int = 0
+    received_bytes: int = 0
+    is_paused: bool = False
+    refusal: Refusal | None = None
+    path: str = ""
+    unfinished: set[str] = field(default_factory=set)
 
-    def __init__(self, owner: StreamOwner, stream_id: str) -> None:
-        self.owner = owner
-        self.is_named = bool(stream_id)
-        self.stream_id = stream_id or f"leaf-{uuid.uuid4().hex}"
-        self.outstanding: deque[Held] = deque()
-        self.committed_seq = 0
-        self.next_seq = 1
-        self.held_bytes = 0
-        self.received_bytes = 0
-        self.is_paused = False
-        self.refusal: Refusal | None = None
-        self.path = ""
-        self.unfinished: set[str] = set()
+    def __post_init__(self) -> None:
+        self.is_named = bool(self.stream_id)
+        self.stream_id = self.stream_id or f"leaf-{uuid.uuid4().hex}"
 
     @property
     def is_settled(self) -> bool:
@@ -189,7 +186,7 @@ class Relay:
         """Queue everything again: the root at the end of a new connection knows of nothing."""
         self._refused.clear()
         self._unsent.clear()
-        for stream in self._all():
+        for stream in itertools.chain.from_iterable(self._streams.values()):
             stream.is_paused = False
             for held in stream.outstanding:
                 self._queue(held)
@@ -198,10 +195,6 @@ class Relay:
         while self.held_chunks:
             self._settled.clear()
             await self._settled.wait()
-
-    def _all(self) -> Iterator[RelayStream]:
-        for streams in self._streams.values():
-            yield from streams
 
     def _queue(self, held: Held) -> None:
         self._unsent.append(held)

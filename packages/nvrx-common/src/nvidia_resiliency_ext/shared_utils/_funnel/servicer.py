@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import threading
 from collections import deque
@@ -156,7 +157,7 @@ class LogAggregationServicer:
                     error = self.funnel.trouble_of(source)
                     if error is not None:
                         written = sum(item.written_bytes for item in sources.values())
-                        status = _error_name(error)
+                        status = errno.errorcode.get(error.errno or errno.EIO, "EIO")
                         return pb.StreamResponse(status=status, bytes_received=written)
                 if source.refusal is not None:
                     return self._abort(context, sources, source.refusal)
@@ -260,9 +261,3 @@ class _Waiter:
 
     def progress(self, source: Source) -> None:
         """Do nothing: the funnel's condition wakes the thread."""
-
-
-def _error_name(error: OSError) -> str:
-    import errno
-
-    return errno.errorcode.get(error.errno or errno.EIO, "EIO")

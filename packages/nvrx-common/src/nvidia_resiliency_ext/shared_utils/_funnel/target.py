@@ -27,6 +27,7 @@ _NEWLINE = b"\n"
 _BATCH_CHUNKS = IOV_MAX // 2
 
 
+@dataclass(slots=True, eq=False)
 class Target:
     """One log.
 
@@ -45,34 +46,27 @@ class Target:
         owners: Whose line prefix is whose, where that is watched.
     """
 
-    __slots__ = (
-        "cycle", "error", "held_bytes", "is_awaited", "is_busy", "is_closing", "is_refused",
-        "is_scheduled", "is_stalled", "is_unsynced", "log", "owners", "path", "place", "retry_s",
-        "users", "waiters", "waiting", "working_since", "written_at", "written_bytes",
-    )  # fmt: skip
-
-    def __init__(self, path: str, place: Place, cycle: CycleFile | None) -> None:
-        self.path = path
-        self.place = place
-        self.cycle = cycle
-        self.waiting: deque[Pending] = deque()
-        self.held_bytes = 0
-        self.users = 0
-        self.waiters = 0
-        self.is_busy = False
-        self.is_scheduled = False
-        self.is_awaited = False
-        self.is_stalled = False
-        self.is_refused = False
-        self.is_closing = False
-        self.is_unsynced = False
-        self.working_since: float | None = None
-        self.written_at = -math.inf  # The first write waits for nothing.
-        self.written_bytes = 0
-        self.error: OSError | None = None
-        self.retry_s = 0.0
-        self.log: LogFile | None = None
-        self.owners: dict[bytes, str] = {}
+    path: str
+    place: Place
+    cycle: CycleFile | None
+    waiting: deque[Pending] = field(default_factory=deque)
+    held_bytes: int = 0
+    users: int = 0
+    waiters: int = 0
+    is_busy: bool = False
+    is_scheduled: bool = False
+    is_awaited: bool = False
+    is_stalled: bool = False
+    is_refused: bool = False
+    is_closing: bool = False
+    is_unsynced: bool = False
+    working_since: float | None = None
+    written_at: float = -math.inf  # The first write waits for nothing.
+    written_bytes: int = 0
+    error: OSError | None = None
+    retry_s: float = 0.0
+    log: LogFile | None = None
+    owners: dict[bytes, str] = field(default_factory=dict)
 
     @property
     def is_troubled(self) -> bool:
@@ -188,13 +182,14 @@ class Connection(Protocol):
     """One RPC, as its service implements it."""
 
     def progress(self, source: Source) -> None:
-        """Take note that a source of this connection moved: committed, admitted or refused.
+        """Record that a source of this connection moved: committed, admitted or refused.
 
         It is called from any thread, with no lock held, and must not block.
         """
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """A chunk that is not in its file yet; one without data ends its source's unfinished line.
 
@@ -203,21 +198,17 @@ class Pending:
         growing: The same, as long as further small chunks of its source may be added.
     """
 
-    __slots__ = ("arrived_at", "data", "growing", "is_done", "is_end", "seq", "size", "source")
-
-    def __init__(
-        self, source: Source, seq: int, data: memoryview | bytearray, size: int, arrived_at: float
-    ) -> None:
-        self.source = source
-        self.seq = seq
-        self.data = data
-        self.size = size
-        self.arrived_at = arrived_at
-        self.is_done = False
-        self.is_end = False
-        self.growing: bytearray | None = None
+    source: Source
+    seq: int
+    data: memoryview | bytearray
+    size: int
+    arrived_at: float
+    is_done: bool = False
+    is_end: bool = False
+    growing: bytearray | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Source:
     """One stream of chunks on one connection.
 
@@ -234,47 +225,27 @@ class Source:
         refusal: Why nothing more is taken from it.
     """
 
-    __slots__ = (
-        "behind_bytes",
-        "committed_seq",
-        "connection",
-        "current",
-        "identity", "is_patient",
-        "node_id",
-        "outstanding",
-        "received_bytes",
-        "received_seq",
-        "refusal",
-        "refused_seq",
-        "stream_id",
-        "targets",
-        "unfinished",
-        "used_at",
-        "waiting",
-        "written_bytes",
-    )  # fmt: skip
+    connection: Connection
+    stream_id: str
+    node_id: str
+    is_patient: bool = field(default=True, kw_only=True)
+    identity: str = ""
+    outstanding: deque[Pending] = field(default_factory=deque)
+    received_seq: int = 0
+    committed_seq: int = 0
+    received_bytes: int = 0
+    written_bytes: int = 0
+    behind_bytes: int = 0
+    targets: dict[str, Target] = field(default_factory=dict)
+    used_at: dict[str, float] = field(default_factory=dict)
+    current: Target | None = None
+    unfinished: set[Target] = field(default_factory=set)
+    waiting: tuple[Target, Pending] | None = None
+    refusal: Refusal | None = None
+    refused_seq: int = 0
 
-    def __init__(
-        self, connection: Connection, stream_id: str, node_id: str, *, is_patient: bool = True
-    ) -> None:
-        self.connection = connection
-        self.stream_id = stream_id
-        self.is_patient = is_patient
-        self.identity = stream_id or f"\n{id(self)}"
-        self.node_id = node_id
-        self.outstanding: deque[Pending] = deque()
-        self.received_seq = 0
-        self.committed_seq = 0
-        self.received_bytes = 0
-        self.written_bytes = 0
-        self.behind_bytes = 0
-        self.targets: dict[str, Target] = {}
-        self.used_at: dict[str, float] = {}
-        self.current: Target | None = None
-        self.unfinished: set[Target] = set()
-        self.waiting: tuple[Target, Pending] | None = None
-        self.refusal: Refusal | None = None
-        self.refused_seq = 0
+    def __post_init__(self) -> None:
+        self.identity = self.stream_id or f"\n{id(self)}"
 
     @property
     def is_settled(self) -> bool:

@@ -89,7 +89,9 @@ class Segment:
         header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
         if len(header) != _HEADER.size or not header.startswith(_MAGIC):
             return None
-        segment = cls(number, fd, _gap_of(header))
+        _, packed, checksum = _HEADER.unpack(header)
+        gap = Gap(*_GAP.unpack(packed)) if zlib.crc32(packed) == checksum else Gap()
+        segment = cls(number, fd, gap)
         while segment.size < status.st_size:
             chunk = _read_record(fd, segment.size, status.st_size)
             if chunk is None:
@@ -159,11 +161,6 @@ class Segment:
 def _pack_header(gap: Gap) -> bytes:
     packed = _GAP.pack(*gap)
     return _HEADER.pack(_MAGIC, packed, zlib.crc32(packed))
-
-
-def _gap_of(header: bytes) -> Gap:
-    _, packed, checksum = _HEADER.unpack(header)
-    return Gap(*_GAP.unpack(packed)) if zlib.crc32(packed) == checksum else Gap()
 
 
 def _read_record(fd: int, offset: int, end: int) -> Chunk | None:

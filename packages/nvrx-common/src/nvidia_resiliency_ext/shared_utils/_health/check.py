@@ -235,7 +235,7 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
     """Run checks at the same time and return their results in the same order.
 
     A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
-    so; it is left behind.
+    so; it is abandoned.
 
     Args:
         checks: What to look at.

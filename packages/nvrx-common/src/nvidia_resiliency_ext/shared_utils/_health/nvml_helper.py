@@ -3,7 +3,7 @@
 
 Both ends are here: `HelperAnswering` in the process that asks, `main` in the one that answers
 (``python -m``, its socket is standard input). A helper in uninterruptible sleep ignores even
-SIGKILL: it is left behind and counted, and no second one is started while it hangs.
+SIGKILL: it is abandoned and counted, and no second one is started while it hangs.
 """
 
 from __future__ import annotations

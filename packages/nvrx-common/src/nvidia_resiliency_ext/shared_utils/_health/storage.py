@@ -295,15 +295,14 @@ class DistributedStorageHealthCheck(PeriodicCheck):
 
     def _lustre_state(self) -> str | None:
         try:
-            state: str = self._caller.run("Lustre's state", self._read_lustre, _FILE_TIMEOUT_S)
+            state: str = self._caller.run(
+                "Lustre's state", lambda: read_first(self._lustre), _FILE_TIMEOUT_S
+            )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:  # or a `StuckError`, which is one
             return f"unreadable: {error}"
         return state
-
-    def _read_lustre(self) -> str:
-        return read_first(self._lustre)
 
 
 class StoragePathHealthCheck(Check):

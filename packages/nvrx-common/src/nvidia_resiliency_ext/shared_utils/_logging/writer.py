@@ -167,7 +167,7 @@ class Step:
 
 
 class Aggregation:
-    """Used by one thread. It takes what an earlier aggregation of the directory left behind.
+    """Used by one thread. It goes on where an earlier aggregation of the directory ended.
 
     Args:
         report: Is told, once each, what goes wrong while it goes on.
@@ -301,7 +301,7 @@ class Aggregation:
         self._confirm()
 
     def _confirm(self) -> None:
-        """Take note that the batch is in the output."""
+        """Record that the batch is in the output."""
         for source in self._sources:
             source.offset = source.after
         self._write_batch_record(None)

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from .timeline import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
@@ -184,16 +184,12 @@ def _export(timeline: Timeline, address: str) -> None:
 
 
 def _observe(meter: Meter, metric: Metric) -> None:
-    make = (
-        meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
-    )
-    make(metric.name, callbacks=[_callback(metric)], description=metric.help)
-
-
-def _callback(metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
     from opentelemetry.metrics import Observation
 
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(sample.value, dict(sample.labels)) for sample in metric.samples]
 
-    return observe
+    make = (
+        meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
+    )
+    make(metric.name, callbacks=[observe], description=metric.help)
