@@ -615,7 +615,7 @@ class Job:
 
     def _sweep(self) -> None:
         """Kill what still carries the run's id; the monitor has done it, if there was one."""
-        left = sweep(self._paths.run_id, (), spare={os.getpid()})
+        left = sweep(self._paths.run_id, (), spared={os.getpid()})
         if left:
             logger.error("processes of this job that could not be ended: %s", left)
 
