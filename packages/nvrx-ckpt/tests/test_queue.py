@@ -363,11 +363,9 @@ while not os.path.exists(begun):
     time.sleep(0.01)
 child = os.fork()
 if child == 0:
-    open(begun + ".child", "w").close()
     sys.exit()  # with everything that runs at the interpreter's end
-time.sleep(0.2)
+os.waitpid(child, 0)  # the save is still under way
 open(go, "w").close()
-os.waitpid(child, 0)
 print(queue.maybe_finalize_async_calls(blocking=True))
 queue.close()
 """

@@ -188,6 +188,17 @@ def test_a_straggler_that_is_only_named(tmp_path, one_rank, slow_gpu, options):
     assert KernelTimes.reports > 3
 
 
+@pytest.mark.parametrize("kind", ["relative", "individual"])
+def test_a_score_that_is_off_needs_no_threshold(tmp_path, one_rank, slow_gpu, kind):
+    """With one score switched off and its threshold None, reports are handled to the end."""
+    off = {f"calc_{kind}_gpu_perf": False, f"gpu_{kind}_perf_threshold": None}
+    callback = StragglerDetectionCallback(**{**OPTIONS, **off, "stop_if_detected": False})
+    job = trainer(tmp_path, [callback], max_steps=60)
+    job.fit(SmallModule())
+    assert job.global_step == 60
+    assert KernelTimes.reports > 3
+
+
 def test_arguments():
     """The older name of a parameter warns; what cannot work is refused with the reason."""
     older = {name: value for name, value in OPTIONS.items() if "to_print" not in name}

@@ -4,6 +4,7 @@
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from nvidia_resiliency_ext.attribution.straggler import Detector, _cli
 from nvidia_resiliency_ext.attribution.straggler._cli import main
 from nvidia_resiliency_ext.attribution.straggler._session import control, store_control
 from nvidia_resiliency_ext.attribution.straggler._session.control import Change
+from nvidia_resiliency_ext.shared_utils import store_sockets
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.events import read_events
 
@@ -248,6 +251,7 @@ def store(tmp_path, monkeypatch):
     token.touch(0o600)
     token.write_text("of the job")
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # else a command sets it for all tests
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(served.port))
     monkeypatch.setenv("NVRX_STRAGGLER_TOKEN_FILE", str(token))
@@ -278,8 +282,11 @@ def test_two_commands_at_once_are_both_answered(store):
     assert codes == [0] * 4 * threads
 
 
-def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_path):
-    """Another token, a request that is sent again and bytes that are none change nothing."""
+def test_requests_through_the_store_are_refused_to_others(store, capsys, caplog, tmp_path):
+    """Another token, a request that is sent again and bytes that are none change nothing.
+
+    A request that is sent again has no answer and no warning: a command repeats it by itself.
+    """
     address = ["--store", f"127.0.0.1:{store.port}"]
     other = tmp_path / "other"
     other.touch(0o600)
@@ -288,8 +295,11 @@ def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_pat
     assert "not signed with this token" in capsys.readouterr().err
     token = TokenFile(os.environ["NVRX_STRAGGLER_TOKEN_FILE"]).token()
     challenge = store.get(store_control._CHALLENGE)
-    again = store_control._seal(token, b"request", challenge, bytes(16), Change({"enabled": False}))
+    nonce = bytes([1]) * 16
+    answer = f"{store_control._ANSWER}{nonce.hex()}"
+    again = store_control._seal(token, b"request", challenge, nonce, Change({"enabled": False}))
     for data in (again, again, b"", b"x", bytes(100), bytes(2 << 20)):
+        store.delete_key(answer)
         before = store.get(store_control._CHALLENGE)
         store.set(store_control._REQUEST, data)
         deadline = time.monotonic() + 60
@@ -297,6 +307,8 @@ def test_requests_through_the_store_are_refused_to_others(store, capsys, tmp_pat
             time.sleep(0.01)
         assert main(["status", *address]) == 0
     assert Detector._session.pending.version == 1
+    assert not store.check([answer])
+    assert "challenge" not in caplog.text
     assert main(["status", *address, "--token-file", str(tmp_path / "absent")]) == 2
     assert "--token-file" in capsys.readouterr().err
 
@@ -330,6 +342,56 @@ def test_a_store_without_a_detector_is_named(store, capsys):
     store.delete_key(store_control._CHALLENGE)
     assert main(["status", "--store", f"127.0.0.1:{store.port}", "--timeout", "3"]) == 2
     assert "is NVRX_STRAGGLER_TOKEN_FILE set for rank 0" in capsys.readouterr().err
+
+
+STORE = """
+import signal
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+signal.pause()
+"""
+
+
+def test_a_store_that_stands_still_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    """The end of control through a store whose process is stopped is bounded."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("of the job")
+    monkeypatch.setattr(store_control, "_CLOSE_TIMEOUT_S", 1.0)
+    served = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(served.stdout.readline())
+        server = store_control.StoreControlServer(
+            "127.0.0.1", port, TokenFile(str(token), "token"), lambda _: None
+        )
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        client.wait([store_control._CHALLENGE])
+        served.send_signal(signal.SIGSTOP)
+        DeadlineCaller().run("close", server.close, 60.0)
+    finally:
+        served.kill()
+        served.communicate()
+    for thread in (server._thread, *store_sockets.given_up):
+        thread.join(60.0)
+
+
+@pytest.mark.parametrize("part", ["EventLoop", "Thread"])
+def test_a_server_that_cannot_start_leaves_nothing(monkeypatch, part):
+    """A control server of which one part cannot be made leaves no descriptor and no directory."""
+
+    def fail(*_, **__):
+        raise RuntimeError("no more of these")
+
+    if part == "EventLoop":
+        monkeypatch.setattr(control, "EventLoop", fail)
+    else:
+        monkeypatch.setattr(control.threading.Thread, "start", fail)
+    before = sorted(os.listdir("/proc/self/fd"))
+    # The error is kept: its traceback keeps what was not closed from the garbage collector.
+    with pytest.raises(RuntimeError, match="no more of these") as _raised:
+        control.ControlServer(lambda _: None)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_stragglers_are_recorded(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 """When reports are due."""
 
 import itertools
+import math
 
 from nvidia_resiliency_ext.attribution.straggler import interval_tracker
 from nvidia_resiliency_ext.attribution.straggler.interval_tracker import (
@@ -37,6 +38,21 @@ def test_interval_is_known_in_the_17th_call(monkeypatch):
     short = ReportIntervalTracker(time_interval=0.0, profiling_interval=3)
     run_steps(short, monkeypatch, [float(i) for i in range(17)])
     assert short.iter_interval == 3
+
+
+def test_a_failed_estimate_is_repeated_ever_more_rarely(monkeypatch):
+    """After an estimate without an agreement the next one comes 16, 32, 64 iterations later."""
+    asked = []
+
+    def reduce_max(wanted):
+        asked.append(tracker.current_iter)
+        return wanted if len(asked) == 4 else math.inf
+
+    tracker = ReportIntervalTracker(time_interval=10.0, reduce_max=reduce_max)
+    run_steps(tracker, monkeypatch, [float(i) for i in range(128)])
+    assert (asked, tracker.iter_interval, len(tracker.step_times)) == ([17, 33, 65], None, 16)
+    run_steps(tracker, monkeypatch, [128.0])
+    assert (asked, tracker.iter_interval) == ([17, 33, 65, 129], 10)
 
 
 def test_zero_step_time_gives_a_number(monkeypatch):

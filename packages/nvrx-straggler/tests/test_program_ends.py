@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of two ranks end as they want to, whatever a report still waits for."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,32 @@ def test_programs_end_while_a_report_waits(tmp_path, way, code):
     codes, said = _run(way, tmp_path)
     assert codes == [code, 0], said
     assert "Traceback" not in said
+
+
+_TAKES_REQUESTS = """
+import os, sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.environ["MASTER_PORT"] = str(store.port)
+from nvidia_resiliency_ext.attribution.straggler import Detector
+Detector.initialize(cuda_profiling="off")
+Detector.generate_report_if_interval_elapsed()
+while not store.check(["nvrx-straggler/challenge"]):
+    time.sleep(0.001)
+"""
+
+
+def test_a_program_ends_while_its_own_store_is_waited_for(tmp_path):
+    """Rank 0, which holds the store and waits in it for requests, ends without `shutdown`."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("of the job")
+    names = {"MASTER_ADDR": "127.0.0.1", "NVRX_STRAGGLER_TOKEN_FILE": str(token)}
+    done = subprocess.run(
+        [sys.executable, "-c", _TAKES_REQUESTS],
+        env={**os.environ, **names}, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
 
 
 def test_a_killed_rank_is_one_line(tmp_path):

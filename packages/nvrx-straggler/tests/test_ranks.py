@@ -168,7 +168,7 @@ def test_late_rank_costs_a_report_and_not_the_job(tmp_path):
 def test_ranks_agree_when_reports_are_due(tmp_path, late_step, due, intervals):
     """A rank that misses the first estimate or a report has the same reports due as the others."""
     found = ranks.run(ranks.late_at, 2, tmp_path, late_step, 80, True)
-    assert found == [(due, intervals)] * 2
+    assert found == [(due, intervals, [])] * 2
 
 
 @pytest.mark.parametrize(("late_step", "due"), [(17, []), (20, [20, 40, 60, 80])])
@@ -176,7 +176,7 @@ def test_rank_that_stays_away_stops_no_training(tmp_path, late_step, due):
     """Without the other rank, a rank runs to its end; the other then has the same reports due."""
     found = ranks.run(ranks.late_at, 2, tmp_path, late_step, 80, False)
     assert found[0] == found[1]
-    assert found[0][0] == due
+    assert found[0][::2] == (due, [])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,7 @@ def test_ranks_that_never_report_are_named(tmp_path, absent, calls, kind):
             assert first is None
             continue
         assert f"{named} not joined the report within 5 s" in first
+        assert ("interval is agreed on 16 iterations later" in first) == (kind == "scheduled")
         assert all("an earlier one still waits for other ranks" in line for line in others)
 
 
@@ -229,6 +230,21 @@ def test_detectors_find_together_in_new_process_groups(tmp_path):
     """Reports are whole in each world, with each detector, also after one that a rank missed."""
     found = ranks.run(ranks.new_process_groups, 2, tmp_path)
     assert found == [[False] + [True] * 5, [False] * 5]
+
+
+def test_detectors_of_a_group_do_not_count_for_others(tmp_path):
+    """Ranks that have reported in a group of some ranks find together with all ranks."""
+    found = ranks.run(ranks.group_then_all, 3, tmp_path)
+    assert found == [[True, True], [False, False], [False]]
+
+
+def test_a_group_on_gpus_is_met_like_any_other(tmp_path):
+    """Ranks of a group that takes no CPU tensors meet, compare options and wait in bounded time."""
+    zero, one = ranks.run(ranks.group_on_gpus, 2, tmp_path)
+    assert (zero[:2], one[:2]) == (({0: 1.0, 1: 0.5}, True), (None, True))
+    assert "rank 1 has not joined the report within 2 s" in zero[2]
+    for line in (zero[3], one[3]):
+        assert "different options, reference: rank " in line
 
 
 def test_long_names_are_shortened_and_not_a_hang(tmp_path):

@@ -318,21 +318,31 @@ class _Announced(logging.Handler):
 
 
 def late_at(rank, late_step, steps, in_step):
-    """Rank 1 comes too late to one iteration; returns when reports were due, and the intervals.
+    """Rank 1 comes too late to one iteration, in which rank 0 waits for 0.5 s only.
+
+    Returns when reports were due, the intervals, and which announcements of this rank are left.
 
     Each rank has a clock of its own: rank 0 takes 1 s per step, rank 1 half of it, and both four
     times as long from step 18 on. Ranks end each step together if `in_step`; else rank 1 comes
     when rank 0 has ended the last one.
     """
     store = dist.distributed_c10d._get_default_store()
-    Detector.initialize(
-        cuda_profiling="off", exchange_timeout=0.5, control=False, report_time_interval=10.0
-    )
+    Detector.initialize(cuda_profiling="off", control=False, report_time_interval=10.0)
     if rank == 0 and in_step:
         _Announced("not joined", store, "rank0-waited")
     Detector._session._submit(lambda _: None, is_collective=True)._done.wait(
         DEADLINE_S
     )  # ranks have met
+    worker = Detector._session._worker
+    submit = worker.submit
+
+    def submit_for_a_while(run):
+        exchange = submit(run)
+        if (rank, step) == (0, late_step):
+            exchange.deadline = time.monotonic() + 0.5
+        return exchange
+
+    worker.submit = submit_for_a_while
     now = 0.0
     interval_tracker.time = types.SimpleNamespace(monotonic=lambda: now)
     due, intervals = [], set()
@@ -348,10 +358,13 @@ def late_at(rank, late_step, steps, in_step):
             store.set(f"{step}/{rank}", "1")
             store.wait([f"{step}/{1 - rank}"])
     store.set(f"rank{rank}-waited", "1")
+    worker._last._done.wait(DEADLINE_S)
+    Detector.shutdown()
+    stages = ["joining", *range(1, worker._number + 1)]
+    left = [stage for stage in stages if worker._peers._keys().check([f"{stage}/{rank}"])]
     store.set(f"done{rank}", "1")
     store.wait([f"done{1 - rank}"])
-    Detector.shutdown()
-    return due, sorted(intervals - {None})
+    return due, sorted(intervals - {None}), left
 
 
 class _Log(logging.Handler):
@@ -440,6 +453,49 @@ def new_process_groups(rank):
                 Detector.shutdown()
     Detector.shutdown()
     return found
+
+
+def group_then_all(rank):
+    """Ranks 0 and 1 report in a group of theirs, then all ranks together."""
+    pair = dist.new_group([0, 1])
+    found = []
+    for group in (pair, None):
+        if group is None or rank < 2:
+            Detector.initialize(cuda_profiling="off", control=False, process_group=group)
+            found.append(Detector.generate_report() is not None)
+            Detector.shutdown()
+    return found
+
+
+def group_on_gpus(rank):
+    """Report in a group that stands for one of NCCL: tensors for it would have to be on a GPU.
+
+    Returns the scores, whether reports have a group of their own, what is said when rank 1 does
+    not report, and what is said when it has other options.
+    """
+    log = _Log()
+    group = dist.new_group([0, 1])
+    devices = {group: torch.device("cuda")}
+    dist_utils.get_device_for_backend = lambda given=None: devices.get(given, torch.device("cpu"))
+    Detector.initialize(cuda_profiling="off", control=False, process_group=group)
+    with Detector.detection_section("s"):
+        pass
+    samples = Detector.custom_sections["s"].cpu_elapsed_times
+    samples.clear()
+    samples.append(1.0 + rank)
+    report = Detector.generate_report()
+    scores = None if report is None else dict(report.section_relative_perf_scores["s"])
+    has_own_group = Detector.reporter.group not in (None, group, dist.group.WORLD)
+    Detector._session._worker._timeout_s = 2.0
+    if rank == 0:
+        Detector.generate_report()
+    Detector.shutdown()
+    reference = "median" if rank else "best"
+    options = {"process_group": group, "reference": reference}
+    Detector.initialize(cuda_profiling="off", control=False, **options)
+    Detector.generate_report()
+    Detector.shutdown()
+    return scores, has_own_group, log.lines[0], log.lines[-1]
 
 
 def long_name(rank):

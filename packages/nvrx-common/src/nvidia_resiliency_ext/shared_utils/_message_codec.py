@@ -25,7 +25,11 @@ Check = Callable[[object], bool]
 
 
 def field_checks(kind: type) -> Mapping[str, Check]:
-    """Return a check for each field of a dataclass that its constructor takes."""
+    """Return a check for each field of a dataclass that its constructor takes.
+
+    Raises:
+        TypeError: An annotation cannot be resolved, or is of a kind that no message may have.
+    """
     checks = {}
     for field in dataclasses.fields(kind):
         if field.init:
@@ -133,6 +137,10 @@ class Codec:
 
     Args:
         types: Dataclasses and enums that may appear anywhere in a message.
+
+    Raises:
+        TypeError: A type is neither a dataclass nor an enum.
+        ValueError: Two types share a name, or one has the name of a built-in form.
     """
 
     def __init__(self, types: tuple[type, ...]) -> None:
@@ -164,11 +172,21 @@ class Codec:
         }
 
     def dumps(self, value: object) -> bytes:
-        """Return the JSON text of a value."""
+        """Return the JSON text of a value.
+
+        Raises:
+            UnknownMessageError: It holds an object of a type that is not in the set.
+            MalformedFrameError: It nests too deeply, or an integer has more than 64 bits.
+        """
         return _ENCODER.encode(self._pack(value, _DEEPEST)).encode("ascii")
 
     def loads(self, data: bytes) -> object:
-        """Return the value of a JSON text from an untrusted peer."""
+        """Return the value of a JSON text from an untrusted peer.
+
+        Raises:
+            UnknownMessageError: It names a type that is not in the set.
+            MalformedFrameError: It is wrong in any other way.
+        """
         try:
             tree = _DECODER.decode(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:

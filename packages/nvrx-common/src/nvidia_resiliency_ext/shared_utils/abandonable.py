@@ -157,16 +157,24 @@ _at_exit = threading.Event()
 class ParkedAtExit(threading.Thread):
     """A daemon thread that holds nothing that others need while it is in native code.
 
-    Its `run` calls `begin` first.
+    A subclass with a `run` of its own calls `begin` first.
 
-    `name` is the thread's name.
+    Args:
+        name: The thread's name.
+        work: What it runs.
     """
 
     # None: it cannot be parked.
     parking_signal: int | None = None
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, work: Callable[[], None] = lambda: None) -> None:
         super().__init__(name=name, daemon=True)
+        self._work = work
+
+    def run(self) -> None:
+        """Run the work."""
+        self.begin()
+        self._work()
 
     def start(self) -> None:
         """Start the thread; what parks it at exit is registered first."""

@@ -385,8 +385,8 @@ def _write_new(
 
 def _temporary_name(name: str) -> str:
     suffix = f".{os.urandom(8).hex()}.tmp"
-    space = _LONGEST_NAME_BYTES - 1 - len(suffix)
-    return "." + os.fsdecode(os.fsencode(name)[:space]) + suffix
+    room = _LONGEST_NAME_BYTES - 1 - len(suffix)
+    return "." + os.fsdecode(os.fsencode(name)[:room]) + suffix
 
 
 def _unlink_if_there(name: str, directory_fd: int) -> None:
@@ -465,10 +465,10 @@ def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int
         name: For people who look at a process's descriptors.
         size_bytes: Its size, which is sealed; 0: a file that may grow.
         directories: Where a file without a name is made when the kernel gives no such memory; the
-            first that has space is taken.
+            first that has room is taken.
 
     Raises:
-        OSError: No directory has space; it names the last one.
+        OSError: No directory has room; it names the last one.
     """
     if os.environ.get("NVRX_FORCE_NO_MEMFD") != "1" and hasattr(os, "memfd_create"):
         # An error: seccomp or an old kernel.

@@ -185,10 +185,12 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
 
     def _handle(self, pl_module: Any, report: Any) -> bool:
         """Log a report; return whether it names stragglers."""
-        stragglers = report.identify_stragglers(
-            gpu_rel_threshold=self.gpu_relative_perf_threshold,
-            gpu_indiv_threshold=self.gpu_individual_perf_threshold,
-        )
+        thresholds = {}
+        if self.calc_relative_gpu_perf:
+            thresholds["gpu_rel_threshold"] = self.gpu_relative_perf_threshold
+        if self.calc_individual_gpu_perf:
+            thresholds["gpu_indiv_threshold"] = self.gpu_individual_perf_threshold
+        stragglers = report.identify_stragglers(**thresholds)
         found = False
         for key, text in _WARNINGS.items():
             if stragglers[key]:

@@ -67,6 +67,7 @@ def _base_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def root_parser() -> argparse.ArgumentParser:
+    """Return the root's parser."""
     parser = _base_parser(
         "grpc_log_server", "Collects log lines of all nodes and appends them to files."
     )
@@ -99,6 +100,7 @@ def root_parser() -> argparse.ArgumentParser:
 
 
 def leaf_parser() -> argparse.ArgumentParser:
+    """Return the leaf's parser."""
     parser = _base_parser(
         "grpc_log_leaf_server", "Collects log lines of some nodes and passes them to the root."
     )
@@ -114,7 +116,11 @@ def leaf_parser() -> argparse.ArgumentParser:
 
 
 def root_config(options: argparse.Namespace) -> RootConfig:
-    """Return what a command line of the root says."""
+    """Return what a command line of the root says.
+
+    Raises:
+        ConfigError: The token or a certificate is unusable, or anybody in the network could call.
+    """
     return RootConfig(
         host=options.host,
         port=options.port,

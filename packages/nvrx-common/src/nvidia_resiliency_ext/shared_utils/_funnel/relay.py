@@ -54,7 +54,7 @@ class RelayStream:
 
     Attributes:
         is_named: The sender gave it that name and numbers its chunks.
-        is_paused: The root has no space for it at present; its chunks wait here.
+        is_paused: The root has no room for it at present; its chunks wait here.
         unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
@@ -100,10 +100,14 @@ class Relay:
         self.has_unsent = asyncio.Event()
         self._space_freed = asyncio.Event()
         self._space_freed.set()
-        self._settled = asyncio.Event()
+        self.settled = asyncio.Event()
 
     async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
-        """Hold a chunk and queue it for the root; wait while there is no space."""
+        """Hold a chunk and queue it for the root; wait while there is no room.
+
+        Raises:
+            Refusal: The root takes nothing more of this stream.
+        """
         while not self._has_space(stream, len(raw)):
             self._space_freed.clear()
             await self._space_freed.wait()
@@ -194,11 +198,6 @@ class Relay:
             for held in stream.outstanding:
                 self._queue(held)
 
-    async def wait_settled(self) -> None:
-        while self.held_chunks:
-            self._settled.clear()
-            await self._settled.wait()
-
     def _all(self) -> Iterator[RelayStream]:
         for streams in self._streams.values():
             yield from streams
@@ -247,7 +246,7 @@ class Relay:
                 del self._streams[stream.stream_id]
         self._space_freed.set()
         if not self.held_chunks:
-            self._settled.set()
+            self.settled.set()
 
 
 _logger = logging.getLogger("LogAggregationLeaf")
@@ -349,6 +348,7 @@ class Upstream:
             await self._pause(retry_s)
 
     async def close(self) -> None:
+        """Close the connection."""
         await self._channel.close()
 
     async def _renew(self) -> None:

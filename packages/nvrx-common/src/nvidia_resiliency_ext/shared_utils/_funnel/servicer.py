@@ -143,7 +143,7 @@ class LogAggregationServicer:
 
         waiter = _Waiter()
         sources: dict[str, Source] = {}
-        with self._counted_client():
+        with self.counted_client():
             try:
                 self._read(request_iterator, waiter, sources)
             except Refusal as refusal:
@@ -201,14 +201,22 @@ class LogAggregationServicer:
             _logger.error("%d bytes could not be written before the end", lost)
 
     @contextlib.contextmanager
-    def _counted_client(self) -> Iterator[None]:
-        with self.clients_lock:
-            self.connected_clients += 1
+    def counted_client(self) -> Iterator[None]:
+        """Count an open stream."""
+        self.count_client(1)
         try:
             yield
         finally:
-            with self.clients_lock:
-                self.connected_clients -= 1
+            self.count_client(-1)
+
+    def count_client(self, change: int) -> None:
+        """Add to the number of open streams.
+
+        Args:
+            change: 1 when a stream opens, -1 when it ends.
+        """
+        with self.clients_lock:
+            self.connected_clients += change
 
     def note_refusal(self, node_id: str, refusal: Refusal) -> None:
         """Log a refusal, ever more seldom if there are many.

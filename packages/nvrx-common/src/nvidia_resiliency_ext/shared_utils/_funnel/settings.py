@@ -83,7 +83,16 @@ _PREFIX = re.compile(rb"^ *(\d{1,9}): ", re.MULTILINE)
 
 
 def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str, str] | None:
-    """Note a node's prefixes, unless one is another node's."""
+    """Note a node's prefixes, unless one is another node's.
+
+    Args:
+        data: Whole lines.
+        node_id: Who sends them.
+        owners: Whose each prefix of this file is; changed only when all are the node's own.
+
+    Returns:
+        The prefix of another node and that node, or `None`.
+    """
     found = set(_PREFIX.findall(data))
     for prefix in found:
         owner = owners.get(prefix, node_id)
@@ -119,7 +128,12 @@ class Access:
 
     @classmethod
     def for_server(cls, host: str, *, insecure: bool = False, **files: str | None) -> Access:
-        """Take the token from the file that NVRX_LOG_FUNNEL_TOKEN_FILE names, if it is set."""
+        """Take the token from the file that NVRX_LOG_FUNNEL_TOKEN_FILE names, if it is set.
+
+        Raises:
+            ConfigError: The token or a certificate is unusable, or anybody could write and nobody
+                said that this is meant.
+        """
         path = os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
         pems = {name: None if file is None else PemFile(file) for name, file in files.items()}
         access = cls(token=TokenFile(path) if path else None, **pems)
@@ -132,7 +146,11 @@ class Access:
         return self.token is None and self.authority is None
 
     def check_reach(self, host: str, *, insecure: bool = False) -> None:
-        """Refuse to listen where everybody in the network could write logs, unless told to."""
+        """Refuse to listen where everybody in the network could write logs, unless told to.
+
+        Raises:
+            ConfigError: It would be so.
+        """
         if not self.is_open or is_loopback(host):
             return
         if not insecure:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -12,9 +14,115 @@ from .chunks import NEWLINE_BYTE
 from .files import IOV_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .chunks import Refusal
     from .files import LogFile, Piece, Place
-    from .queue import CycleFile
+
+
+_CYCLE = re.compile(r"_cycle(\d+)(?!\d)", re.ASCII)
+_MAX_DIGITS = 18
+_MAX_REMEMBERED = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class CycleFile:
+    """One cycle's log.
+
+    Attributes:
+        unwritten: Bytes that have arrived and are not in the file.
+        flushed_at: Wall time of the last write; `None` before the first.
+        is_complete: The line that says so was issued and nothing came since.
+    """
+
+    path: str
+    family: str
+    number: int
+    arrived_at: float
+    unwritten: int = 0
+    flushed_at: float | None = None
+    is_complete: bool = False
+
+
+class Cycles:
+    """All files of cycles that a server has seen; one thread at a time.
+
+    Args:
+        idle_s: How long nothing must have come for a file.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._families: dict[str, dict[str, CycleFile]] = {}
+        self._files: dict[str, CycleFile] = {}
+
+    def track(self, path: str, now: float) -> CycleFile | None:
+        """Return the record of a file that belongs to a cycle, a new one at first sight."""
+        known = self._files.get(path)
+        if known is not None:
+            return known
+        folder, name = os.path.split(path)
+        match = _CYCLE.search(name)
+        if match is None or len(match[1]) > _MAX_DIGITS:
+            return None
+        family = os.path.join(folder, name[: match.start()] + name[match.end() :])
+        made = CycleFile(path, family, int(match[1]), now)
+        self._forget_old()
+        self._files[path] = made
+        self._families.setdefault(family, {})[path] = made
+        return made
+
+    def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
+        """Return the files that look complete by now, each once.
+
+        Args:
+            now: The monotonic time.
+            at_end: Nothing will come any more: the newest cycle counts too, and no time must pass.
+        """
+        found = []
+        for family in self._families.values():
+            newest = _newest(family)
+            for file in sorted(family.values(), key=_number_of):
+                if (file.number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
+                    file.is_complete = True
+                    found.append(file)
+        return found
+
+    def next_check(self) -> float:
+        """Return when a file can look complete at the earliest; infinite if none can."""
+        times = [
+            file.arrived_at + self._idle_s
+            for family in self._families.values()
+            for newest in (_newest(family),)
+            for file in family.values()
+            if not file.is_complete and not file.unwritten and file.flushed_at is not None
+            and file.number < newest
+        ]  # fmt: skip
+        return min(times, default=float("inf"))
+
+    def _is_ripe(self, file: CycleFile, now: float, *, at_end: bool) -> bool:
+        if file.is_complete or file.unwritten or file.flushed_at is None:
+            return False
+        return at_end or now - file.arrived_at >= self._idle_s
+
+    def _forget_old(self) -> None:
+        if len(self._files) < _MAX_REMEMBERED:
+            return
+        done = [file for file in self._files.values() if file.is_complete]
+        for file in (done or list(self._files.values()))[: _MAX_REMEMBERED // 10]:
+            del self._files[file.path]
+            family = self._families[file.family]
+            del family[file.path]
+            if not family:
+                del self._families[file.family]
+
+
+def _newest(family: Mapping[str, CycleFile]) -> int:
+    return max(file.number for file in family.values())
+
+
+def _number_of(file: CycleFile) -> int:
+    return file.number
 
 
 _FIRST_RETRY_S = 0.05
@@ -35,7 +143,7 @@ class Target:
         waiting: Chunks that are not in the file, in order.
         held_bytes: Their messages' bytes.
         users: Open sources that have named it.
-        waiters: Sources that wait for space in it.
+        waiters: Sources that wait for room in it.
         is_busy: It waits for a writer or is with one; no other writer takes it.
         is_scheduled: A write at a later time is arranged.
         is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
@@ -226,11 +334,11 @@ class Source:
 
     Attributes:
         identity: Tells whose line a file ends with; the `stream_id`, or something unique.
-        is_patient: It waits for space in a file that hangs. A connection that carries the streams
+        is_patient: It waits for room in a file that hangs. A connection that carries the streams
             of many would hold up the others, so it is refused for now instead.
         targets: The files that it named, with when it last went over to each in `used_at`.
         current: The file that its last chunk was for.
-        waiting: The target for whose space this source waits, with its chunk.
+        waiting: The target for whose room this source waits, with its chunk.
         refusal: Why nothing more is taken from it.
     """
 
@@ -278,7 +386,7 @@ class Source:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing of it waits for space or for its file."""
+        """Nothing of it waits for room or for its file."""
         return not self.outstanding and self.waiting is None
 
     def admit(self, pending: Pending) -> None:

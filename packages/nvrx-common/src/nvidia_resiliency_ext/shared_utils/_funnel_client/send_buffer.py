@@ -61,6 +61,7 @@ class Sending:
         self._send_buffer = send_buffer
 
     def __iter__(self) -> Sending:
+        """Return itself."""
         return self
 
     def __next__(self) -> Chunk:
@@ -94,7 +95,7 @@ class SendBuffer:
         notices: Lines for people.
         drops: Lines that nobody will take are counted and dropped; without it writing them is an
             error.
-        write_timeout_s: How long `write` may wait for space.
+        write_timeout_s: How long `write` may wait for room.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that meet here
@@ -160,7 +161,7 @@ class SendBuffer:
             deadline = deadline or Deadline.after(self._write_timeout_s)
             if deadline.expired():
                 message = (
-                    f"no space for more log lines for {self.path} within"
+                    f"no room for more log lines for {self.path} within"
                     f" {self._write_timeout_s:g} s: the log server does not confirm any"
                 )
                 raise DeadlineExceededError(message)

@@ -67,7 +67,11 @@ class Segment:
 
     @classmethod
     def create(cls, directory: str, number: int, gap: Gap) -> Segment:
-        """Make a new file."""
+        """Make a new file.
+
+        Raises:
+            OSError: It cannot be made or its header cannot be written; nothing is left of it.
+        """
         segment = cls(number, -1, gap)
         path = os.path.join(directory, segment.name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -84,7 +88,11 @@ class Segment:
 
     @classmethod
     def load(cls, number: int, fd: int) -> Segment | None:
-        """Look through the records of a file; what a crash tore at its end is cut off."""
+        """Look through the records of a file; what a crash tore at its end is cut off.
+
+        Returns:
+            The file, or `None` when it is none of ours.
+        """
         status = os.fstat(fd)
         header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
         if len(header) != _HEADER.size or not header.startswith(_MAGIC):
@@ -100,10 +108,12 @@ class Segment:
 
     @staticmethod
     def record_bytes(chunk: Chunk) -> int:
+        """Return what a chunk takes in a file."""
         return _RECORD.size + len(chunk.data)
 
     @property
     def name(self) -> str:
+        """The file's name."""
         return f"{self.number:08d}{SUFFIX}"
 
     def has_unread(self) -> bool:
@@ -111,7 +121,11 @@ class Segment:
         return bool(self.gap.lines) or self.read_at < self.size
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk."""
+        """Add a chunk.
+
+        Raises:
+            OSError: It cannot be written whole, and is not there.
+        """
         checked = _CHECKED.pack(len(chunk.data), chunk.seq, chunk.lines)
         checksum = zlib.crc32(chunk.data, zlib.crc32(checked))
         header = _CHECKSUM.pack(checksum) + checked
@@ -181,7 +195,7 @@ def _read_record(fd: int, offset: int, end: int) -> Chunk | None:
     return Chunk(seq, data, lines) if len(data) == size and checked == checksum else None
 
 
-_FIRST_NUMBER = 1000  # leaves space for files put before it
+_FIRST_NUMBER = 1000  # leaves room for files put before it
 _FEWEST_SEGMENTS = 16
 _SMALLEST_SEGMENT_BYTES = 256 * 1024
 _GENERATION = 1 << 32  # numbers for the chunks of one process
@@ -393,6 +407,9 @@ def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Repo
     """Take over what an earlier process of the same name left for this target.
 
     Of several the oldest is taken; the others wait for later processes.
+
+    Returns:
+        The spill, with the stream id of that process; None when there is nothing.
     """
     for path, fd, found in ownerless(spill_dir, identity):
         spill = Spill(spill_dir, found, budget, report)

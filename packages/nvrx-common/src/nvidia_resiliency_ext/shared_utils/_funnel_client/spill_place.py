@@ -53,7 +53,14 @@ class Identity:
 
 
 def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
-    """Make a directory for a spill."""
+    """Make a directory for a spill.
+
+    Returns:
+        The directory, and the descriptor whose lock says that its owner lives.
+
+    Raises:
+        OSError: It cannot be made.
+    """
     name = f"{identity.key}-{os.urandom(_RANDOM_BYTES).hex()}"
     path = os.path.join(private_dir(spill_dir), name)
     try:

@@ -205,10 +205,21 @@ def nvml_in_helper() -> bool:
     return os.environ.get("NVRX_NVML_SUBPROCESS", "").strip().lower() in _TRUE
 
 
-def count_of(name: str) -> int | None:
-    """Return the variable `name` as a number of 0 or more; `None` without one."""
-    value = _number(name, "ignored")
+def expected_gpus() -> int | None:
+    """Return how many GPUs this node is said to have."""
+    value = _number("NVRX_EXPECTED_GPUS", "ignored")
     return None if value is None or value < 0 else int(value)
+
+
+def local_rank() -> int | None:
+    """Return this process's rank on its node."""
+    value = _number("LOCAL_RANK", "ignored")
+    return None if value is None or value < 0 else int(value)
+
+
+def visible_devices() -> str | None:
+    """Return which devices CUDA may use, as the user wrote it; `None` for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def job_start_s() -> float | None:

@@ -85,6 +85,7 @@ class HelperAnswering:
         return reply.value if isinstance(reply, _Value) else None
 
     def close(self) -> None:
+        """End the helper."""
         if self._socket is not None:
             self._socket.close()
         if self._helper is not None:

@@ -75,7 +75,11 @@ class Probe:
 
     @classmethod
     def start(cls, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> Probe:
-        """Start a program; its standard output is collected, its errors are dropped."""
+        """Start a program; its standard output is collected, its errors are dropped.
+
+        Raises:
+            ChildStartError: It cannot be run.
+        """
         pipe = subprocess.PIPE if stdin == subprocess.DEVNULL else subprocess.DEVNULL
         # In /, because `python -m` looks for modules in its working folder first.
         null = subprocess.DEVNULL

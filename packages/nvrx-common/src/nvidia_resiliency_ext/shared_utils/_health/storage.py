@@ -73,7 +73,11 @@ def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
 
 
 def read_mounts(kinds: Collection[str], path: str = MOUNTINFO) -> list[Mount]:
-    """Return the mounts of these types in our namespace; it touches none of them."""
+    """Return the mounts of these types in our namespace; it touches none of them.
+
+    Raises:
+        OSError: The list cannot be read.
+    """
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         return parse_mounts(file.read(), kinds)
 
@@ -110,9 +114,9 @@ def evaluate_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | No
         return "the probe failed"
     if "error" in answer:
         return f"cannot be listed: {answer['error']}"
-    space = _part(answer.get("blocks_free"), answer.get("blocks"))
-    if space is not None and space < limits.free_fraction:
-        return f"only {space:.1%} of its space is free"
+    room = _part(answer.get("blocks_free"), answer.get("blocks"))
+    if room is not None and room < limits.free_fraction:
+        return f"only {room:.1%} of its space is free"
     files = _part(answer.get("files_free"), answer.get("files"))
     if files is not None and files < limits.free_inodes_fraction:
         return f"only {files:.1%} of its inodes are free"

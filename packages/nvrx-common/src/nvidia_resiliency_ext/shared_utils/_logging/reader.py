@@ -330,7 +330,15 @@ class Sources:
                 source.is_hungry = True
 
     def read(self, source: Source, limit: int | None = None) -> Read:
-        """Read on in a file."""
+        """Read on in a file.
+
+        Args:
+            source: The file.
+            limit: Where to stop: what comes behind that is no business of ours any more.
+
+        Raises:
+            OSError: It cannot be read.
+        """
         fd = self._descriptor(source)
         status = os.fstat(fd)
         if status.st_size < source.offset:
@@ -365,7 +373,11 @@ class Sources:
         return source.offset >= source.size
 
     def remove(self, source: Source) -> None:
-        """Delete a file that nobody needs any more, and forget it."""
+        """Delete a file that nobody needs any more, and forget it.
+
+        Raises:
+            OSError: It cannot be deleted.
+        """
         if source.is_linked:
             try:
                 found = os.stat(source.name, dir_fd=self._directory, follow_symlinks=False)
@@ -379,6 +391,7 @@ class Sources:
         self.forget(source)
 
     def forget(self, source: Source) -> None:
+        """Forget a file that is gone."""
         self._by_inode.pop(source.inode, None)
         self._forget_name(source)
         fd = self._open.pop(source.inode, None)
@@ -386,6 +399,7 @@ class Sources:
             os.close(fd)
 
     def close(self) -> None:
+        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
 

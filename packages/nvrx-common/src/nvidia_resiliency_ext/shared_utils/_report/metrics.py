@@ -144,7 +144,15 @@ class ExportError(NvrxError, RuntimeError):
 
 
 def export_otlp(timeline: Timeline, endpoint: str) -> None:
-    """Send the figures of a job to a collector."""
+    """Send the figures of a job to a collector.
+
+    Args:
+        timeline: The job.
+        endpoint: Its address, for example ``http://localhost:4318``.
+
+    Raises:
+        ExportError: The extra is not installed, or the collector did not take them.
+    """
     address = endpoint if endpoint.endswith(_PATH) else endpoint.rstrip("/") + _PATH
     try:
         _caller.run(address, lambda: _export(timeline, address), _WHOLE_TIMEOUT_S)

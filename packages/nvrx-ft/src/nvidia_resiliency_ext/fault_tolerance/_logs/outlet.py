@@ -265,7 +265,10 @@ _LAST_RETRY_S = 5.0
 
 
 class Target:
-    """One log. Only the outlet changes it, under its lock or in its thread."""
+    """One log. Only the outlet changes it, under its lock or in its thread.
+
+    `pipes` and `ends_at`, when the log is over at the latest, are the reader's.
+    """
 
     def __init__(self, path: str, queue: Queue) -> None:
         self.path = path
@@ -278,6 +281,8 @@ class Target:
         self.retry_s = _FIRST_RETRY_S
         self.problem = ""
         self.is_warned = False
+        self.pipes: set[int] = set()
+        self.ends_at: float | None = None
 
     @property
     def has_work(self) -> bool:

@@ -47,22 +47,6 @@ HOLD_S = 5.0
 """How long nobody is ended while the nodes compare what their ranks do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """The node's workers by local rank, as the launcher reported them."""
-
-    pids: tuple[int, ...] = ()
-    error_files: tuple[str, ...] = ()
-    left: frozenset[int] = frozenset()
-    world_size: int = 0
-    rank_offset: int = 0
-
-    @property
-    def are_all(self) -> bool:
-        """Whether the job has no ranks on other nodes."""
-        return not self.pids or self.world_size <= len(self.pids)
-
-
 @dataclass(slots=True)
 class _Inquiry:
     """One hang: the rank that broke a limit first, and whose evidence is still to come.
@@ -211,7 +195,7 @@ class Inquiries:
         offset = self._offset(testimonies)
         errors, workers, host = inquiry.errors or {}, self._server.workers, self._server.host
         states = []
-        for local_rank in sorted({*by_rank, *range(len(workers.pids))}):
+        for local_rank in sorted({*by_rank, *range(len(workers.pgids))}):
             rank, words = offset + local_rank, ""
             if local_rank in errors:
                 words = f"had failed and has not exited: {errors[local_rank]}"
@@ -222,7 +206,7 @@ class Inquiries:
             elif local_rank in by_rank:
                 states.append(_state_of(by_rank[local_rank], host))
             else:
-                kernel = inspect_kernel(workers.pids[local_rank])
+                kernel = inspect_kernel(workers.pgids[local_rank])
                 activity = classify(kernel, NO_STACK)
                 words = in_words(activity, kernel, NO_STACK)
                 states.append(RankState(rank, activity, host, words))
@@ -304,7 +288,7 @@ class Inquiries:
                 "cycle": self._server.cycle,
                 "rank": rank,
                 "local_rank": local_rank,
-                "pid": ranks[rank].pid if rank in ranks else self._server.workers.pids[local_rank],
+                "pid": ranks[rank].pid if rank in ranks else self._server.workers.pgids[local_rank],
                 "host": self._server.host,
                 "time": time.time(),
                 "signal": testimonies[accuser].signal,

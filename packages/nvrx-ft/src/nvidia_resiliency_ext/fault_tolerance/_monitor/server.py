@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 from . import messages
 from .handle import sweep
 from .hang_report import HEALTH_RULES, fault_fields
-from .inquiry import Inquiries, Workers
+from .inquiry import Inquiries
 from .node_watch import NodeWatch, Unfit
 from .port import RankPort
 from .session import RestartLines
@@ -71,7 +71,7 @@ class MonitorServer:
         self.loop = EventLoop(call=self._guard)
         self.slow = WorkerThread()
         self.loop.watch(self.slow, self.slow.collect)
-        self.workers = Workers()
+        self.workers = messages.WorkersChanged(start.cycle, [])
         self.inquiries = Inquiries(self)
         self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
@@ -212,18 +212,13 @@ class MonitorServer:
         match message:
             case messages.CycleChanged(cycle):
                 self.cycle = cycle
-                self.workers = Workers()  # Their error files are those of the cycle before.
+                # The error files of the workers before are those of another cycle.
+                self.workers = messages.WorkersChanged(cycle, [])
                 self.notify_launcher(messages.CycleAcknowledged(cycle))
             case messages.WorkersChanged():
                 self.cycle = message.cycle
                 self._pgids = set(message.pgids)
-                self.workers = Workers(
-                    tuple(message.pgids),
-                    tuple(message.error_files),
-                    frozenset(message.left),
-                    message.world_size,
-                    message.rank_offset,
-                )
+                self.workers = message
             case messages.Examine():
                 self.inquiries.examine()
             case messages.Sentence(local_ranks):

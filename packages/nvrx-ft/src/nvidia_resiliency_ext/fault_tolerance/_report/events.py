@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .failures import HOW_TO_SEE_IT, Failure, FailureLog, FailureRecord, RestartTimes
+from .failures import HOW_TO_SEE_IT, Failure, FailureLog, RestartTimes
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -281,16 +281,23 @@ class EventReporter:
             return
         cause, outcome, last_iteration = self._fault
         self._failures.write(
-            FailureRecord(
-                time=self._clock.wall(),
-                host=self._host,
-                cycle=cycle,
-                outcome=outcome.value,
-                cause=cause,
-                last_iteration=last_iteration,
-                others=tuple(self._also_failed),
-                times=self._times,
-            )
+            {
+                "time": self._clock.wall(),
+                "host": self._host,
+                "cycle": cycle,
+                "outcome": outcome.value,
+                "rank": cause.rank,
+                "local_rank": cause.local_rank,
+                "cause": cause.kind,
+                "what": cause.what,
+                "exit_code": cause.exit_code,
+                "signal": cause.signal,
+                "detected_by": cause.detected_by,
+                "detail": dict(cause.detail),
+                "also_failed": self._also_failed,
+                "last_iteration": last_iteration,
+                **self._times.durations(),
+            }
         )
         self._fault = None
 

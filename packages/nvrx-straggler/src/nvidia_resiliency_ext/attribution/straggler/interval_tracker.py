@@ -22,6 +22,7 @@ NEVER = 2**62
 _SHORTEST_STEP_S = 1e-6
 _RECENT_STEPS = 64
 _SETTLING_ITERS = 16
+_FIRST_RETRY_ITERS = 16
 _WORTHWHILE_CHANGE = 0.02
 
 
@@ -29,9 +30,10 @@ _WORTHWHILE_CHANGE = 0.02
 class ReportIntervalTracker:
     """Counts iterations and tells when a report is due, equally on all ranks.
 
-    The interval is estimated once, in the 17th call, by one collective. Each report corrects it at
-    no extra cost; the correction counts from `settling_iter` on, so that a rank which gets it late
-    still applies it in the same iteration as the others.
+    The interval is estimated once, in the 17th call, by one collective; if that fails, again after
+    16, 32, 64 and so on iterations. Each report corrects it at no extra cost; the correction counts
+    from `settling_iter` on, so that a rank which gets it late still applies it in the same
+    iteration as the others.
 
     Example:
         >>> tracker = ReportIntervalTracker(time_interval=0.0, profiling_interval=2)
@@ -46,11 +48,12 @@ class ReportIntervalTracker:
         current_iter: Iterations so far.
         iter_interval: Iterations between reports; None before the first estimate.
         prev_iter_start_time: When the last call was made, monotonic seconds.
-        step_times: Seconds between calls; empty after the first estimate.
+        step_times: Seconds between calls, the newest 16; empty after an estimate.
         profiling_interval: The least value of `iter_interval`.
         reduce_max: Returns the greatest value that any rank gives, or infinity on all ranks to be
-            asked again 16 iterations later; a collective.
+            asked again `retry_iters` later; a collective.
         settling_iter: Iteration that begins with `settle`; None when no correction is expected.
+        retry_iters: Iterations from an estimate that fails to the next one; doubled by each.
     """
 
     INTERVAL_ESTIMATION_ITERS: int = 16
@@ -62,6 +65,8 @@ class ReportIntervalTracker:
     profiling_interval: int = 1
     reduce_max: Callable[[float], float] | None = field(default=None, repr=False)
     settling_iter: int | None = field(default=None, repr=False)
+    retry_iters: int = field(default=_FIRST_RETRY_ITERS, repr=False)
+    _estimate_iter: int = field(default=0, repr=False)
     _anchor_iter: int = field(default=0, repr=False)
     _report_iter: int = field(default=0, repr=False)
     _recent: deque[float] = field(
@@ -72,18 +77,26 @@ class ReportIntervalTracker:
         """Count an iteration; the 17th call is a collective of all ranks."""
         self.current_iter += 1
         now = time.monotonic()
+        steps = self.INTERVAL_ESTIMATION_ITERS
         if self.prev_iter_start_time is not None:
             self._recent.append(now - self.prev_iter_start_time)
             if self.iter_interval is None:
-                self.step_times = [*self.step_times, now - self.prev_iter_start_time]
+                self.step_times = [*self.step_times, now - self.prev_iter_start_time][-steps:]
         self.prev_iter_start_time = now
-        if self.iter_interval is None and len(self.step_times) >= self.INTERVAL_ESTIMATION_ITERS:
-            wanted = iterations_in(self.time_interval, _median(self.step_times))
-            reduce_max = self.reduce_max or _reduce_max
-            agreed = reduce_max(max(wanted, self.profiling_interval))
-            self.iter_interval = int(agreed) if math.isfinite(agreed) else None
-            self.step_times = []
-            self._recent.clear()
+        if len(self.step_times) >= steps and self.current_iter >= self._estimate_iter:
+            self._estimate()
+
+    def _estimate(self) -> None:
+        wanted = iterations_in(self.time_interval, _median(self.step_times))
+        reduce_max = self.reduce_max or _reduce_max
+        agreed = reduce_max(max(wanted, self.profiling_interval))
+        if math.isfinite(agreed):
+            self.iter_interval = int(agreed)
+        else:
+            self._estimate_iter = self.current_iter + self.retry_iters
+            self.retry_iters *= 2
+        self.step_times = []
+        self._recent.clear()
 
     def is_interval_elapsed(self) -> bool:
         """Tell whether the last counted iteration ends a reporting interval."""

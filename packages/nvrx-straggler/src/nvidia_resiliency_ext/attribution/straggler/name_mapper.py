@@ -131,8 +131,6 @@ class NameMapper:
 
         Names of more than 4096 characters are shortened, see `shortened`.
 
-        Names of more than 4096 characters are shortened, see `shortened`.
-
         Args:
             kernel_names: Kernels that this rank has measured.
             section_names: Sections that this rank has measured.

@@ -104,8 +104,8 @@ class Detector:
             profiling_interval: Measure entry n of a section if n is a multiple of this.
             report_time_interval: Seconds between reports of `generate_report_if_interval_elapsed`.
             node_name: Name of this node in reports; default: the host name.
-            process_group: Ranks that report together, and the group to use; default: all ranks, in
-                a gloo group of the detector's own.
+            process_group: Ranks that report together; default: all ranks. Reports use this group if
+                it takes CPU tensors, else a gloo group of the detector's own.
             cuda_profiling: `auto` times GPU kernels where possible, `require` makes it an error
                 where it is not, `off` does not try.
             kernel_filter: Function of a kernel's name that tells whether it is compared; default:

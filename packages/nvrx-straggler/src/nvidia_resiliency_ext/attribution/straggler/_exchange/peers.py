@@ -37,9 +37,9 @@ class Peers:
     """The ranks that report together.
 
     Args:
-        group: Their process group; None: all ranks, in a gloo group that `join` makes. That one is
-            the detector's own, so that reports neither wait for nor disturb the training's
-            collectives.
+        group: Their process group, which is used itself if it takes CPU tensors; None: all ranks.
+            Otherwise `join` makes a gloo group of these ranks. That one is the detector's own, so
+            that reports neither wait for nor disturb the training's collectives.
         number: Which detector it is in this world, the same on all ranks.
         options: Options that must be the same on all ranks, by name.
         timeout_s: How long a report waits for a rank.
@@ -56,7 +56,8 @@ class Peers:
         timeout_s: float,
     ) -> None:
         self.group: Any = None
-        self._given = group
+        is_usable = group is not None and dist_utils.get_device_for_backend(group).type == "cpu"
+        self._given = group if is_usable else None
         self._rank = dist_utils.get_rank(group)
         self._size = dist_utils.get_world_size(group)
         self._job_store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 2.0
 _ANNOUNCE_AFTER_S = 1.0
-_STORE_GRACE_S = 2.0
+_NAMES_GRACE_S = _ANNOUNCE_AFTER_S + 2.0
 """How long a caller still waits, after its time is over, for the names of the missing ranks."""
 _LONGEST_PAUSE_S = 0.02
 _SHORTEST_PAUSE_S = 5e-5
@@ -118,7 +118,7 @@ class Exchange(Generic[T]):
             ReportsEndedError: It was not run.
             Exception: What the collective raised.
         """
-        event, end = self._woken, self.deadline + _STORE_GRACE_S
+        event, end = self._woken, self.deadline + _NAMES_GRACE_S
         if has_voted:
             event, end = self._done, time.monotonic() + self._timeout_s
         elif self._is_behind:
@@ -135,16 +135,6 @@ class Exchange(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
-class _Thread(ParkedAtExit):
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__("nvrx-straggler-exchange")
-        self._work = work
-
-    def run(self) -> None:
-        self.begin()
-        self._work()
-
-
 class ExchangeWorker:
     """One daemon thread with a queue of collectives among the same ranks.
 
@@ -157,7 +147,7 @@ class ExchangeWorker:
         self._peers = peers
         self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Exchange[Any] | None] = queue.SimpleQueue()
-        self._thread: _Thread | None = None
+        self._thread: ParkedAtExit | None = None
         self._last: Exchange[Any] | None = None
         self._end = ""
         self._number = 0
@@ -196,7 +186,7 @@ class ExchangeWorker:
                 thread.join(_CLOSE_TIMEOUT_S)
 
     def _start(self) -> None:
-        thread = _Thread(self._work)
+        thread = ParkedAtExit("nvrx-straggler-exchange", self._work)
         try:
             thread.start()
         except RuntimeError as error:  # such as at the interpreter's end
@@ -231,17 +221,18 @@ class ExchangeWorker:
     def _wait(self, is_over: Callable[[], bool], *, can_end: bool = False) -> None:
         """Wait for other ranks; tell them after a while, and the caller when its time is over."""
         began = time.monotonic()
-        is_late = self._current.deadline < began
+        announce_after = min(_ANNOUNCE_AFTER_S, self._timeout_s / 2)
+        # A rank that has come at the last moment announces itself until then.
+        named_at = self._current.deadline + announce_after
+        is_named = named_at < began
         while not is_over():
             now = time.monotonic()
             if can_end and self._end:
                 raise ReportsEndedError(self._end)
-            is_over_time = now > self._current.deadline
-            announce_after = min(_ANNOUNCE_AFTER_S, self._timeout_s / 2)
-            if not self._announced and (is_over_time or now - self._started > announce_after):
+            if not self._announced and now - self._started > announce_after:
                 self._announced = True
                 self._peers.announce(str(self._number))
-            if is_over_time and not is_late:
-                is_late = True
+            if now > named_at and not is_named:
+                is_named = True
                 self._current.miss(self._peers.absent())
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 8)))

@@ -107,13 +107,14 @@ class Report:
     ) -> dict[str, Any]:
         """Return the ranks whose score is below a threshold; a NaN score never is.
 
+        Any number is a threshold: nobody is below 0, and with a reference other than the best rank
+        scores may be above 1.
+
         Args:
-            gpu_rel_threshold: For a GPU's score relative to the other ranks: 0 to 1, default 0.75.
-            section_rel_threshold: For a section's score relative to the other ranks: 0 to 1,
-                default 0.75.
-            gpu_indiv_threshold: For a GPU's score relative to its own best: 0 to 1, default 0.75.
-            section_indiv_threshold: For a section's score relative to its own best: 0 to 1, default
-                0.75.
+            gpu_rel_threshold: For a GPU's score relative to the other ranks; default 0.75.
+            section_rel_threshold: For a section's score relative to the other ranks; default 0.75.
+            gpu_indiv_threshold: For a GPU's score relative to its own best; default 0.75.
+            section_indiv_threshold: For a section's score relative to its own best; default 0.75.
 
         Returns:
             `straggler_gpus_relative` and `straggler_gpus_individual`: sets of `StragglerId`;
@@ -121,7 +122,7 @@ class Report:
             section that has a straggler.
 
         Raises:
-            ValueError: A threshold does not lie between 0 and 1.
+            ValueError: A threshold is NaN.
 
         Example:
             >>> report = Report({0: 1.0, 1: 0.6}, {}, {}, {}, {0: "a", 1: "b"}, {}, {}, 1.0, True)
@@ -135,8 +136,8 @@ class Report:
             "section_indiv_threshold": section_indiv_threshold,
         }
         for name, threshold in given.items():
-            if not 0 <= threshold <= 1:
-                raise ValueError(f"{name}={threshold}: must lie between 0 and 1")
+            if math.isnan(threshold):
+                raise ValueError(f"{name}=nan: give a number, such as 0.75")
         return {
             "straggler_gpus_relative": self._ids_below(
                 self.gpu_relative_perf_scores, gpu_rel_threshold

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,28 +115,32 @@ class ControlServer:
         answer: Answers each request, in the server's thread.
 
     Raises:
-        OSError: There is no place for the socket.
+        OSError: There is no place or no descriptor for the socket.
+        RuntimeError: The system gives no thread.
     """
 
     def __init__(self, answer: Handler) -> None:
         self._answer = answer
         remove_stale_run_dirs()  # of ranks that were killed, in earlier cycles of this job too
-        self._run_dir = RunDir.create(LABEL)
         self._pid = os.getpid()
         self._is_closed = False
         self._clients: deque[Channel] = deque()
-        self._loop = EventLoop()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
+        self._thread = threading.Thread(
+            target=self._serve, name="nvrx-straggler-control", daemon=True
+        )
+        with ExitStack() as parts:  # closed in reverse order, here if one of them fails
+            self._run_dir = RunDir.create(LABEL)
+            parts.callback(self._remove_dir)
+            self._loop = EventLoop()
+            parts.callback(self._loop.close)
+            self._listener = parts.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            )
             self._listener.bind(self._run_dir.socket_path(_SOCKET))
             self._listener.listen()
             self._listener.setblocking(False)
-        except OSError:
-            self._release()
-            raise
-        self._thread = threading.Thread(target=self._serve, name="nvrx-straggler-control")
-        self._thread.daemon = True
-        self._thread.start()
+            self._thread.start()
+            self._parts = parts.pop_all()
 
     @property
     def path(self) -> str:
@@ -148,13 +153,11 @@ class ControlServer:
             self._is_closed = True
             self._loop.wake()
             self._thread.join(_CLOSE_TIMEOUT_S)
-        self._release()
-
-    def _release(self) -> None:
         for client in self._clients:
             client.close()
-        self._listener.close()
-        self._loop.close()
+        self._parts.close()
+
+    def _remove_dir(self) -> None:
         if os.getpid() == self._pid:
             self._run_dir.remove()
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -255,15 +256,21 @@ class Session:
             self._record(outcome.report)
         return outcome.report
 
-    def _await(self, exchange: Exchange[T], *, has_voted: bool = False) -> T | None:
+    def _await(
+        self,
+        exchange: Exchange[T],
+        *,
+        has_voted: bool = False,
+        skipped: str = "straggler report skipped",
+    ) -> T | None:
         """Return the result of a collective, None without one; the log says why."""
         try:
-            return exchange.result(has_voted=has_voted)
+            result = exchange.result(has_voted=has_voted)
         except ExchangeSkippedError as error:
             # A rank that never comes is told of once, not at every report that waits for it.
             level = logging.DEBUG if str(error) == self._last_skip else logging.WARNING
             self._last_skip = str(error)
-            logger.log(level, "straggler report skipped: %s", error)
+            logger.log(level, "%s: %s", skipped, error)
         except ReportsEndedError as error:  # what has ended them was said
             logger.debug("straggler report skipped: %s", error)
         except Exception as error:  # whatever fails, the training goes on
@@ -274,6 +281,9 @@ class Session:
                 reason_of(error),
                 exc_info=None if is_known else error,
             )
+        else:
+            self._last_skip = ""
+            return result
         return None
 
     def close(self) -> None:
@@ -329,7 +339,8 @@ class Session:
     def _apply(self, outcome: Outcome, offered: Settings) -> None:
         """Take over the settings that all ranks have agreed on."""
         agreed = self._agreed_settings(outcome, offered)
-        if agreed == self.settings:
+        # A report that is looked at late may be older than one whose settings are in force.
+        if agreed.version <= self.settings.version:
             return
         self.settings = agreed
         if self.pending.version <= agreed.version:
@@ -397,11 +408,7 @@ class Session:
     def _submit(self, run: Callable[[Exchange[T]], T], *, is_collective: bool) -> Exchange[T]:
         """Run a report, or start it in the worker thread, if there are peers to wait for."""
         given = self._options.process_group
-        if (
-            not is_collective
-            or dist_utils.get_world_size(given) == 1
-            or (given is not None and dist_utils.get_device_for_backend(given).type != "cpu")
-        ):
+        if not is_collective or dist_utils.get_world_size(given) == 1:
             self.generator.group = given
             exchange = Exchange(run, 0.0)
             exchange.run()
@@ -430,7 +437,7 @@ class Session:
             self._leave_world()
             self._world = dist.group.WORLD
             options, timeout_s = self._options, self._options.exchange_timeout
-            number = _number_in(self._world)
+            number = _number_in(self._world, options.process_group)
             peers = Peers(options.process_group, number, options.common, timeout_s)
             self._worker = ExchangeWorker(peers, timeout_s)
         if self._is_at_exit:
@@ -450,7 +457,7 @@ class Session:
     def _take_number(self) -> None:
         """Count this detector in a world in which it has not reported: other ranks may have."""
         if dist.is_available() and dist.is_initialized() and self._world is not dist.group.WORLD:
-            _number_in(dist.group.WORLD)
+            _number_in(dist.group.WORLD, self._options.process_group)
 
     def _agree_on_interval(self, wanted: float) -> float:
         """Return the greatest interval that any rank wants; a collective.
@@ -468,7 +475,10 @@ class Session:
             return float(tensor.item()) if have_waited else math.inf
 
         exchange = self._submit(reduce, is_collective=True)
-        agreed = self._await(exchange)
+        later = (
+            f"straggler report interval is agreed on {self.tracker.retry_iters} iterations later"
+        )
+        agreed = self._await(exchange, skipped=later)
         if agreed is None:
             agreed = math.inf if exchange.withdraw() else self._await(exchange, has_voted=True)
         return float(NEVER) if agreed is None else agreed
@@ -485,7 +495,7 @@ class Session:
             return
         try:
             self._control = ControlServer(self._answer)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             logger.warning("straggler: nvrx-straggler cannot steer this job here: %s", error)
         self._open_store_control()
 
@@ -536,11 +546,12 @@ def _launch_cycle() -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _number_in(world: object) -> int:
-    """Return how many detectors have come before in this world, the same on all ranks."""
-    number = _detectors.get(world, 0)
-    _detectors[world] = number + 1
-    return number
+def _number_in(world: object, group: ProcessGroup | None) -> int:
+    """Return how many detectors this group of a world has had, the same on all its ranks."""
+    counter = _detectors.setdefault(world, Counter())
+    name = "" if group is None else group.group_name
+    counter[name] += 1
+    return counter[name] - 1
 
 
-_detectors: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_detectors: weakref.WeakKeyDictionary[object, Counter[str]] = weakref.WeakKeyDictionary()

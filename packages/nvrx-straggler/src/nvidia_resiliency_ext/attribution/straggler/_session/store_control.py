@@ -18,7 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
-from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+from nvidia_resiliency_ext.shared_utils.abandonable import (
+    DeadlineCaller,
+    ParkedAtExit,
+    StuckError,
+)
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -38,9 +42,9 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _HEAD_BYTES = _PROOF_BYTES + 2 * _NONCE_BYTES
 _MAX_BYTES = 1 << 20
-_CONNECT_TIMEOUT = dt.timedelta(seconds=10)
+_CONNECT_TIMEOUT_S = 60.0
+_STORE_TIMEOUT = dt.timedelta(seconds=10)
 _POLL_S = 0.02
-_OUTDATED = "the request has an old challenge: it was sent twice, or another one came first"
 _LONG_WAIT = dt.timedelta(hours=1)
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -65,9 +69,7 @@ class StoreControlServer:
         self._answer = answer
         self._pid = os.getpid()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._serve, name="nvrx-straggler-store", daemon=True
-        )
+        self._thread = ParkedAtExit("nvrx-straggler-store", self._serve)
         self._thread.start()
 
     def close(self) -> None:
@@ -77,14 +79,14 @@ class StoreControlServer:
             return
         try:
             # The client of the thread is busy with its wait, so this is another one.
-            _connect(*self._address).set(_REQUEST, b"")
-        except RuntimeError as error:
+            _connect(*self._address, _CLOSE_TIMEOUT_S).set(_REQUEST, b"")
+        except (RuntimeError, NoAnswerError) as error:
             logger.debug("straggler control: the store is gone: %s", error)
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:
         try:
-            store = _connect(*self._address)
+            store = _connect(*self._address, _CONNECT_TIMEOUT_S)
             store.delete_key(_REQUEST)
             while not self._is_closed.is_set():
                 challenge = os.urandom(_NONCE_BYTES)
@@ -93,7 +95,7 @@ class StoreControlServer:
                     data = store.get(_REQUEST)
                     store.delete_key(_REQUEST)
                     self._take(store, data, challenge)
-        except RuntimeError as error:
+        except (RuntimeError, NoAnswerError) as error:
             if not self._is_closed.is_set():
                 logger.warning("straggler: no more control through the job's store: %s", error)
 
@@ -115,7 +117,9 @@ class StoreControlServer:
         try:
             payload = _open(self._token.token(), b"request", data)
             if data[_PROOF_BYTES : _PROOF_BYTES + _NONCE_BYTES] != challenge:
-                raise ControlError(_OUTDATED)
+                # It was sent twice, or another one came first: a command asks again by itself.
+                logger.debug("straggler control: a request has an old challenge")
+                return
             reply = self._answer(MESSAGES.decode(payload))
         except NvrxError as error:
             logger.warning("straggler control: a request in the store was refused: %s", error)
@@ -164,6 +168,7 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
         ControlError: Nothing listens there, or it is no store.
     """
     place = f"{host}:{port}"
+    deadline = Deadline.after(timeout_s)
     try:
         # Names are looked up without a limit of their own.
         DeadlineCaller().run("reach", lambda: reach((host, port), timeout_s).close(), timeout_s + 1)
@@ -173,10 +178,11 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
             f"no store can be reached at {place} ({reason}): give MASTER_ADDR and MASTER_PORT of"
             " the job's ranks"
         ) from error
+    left_s = deadline.remaining()
     import torch.distributed  # noqa: F401 - takes seconds, which do not count
 
     try:
-        return open_client(lambda: _connect(host, port), port, timeout_s)
+        return _connect(host, port, left_s)
     except (RuntimeError, NoAnswerError) as error:
         raise ControlError(
             f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
@@ -187,7 +193,8 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
 def _exchange(store: Any, token: str, request: StatusRequest | Change, timeout_s: float) -> object:
     """Send a request until it is answered, and return the answer, verified.
 
-    The store keeps one request. If another command's takes its place, it is sent again.
+    The store keeps one request. One that another command's has replaced or preceded has no answer
+    when the challenge changes, and is sent again.
     """
     deadline = Deadline.after(timeout_s)
     hint = f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank 0?"
@@ -209,9 +216,7 @@ def _exchange(store: Any, token: str, request: StatusRequest | Change, timeout_s
         payload = _open(token, b"answer", data)
         if data[_PROOF_BYTES + _NONCE_BYTES : _HEAD_BYTES] != nonce:
             raise ControlError("an answer to another request came")
-        answer = MESSAGES.decode(payload)
-        if answer != Refused(_OUTDATED):
-            return answer
+        return MESSAGES.decode(payload)
 
 
 def _poll(is_so: Callable[[], bool], deadline: Deadline, failure: str) -> None:
@@ -226,12 +231,15 @@ def _poll(is_so: Callable[[], bool], deadline: Deadline, failure: str) -> None:
         time.sleep(_POLL_S)
 
 
-def _connect(host: str, port: int) -> Any:
+def _connect(host: str, port: int, timeout_s: float) -> Any:
     import torch.distributed as dist
 
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
-    )
+    def make() -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+
+    return open_client(make, port, timeout_s)
 
 
 def _seal(token: str, kind: bytes, challenge: bytes, nonce: bytes, message: object) -> bytes:
