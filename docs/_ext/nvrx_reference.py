@@ -109,7 +109,24 @@ def homes_of(distribution: str, known: dict[int, str]) -> dict[int, str]:
     return homes
 
 
+def drop_dead_links(_: Sphinx, environment: Any) -> None:
+    """Leave out links of source pages to names that stand under another module, or to no module.
+
+    Each source page links back to one module, the first that showed something of it.
+    """
+    sources_shown: dict[str, Any] = getattr(environment, "_viewcode_modules", {})
+    objects = environment.domaindata["py"]["objects"]
+    for module, entry in list(sources_shown.items()):
+        if not entry:
+            del sources_shown[module]
+            continue
+        _, _, used, shown_as = entry
+        for name in [name for name in used if f"{shown_as}.{name}" not in objects]:
+            del used[name]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive."""
     app.add_directive("nvrx-modules", Modules)
+    app.connect("env-check-consistency", drop_dead_links)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
