@@ -88,7 +88,7 @@ class RunDir:
             raise ValueError(f"{label!r} is no label of 1 to {_LONGEST_LABEL} plain characters")
         name = f"nvrx-{label}-{os.urandom(_RANDOM_BYTES).hex()}"
         last_error: OSError | None = None
-        for place in _places(environ):
+        for place in trusted_places(environ):
             path = os.path.join(place, name)
             room_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
             if room_bytes < _RESERVED_FOR_NAMES_BYTES:
@@ -208,7 +208,7 @@ def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
     """Return what carries a name of ours in the places for run directories."""
     found = []
-    for place in _places(environ):
+    for place in trusted_places(environ):
         try:
             with os.scandir(place) as entries:
                 found += [entry.path for entry in entries if entry.name.startswith(prefix)]
@@ -217,10 +217,16 @@ def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _places(environ: Mapping[str, str]) -> list[str]:
-    """Return the directories that may hold run directories and can be trusted with them."""
+def trusted_places(environ: Mapping[str, str], preferred: str = "") -> list[str]:
+    """Return the directories that may hold run directories and can be trusted with them.
+
+    Args:
+        environ: The environment that names some of them.
+        preferred: One that comes first, if it can be trusted. Default: none.
+    """
     own_uid = os.geteuid()
-    candidates = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp", "/dev/shm"]  # noqa: S108
+    named = [preferred, environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
+    candidates = [*named, "/tmp", "/dev/shm"]  # noqa: S108
     places: list[str] = []
     for candidate in candidates:
         if not candidate or not os.path.isabs(candidate):

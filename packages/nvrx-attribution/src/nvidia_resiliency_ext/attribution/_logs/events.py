@@ -41,6 +41,9 @@ _PATH = re.compile(r"['\"(\s:=](/[\w.@%+=:,-]+(?:/[\w.@%+=:,-]+)+)")
 _HOST_FIELD = re.compile(r"host\s*:\s*([A-Za-z][\w.-]{0,62})")
 _RANK_FIELD = re.compile(r"rank\s*:\s*(\d{1,7})\s*\(local_rank: (\d{1,3})\)")
 _TIME_FIELD = re.compile(r"time\s*:\s*(\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d)")
+# Lines of a failure block of torchrun that name the end of one rank; its rank and host stand above.
+_EXIT_FIELDS = ("exitcode ", "exitcode:", "traceback :")
+_EXIT_BLOCK_LINES = 5
 _LOCAL = re.compile(r"local_rank:?\s*(\d{1,3})")
 _SEQ = re.compile(r"SeqNum=(\d{1,12})|last enqueued(?: NCCL)? work:? (\d{1,12})")
 _EXIT_CODES = {
@@ -287,6 +290,7 @@ class EventTable:
             found.exit_code = int(exit_text)
             unknown = ("host.exit_nonzero", "either")
             found.code, found.role = _EXIT_CODES.get(found.exit_code, unknown)
+        if exit_text or line.text.startswith(_EXIT_FIELDS):
             self._read_exit(line, place, at)
         return found
 
@@ -295,9 +299,9 @@ class EventTable:
         local = _LOCAL.search(line.text)
         if local is not None:
             at.local_rank = int(local[1])
-        if not line.text.startswith("exitcode"):
+        if not line.text.startswith(_EXIT_FIELDS):
             return
-        for text in place.lines_before(4):
+        for text in place.lines_before(_EXIT_BLOCK_LINES):
             if (match := _RANK_FIELD.search(text)) is not None:
                 at.rank, at.local_rank = int(match[1]), int(match[2])
             elif (match := _HOST_FIELD.search(text)) is not None:

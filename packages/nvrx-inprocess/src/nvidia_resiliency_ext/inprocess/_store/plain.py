@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one of torch's TCPStores is told from anything else that listens; without torch.
-
-The store is asked to change a key that nobody has from a random value: it changes nothing and says
-that value back, in every version (tried with 2.4.0 and 2.13.0). torch's own ping is younger: a
-server of 2.4 hangs up.
-
-A client of torch's TCPStore without torch, for the monitor.
+"""A client of torch's TCPStore without torch, for the monitor, and the handshake with a server.
 
 Importing torch takes seconds on a busy host, which is when a monitor has to be replaced, and 155 MB
-of private memory; the operations of a store take a socket. What is written to it: a byte for the
-operation, numbers in 8 bytes of this machine's order, texts after their length. Before anything
-else the server must answer a handshake, or it is not taken for one of torch's.
+of private memory. What is written: a byte for the operation, numbers in 8 bytes of this machine's
+order, texts after their length. The handshake asks the server to change a key that nobody has from
+a random value: a TCPStore changes nothing and answers that value, in every version (tried with
+2.4.0 and 2.13.0).
 """
 
 from __future__ import annotations
@@ -36,12 +31,7 @@ _KEY = b"/nvrx/handshake/"  # torch puts a slash before all keys
 
 
 def handshake(connection: socket.socket) -> bool:
-    """Begin as torch's clients do; return whether a store of torch's is at the other end.
-
-    Raises:
-        TimeoutError: Nothing was said within the connection's timeout.
-        OSError: The connection was ended.
-    """
+    """Begin as torch's clients do; return whether a store of torch's is at the other end."""
     word = os.urandom(_WORD_BYTES).hex().encode()
     key, value = _prefixed(_KEY + word), _prefixed(word)
     connection.sendall(_VALIDATE + _MAGIC + _COMPARE_SET + key + value + value)
@@ -89,16 +79,9 @@ class _Query(enum.IntEnum):
 
 
 class PlainStore:
-    """One connection to a running TCPStore; belongs to one thread.
+    """One connection to a running TCPStore, for one thread, with what `StoreAccess` uses.
 
-    Its methods are those of torch's stores, as far as `StoreAccess` uses them.
-
-    Args:
-        timeout: How long connecting may take, and a wait that is not told.
-
-    Raises:
-        StoreLostError: Nobody answers there.
-        StrangeStoreError: It is no TCPStore.
+    A StoreLostError if nobody answers there, a StrangeStoreError if it is no TCPStore.
     """
 
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
@@ -160,11 +143,7 @@ class PlainStore:
         return self._receive(1)[0] == _READY
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
-
-        Raises:
-            WaitExpiredError: They are not in time.
-        """
+        """Wait until all keys are there; a WaitExpiredError if they are not in time."""
         limit = self.timeout if timeout is None else timeout
         self._send(_Query.WAIT, *_keys(keys))
         if not self._is_readable(limit.total_seconds()):
