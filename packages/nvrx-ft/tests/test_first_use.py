@@ -23,7 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outc
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import Probing
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, missing_module
@@ -33,6 +32,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.events import NULL_EVENTS
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 
 def plan(*words, environ=None):

@@ -45,10 +45,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-    Candidate,
     PlacementRules,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
     Entry,
     Kind,
     NodeMessage,
@@ -253,7 +253,7 @@ def closed(**fields):
 
 
 MEMORY = host.Memory(
-    active=tuple(host.Member(Candidate(n, f"10.0.0.{i}", i), n) for i, n in enumerate((A, B))),
+    active=tuple(Arrival(n, f"10.0.0.{i}", n, i) for i, n in enumerate((A, B))),
     spares=frozenset({C}),
 )
 WANTS_TO_GO = NodeMessage(Kind.PREEMPTED, A, cause=GOES)

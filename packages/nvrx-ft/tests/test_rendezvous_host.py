@@ -20,7 +20,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
     Decision,
     End,
     EvaluateHang,
-    Member,
     Memory,
     Open,
     View,
@@ -71,11 +70,6 @@ def state(index: int, what: WorkerState) -> NodeMessage:
     return NodeMessage(Kind.STATE, name(index), state=what, cause=cause)
 
 
-def member(index: int) -> Member:
-    """Return a node that had a place in the last round."""
-    return Member(dataclasses.replace(host.candidate_of(arrival(index))), f"node{index}")
-
-
 def quiet(**seconds: float) -> Mapping[str, float]:
     """Return how long nodes have been quiet: `n1=100.0` is node number 1."""
     return {name(int(key[1:])): value for key, value in seconds.items()}
@@ -88,7 +82,7 @@ def ask(
     return decide(by, memory, View(entry=entry, messages=messages, **view), NOW)
 
 
-THREE = Memory(active=tuple(member(index) for index in range(3)))
+THREE = Memory(active=tuple(arrival(index) for index in range(3)))
 ALIVE = quiet(n0=0.1, n1=0.1, n2=0.1)
 
 
@@ -441,7 +435,7 @@ def test_the_store_does_not_grow_with_the_rounds(
             nodes.arrive()
             for index in range(2):
                 assert isinstance(nodes.follow(index), Placed)
-            counts[round_] = nodes.stores[0]._client.num_keys()
+            counts[round_] = served._server.num_keys()
             nodes.sessions[round_ % 2].open_next(round_, CAUSE)
             for index in range(2):
                 nodes.follow(index)

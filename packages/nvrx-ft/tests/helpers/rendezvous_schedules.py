@@ -67,7 +67,7 @@ class ScheduleError(AssertionError):
 
 
 class SlowClient:
-    """A torch client whose calls take longer, at random; it may die between two of them."""
+    """A client whose calls take longer, at random; it may die between two of them."""
 
     def __init__(self, client: Any, rng: random.Random, lives_for: int | None) -> None:
         self._client = client
@@ -78,6 +78,10 @@ class SlowClient:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
         return self._slow(value) if callable(value) else value
+
+    def cut(self) -> None:
+        """End the connection, as another thread would."""
+        self._client.cut()
 
     def _slow(self, call: Any) -> Any:
         def slow(*args: Any) -> Any:
@@ -108,9 +112,9 @@ class SlowStore(store.JobStore):
     """A job's store over slow clients."""
 
     def __init__(self, port: int, prefix: str, rng: random.Random, lives_for: int | None) -> None:
-        client, link = store._connect_client("127.0.0.1", port)
+        client = store._connect_client("127.0.0.1", port)
         self._slow = SlowClient(client, rng, lives_for)
-        super().__init__(self._slow, prefix, SECRET, link)
+        super().__init__(self._slow, prefix, SECRET)
         self._arguments = (port, prefix, random.Random(rng.random()))
 
     def another(self) -> store.JobStore:
@@ -303,7 +307,7 @@ class Schedule:
         stop = threading.Event()
 
         class Follower(RoundFollower):
-            def closed(_, entry: Entry, placement: Any, hosts: Any) -> None:  # noqa: N805, ARG002
+            def closed(_, entry: Entry, placement: Any) -> None:  # noqa: N805
                 names = [candidate.node for candidate in placement.active]
                 if self.seen.placements.setdefault(entry.round, names) is not names:
                     raise ScheduleError(f"round {entry.round} was closed twice")

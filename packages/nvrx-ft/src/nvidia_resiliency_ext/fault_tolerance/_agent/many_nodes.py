@@ -54,7 +54,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
     NoJobError,
-    StoreLostError,
     connect,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -66,6 +65,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -156,11 +156,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ConfigError: the rules contradict each other or have an unusable value.
-    """
+    """Return what the store host decides by. Raises ConfigError."""
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S

@@ -62,7 +62,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import RoundEvent
+from .rendezvous import Rendezvous, RoundEvent
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread
@@ -96,7 +96,7 @@ class NodeSettings:
     where: str = ""
 
 
-class StoreRendezvous:
+class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
     Args:

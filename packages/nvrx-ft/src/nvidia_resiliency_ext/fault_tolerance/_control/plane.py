@@ -248,11 +248,7 @@ class ControlPlane:
 
 
 def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules | None:
-    """Wait for the first launcher, which tells what all launchers go by.
-
-    Raises:
-        NvrxError: what it tells is of another version.
-    """
+    """Wait for the first launcher, which tells what all launchers go by. Raises NvrxError."""
     while not stop.is_set():
         try:
             text = store.wait_for(keys.SETTINGS, LOOK_S)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
@@ -22,12 +22,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
 )
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .services import nodes_of, nodes_of_members
-
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules, Member
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -149,7 +146,7 @@ class StoreHostThread(threading.Thread):
                 epoch=os.urandom(8).hex(),
                 clock=self._clock,
                 is_controlled=plan.is_controlled,
-                follower=_Follower(self._services),
+                follower=self._services,
                 on_bad_node=self._on_bad_node,
                 denylist=self._denylist,
                 stop=self._end_asked,
@@ -160,19 +157,3 @@ class StoreHostThread(threading.Thread):
         finally:
             own.cut()
             del server
-
-
-class _Follower(RoundFollower):
-    """Hands rounds on to the services, with names of hosts."""
-
-    def __init__(self, services: CoordinatorServices) -> None:
-        self._services = services
-
-    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        self._services.begins(entry.round, nodes_of(placement, hosts))
-
-    def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
-        self._services.goes_on(entry.round, nodes_of_members(members))
-
-    def ended(self, round_: int, cause: Cause | None = None) -> None:
-        self._services.ended(round_, cause)

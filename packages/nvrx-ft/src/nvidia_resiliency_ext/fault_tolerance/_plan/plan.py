@@ -342,11 +342,7 @@ def _uses_infra_ranks(args: argparse.Namespace, layers: Layers) -> bool:
 
 
 def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
-    """Refuse segments that the job's nodes cannot make up.
-
-    Raises:
-        FaultToleranceConfigError: They cannot.
-    """
+    """Refuse segments that the job's nodes cannot make up. Raises FaultToleranceConfigError."""
     if segment is None:
         return
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
@@ -361,11 +357,7 @@ def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
 
 
 def check_job_id(job_id: str | None) -> None:
-    """Refuse a job's id that cannot be part of a file's name.
-
-    Raises:
-        FaultToleranceConfigError: It cannot.
-    """
+    """Refuse a job's id that cannot be part of a file's name. Raises FaultToleranceConfigError."""
     if job_id is None:
         return
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import current_name

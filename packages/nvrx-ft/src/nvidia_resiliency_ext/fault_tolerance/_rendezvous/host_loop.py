@@ -12,10 +12,12 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import agreement, host, keys, restarts
 from .host import (
@@ -26,14 +28,13 @@ from .host import (
     End,
     EvaluateHang,
     Leave,
-    Member,
     Memory,
     Open,
     View,
     Wait,
 )
 from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
-from .placement import Placement, summary
+from .placement import Placement, check_texts, summary
 from .records import (
     Arrival,
     Entry,
@@ -48,7 +49,7 @@ from .records import (
     encode,
 )
 from .restarts import Denylist, is_named
-from .store import JobStore, StoreLostError
+from .store import JobStore
 
 logger = logging.getLogger("nvrx")
 
@@ -58,14 +59,14 @@ GOODBYE_WAIT_S = 3.0
 KEEP_DECISIONS_S = 60.0
 
 
-class RoundFollower:
-    """Who is notified of rounds, in the host's thread: it must not wait. This one does nothing."""
+class RoundFollower(Protocol):
+    """Who is notified of rounds, in the host's thread: it must not wait."""
 
-    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        """Record a closed round and the names of its nodes' hosts: its workers start."""
+    def closed(self, entry: Entry, placement: Placement) -> None:
+        """Record a closed round: its workers start."""
 
-    def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
-        """Record that a round goes on which another host has closed."""
+    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
+        """Record that a round goes on, with these nodes by rank, which another host has closed."""
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:
         """Record that nobody works in a round any more, and why; it may be repeated."""
@@ -106,7 +107,7 @@ class Coordinator:
         self._rules = rules
         self._me = me
         self._clock = clock
-        self._follower = RoundFollower() if follower is None else follower
+        self._follower = follower
         self._on_bad_node = on_bad_node
         self._denylist = Denylist() if denylist is None else denylist
         self._memory = Memory()
@@ -191,7 +192,7 @@ class Coordinator:
             Phase.CLOSED,
             before.round,
         ):
-            self._follower.ended(before.round, entry.cause)
+            self._report_end(before.round, entry.cause)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
@@ -209,6 +210,10 @@ class Coordinator:
             if entry.round > 1:
                 for key in (keys.messages, keys.arrivals, keys.successes):
                     self._store.delete(key(entry.round - 2))
+
+    def _report_end(self, round_: int, cause: Cause | None) -> None:
+        if self._follower is not None:
+            self._follower.ended(round_, cause)
 
     def _record_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
@@ -266,7 +271,7 @@ class Coordinator:
         """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self._clock.monotonic()
         known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
-        known |= {member.candidate.node for member in self._memory.active} | self._memory.spares
+        known |= {member.node for member in self._memory.active} | self._memory.spares
         for node in known - self._leases.keys():
             # To read many counters waits for those that are missing; this makes them.
             self._leases[node] = (self._store.count(keys.lease(node), 0), now)
@@ -312,7 +317,7 @@ class Coordinator:
             self._create(self._next(Phase.OPEN, state.entry.round + 1, cause=cause))
         else:
             # Followers that know the begin of the round before may not know its end.
-            self._follower.ended(answer.round - 1, answer.cause)
+            self._report_end(answer.round - 1, answer.cause)
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True
 
@@ -372,14 +377,12 @@ class Coordinator:
         if self._create(closed):
             # That the round is another one than here before is no restart.
             self._opened_at = opened_at
-            pairs = [(message.arrival, message.assignment) for message in state.members]
-            members = tuple(
-                Member(
-                    dataclasses.replace(host.candidate_of(a), previous_rank=p.group_rank), a.host
-                )
-                for a, p in pairs
-                if a is not None and p is not None
-            )
+            ranked = {
+                n.assignment.group_rank: n.arrival
+                for n in state.members
+                if n.arrival is not None and n.assignment is not None
+            }
+            members = tuple(ranked[rank] for rank in sorted(ranked))
             now = self._clock.monotonic()
             self._memory = Memory(
                 active=members,
@@ -398,7 +401,8 @@ class Coordinator:
             ]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
-            self._follower.goes_on(closed, members)
+            if self._follower is not None:
+                self._follower.goes_on(closed, members)
 
     def _decide(self) -> Decision:
         now = self._clock.monotonic()
@@ -491,7 +495,7 @@ class Coordinator:
                 for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
             }
         )
-        first = there[placement.active[0].node]
+        first = placement.active[0]
         closed = self._next(
             Phase.CLOSED,
             entry.round,
@@ -504,32 +508,31 @@ class Coordinator:
         if self._create(closed):
             self._memory = dataclasses.replace(
                 self._memory,
-                active=tuple(Member(c, there[c.node].host) for c in placement.active),
+                active=placement.active,
                 gone=self._memory.gone - there.keys(),
             )
             logger.info("round %d: %s", entry.round, summary(placement))
-            self._report_named(placement, there)
+            self._report_named(placement)
             self._is_last_call = False
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
-            self._follower.closed(closed, placement, hosts)
+            if self._follower is not None:
+                self._follower.closed(closed, placement)
 
-    def _report_named(self, placement: Placement, there: Mapping[str, Arrival]) -> None:
+    def _report_named(self, placement: Placement) -> None:
         """Say of each node that was named how it went, in the round after it was."""
         why = self._denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
-            host_name = there[node.node].host
-            name = next((n for n in why if is_named(host_name, node.addr, [n])), None)
+            name = next((n for n in why if is_named(node.host, node.addr, [n])), None)
             if name is None or name not in self._memory.excluded:
                 continue
             if node in placement.active:
-                what = f"host {host_name} works although attribution names it: others are too few"
+                what = f"host {node.host} works although attribution names it: others are too few"
                 logger.warning("round %d: %s", self._entry.round, what)
             if name not in self._reported:
                 self._reported.add(name)
-                what = f"attribution names host {host_name}: {why[name]}"
-                self._report_bad_node(Cause("attribution", what, host=host_name))
+                what = f"attribution names host {node.host}: {why[name]}"
+                self._report_bad_node(Cause("attribution", what, host=node.host))
 
     def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
         now = self._clock.monotonic()
@@ -583,7 +586,7 @@ def _read_message(line: str) -> NodeMessage:
                 f"{message.node} speaks of the arrival of {message.arrival.node}"
             )
         try:
-            host.candidate_of(message.arrival)
+            check_texts(message.arrival)
         except ValueError as error:
             raise ForeignValueError(f"not an arrival: {error}") from None
     return message

@@ -14,6 +14,7 @@ from typing import TypeVar
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .log import DecisionLog
@@ -29,7 +30,7 @@ from .records import (
     decode,
     encode,
 )
-from .store import JobStore, StoreLostError
+from .store import JobStore
 
 FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20

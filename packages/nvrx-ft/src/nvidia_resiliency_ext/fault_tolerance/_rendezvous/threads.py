@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .agreement import differences, read_settings, write_settings
@@ -25,7 +26,7 @@ from .keys import LEASES_TO_EXPIRY
 from .log import DecisionLog
 from .records import Entry, ForeignValueError, Kind, Phase
 from .session import FOREIGN_PAUSE_S, Lost, NodeSession, Over, SessionEvent
-from .store import JobStore, NoJobError, StoreLostError
+from .store import JobStore, NoJobError
 
 logger = logging.getLogger("nvrx")
 

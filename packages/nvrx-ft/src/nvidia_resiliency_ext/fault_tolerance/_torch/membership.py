@@ -36,11 +36,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Placed,
     SessionEvent,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 FINAL = frozenset({WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.UNKNOWN})
 
@@ -238,12 +239,7 @@ class Membership:
         return entry.round > joined
 
     def check(self) -> None:
-        """Make sure that this node may go on.
-
-        Raises:
-            StoreLostError: the store is gone, or has been silent for so long that the other nodes
-                are about to replace this one.
-        """
+        """Make sure that this node may go on. Raises StoreLostError."""
         if self._lost:
             raise StoreLostError(self._lost)
         fence_s = self._fence_s()

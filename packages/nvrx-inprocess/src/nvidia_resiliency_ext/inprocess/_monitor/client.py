@@ -90,7 +90,14 @@ class MonitorLink:
     def attach(self, initial_rank: int, world_size: int) -> None:
         """Connect to the monitor of this node within 10 s; it is started if there is none."""
         self._initial_rank, self._world_size = initial_rank, world_size
-        sock = self._connect_patiently(Deadline.after(messages.START_LIMIT_S))
+        deadline = Deadline.after(messages.START_LIMIT_S)
+        try:
+            sock = self._connect_until(deadline, _UnansweredError)
+        except _UnansweredError as error:
+            raise InternalError(
+                f"{error}; end the process that listens there (`ss -xlp` names it), and start the"
+                " ranks again"
+            ) from error
         with self._lock:
             self._sock = sock
         self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
@@ -256,29 +263,21 @@ class MonitorLink:
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
         if len(self._losses) > _MOST_LOSSES:
             return self._give_up(f"{_MOST_LOSSES} monitors of this node ended within a minute")
-        deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, messages.START_LIMIT_S))
-        pause_s = _SHORTEST_PAUSE_S
-        while not self._closed.is_set():
-            try:
-                sock = self._connect(
-                    Deadline.after(min(deadline.remaining(), messages.START_LIMIT_S))
-                )
-            except InternalError as error:
-                if deadline.expired():
-                    return self._give_up(str(error))
-                logger.warning("%s", error)
-                self._closed.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            with self._lock:
-                if self._closed.is_set():
-                    sock.close()
-                    return False
-                self._sock = sock
-                for message in self._reports:
-                    self._send(message)
-            return True
-        return False
+        limit_s = max(self._settings.heartbeat_timeout_s, messages.START_LIMIT_S)
+        try:
+            sock = self._connect_until(Deadline.after(limit_s), InternalError)
+        except InternalError as error:
+            return self._give_up(str(error))
+        if sock is None:
+            return False
+        with self._lock:
+            if self._closed.is_set():
+                sock.close()
+                return False
+            self._sock = sock
+            for message in self._reports:
+                self._send(message)
+        return True
 
     def _give_up(self, text: str) -> bool:
         if not self._closed.is_set():
@@ -286,21 +285,22 @@ class MonitorLink:
             self._pass_on(messages.StoreLost(f"this rank has no monitor any more: {text}"))
         return False
 
-    def _connect_patiently(self, deadline: Deadline) -> socket.socket:
-        """Connect; again when a monitor ends in between, as one may at any moment."""
+    def _connect_until(
+        self, deadline: Deadline, retried: type[InternalError]
+    ) -> socket.socket | None:
+        """Connect, again after errors of a kind until the deadline; None when closed meanwhile."""
         pause_s = _SHORTEST_PAUSE_S
-        while True:
+        while not self._closed.is_set():
+            left_s = min(deadline.remaining(), messages.START_LIMIT_S)
             try:
-                return self._connect(deadline)
-            except _UnansweredError as error:
+                return self._connect(Deadline.after(left_s))
+            except retried as error:
                 if deadline.remaining() <= pause_s:
-                    raise InternalError(
-                        f"{error}; end the process that listens there (`ss -xlp` names it),"
-                        " and start the ranks again"
-                    ) from error
+                    raise
                 logger.warning("%s", error)
-                self._closed.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
 
     def _connect(self, deadline: Deadline) -> socket.socket:
         needs_torch = self._settings.store_factory != CONNECT

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -152,6 +152,13 @@ def above(branch: Branch, depth: int) -> Branch:
     while branch.depth > depth and branch.parent is not None:
         branch = branch.parent
     return branch
+
+
+def lineage(branch: Branch | None) -> Iterator[Branch]:
+    """Yield the branch and those above it, up to the root."""
+    while branch is not None:
+        yield branch
+        branch = branch.parent
 
 
 def _check_root(members: Iterable[tuple[str, ...]]) -> None:

@@ -14,7 +14,7 @@ from itertools import compress, count
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
-from .layout import Branch, Layer, LayerFlag, Layout, above, moves
+from .layout import Branch, Layer, LayerFlag, Layout, above, lineage, moves
 
 INACTIVE = -1
 
@@ -93,10 +93,9 @@ class TreePlan:
         if self._reserve_depth == len(self._layers):
             return
         for position in positions:
-            branch: Branch | None = self.layout.bottom[position]
-            while branch is not None and branch.depth >= self._reserve_depth:
-                branch.reserves.append(position)
-                branch = branch.parent
+            for branch in lineage(self.layout.bottom[position]):
+                if branch.depth >= self._reserve_depth:
+                    branch.reserves.append(position)
 
     def _end(self, positions: Iterable[int]) -> dict[int, int]:
         """End ranks, and branches with too few others; return lost numbers by position."""
@@ -111,12 +110,10 @@ class TreePlan:
             if number >= 0:
                 self.numbers[position] = INACTIVE
                 losses[position] = number
-            branch: Branch | None = self.layout.bottom[position]
-            while branch is not None:
+            for branch in lineage(self.layout.bottom[position]):
                 branch.living -= 1
                 branch.active -= number >= 0
                 touched[branch.depth].add(branch)
-                branch = branch.parent
 
         for position in set(positions):
             end(position)
@@ -142,14 +139,12 @@ class TreePlan:
         return left
 
     def _reserve_for(self, position: int) -> tuple[Branch, int] | None:
-        branch: Branch | None = self.layout.bottom[position]
-        while branch is not None and branch.depth >= self._reserve_depth:
-            reserves = branch.reserves
-            while reserves:
-                if self.is_reserve(reserves[-1]):
-                    return branch, reserves[-1]
-                reserves.pop()
-            branch = branch.parent
+        for branch in lineage(self.layout.bottom[position]):
+            # Above, and on layers without the flag, there are none.
+            while branch.reserves:
+                if self.is_reserve(branch.reserves[-1]):
+                    return branch, branch.reserves[-1]
+                branch.reserves.pop()
         return None
 
     def rank_of(self, position: int) -> int | None:
@@ -163,10 +158,8 @@ class TreePlan:
     def _take(self, position: int, number: int) -> None:
         self.numbers[position] = number
         self.active_positions[number] = position
-        branch: Branch | None = self.layout.bottom[position]
-        while branch is not None:
+        for branch in lineage(self.layout.bottom[position]):
             branch.active += 1
-            branch = branch.parent
 
     def _backfill(self, losses: dict[int, int]) -> list[int]:
         """Give lost numbers to the last active ranks; return the numbers that stay free."""
@@ -210,10 +203,8 @@ class TreePlan:
         del self.active_positions[wanted:]
         for position in retired:
             self.numbers[position] = INACTIVE
-            branch: Branch | None = self.layout.bottom[position]
-            while branch is not None:
+            for branch in lineage(self.layout.bottom[position]):
                 branch.active -= 1
-                branch = branch.parent
         self._add_reserves(retired)
 
 
