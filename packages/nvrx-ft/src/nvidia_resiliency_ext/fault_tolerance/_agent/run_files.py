@@ -48,7 +48,6 @@ class RunPaths:
     Attributes:
         run_dir: The private directory for sockets, removed at the end.
         run_id: Unique for this launch; processes are found by it.
-        host: This node's name.
         record_dir: Where events, failures and stacks go.
         record_is_temporary: Whether that is the run directory.
         output: What the user wants of the workers' output.

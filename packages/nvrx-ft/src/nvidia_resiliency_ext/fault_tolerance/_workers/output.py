@@ -129,7 +129,7 @@ def console_output(directory: str) -> WorkerOutput:
     """Return the streams of a worker whose files have no room: the launcher's own."""
 
     def target(descriptor: int) -> Target:
-        # Named, and not inherited: a standby that was made for files would keep its placeholder.
+        # Named, and not inherited: a process prewarmed for files would keep its placeholder.
         return Target(open_pipe=lambda: os.dup(descriptor))
 
     return WorkerOutput(target(1), target(2), os.path.join(directory, "error.json"))
