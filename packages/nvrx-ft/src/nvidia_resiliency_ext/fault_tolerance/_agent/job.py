@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admissi
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    host_plan_of,
+    services_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
@@ -217,7 +217,7 @@ class Job:
         if not store_host.is_here:
             return None
         services = CoordinatorServices(
-            host_plan_of(self._plan),
+            services_plan_of(self._plan),
             self._environ,
             CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,

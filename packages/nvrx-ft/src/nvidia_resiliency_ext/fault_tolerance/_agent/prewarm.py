@@ -206,9 +206,9 @@ class PrewarmStarter(Starter):
             return
         self._held[slot] = standby
         self._reporter.prewarm_changed(slot, "warming", None, None)
-        self._loop.watch(standby.fileno(), lambda: self._hear(slot))
+        self._loop.watch(standby.fileno(), lambda: self._receive(slot))
 
-    def _hear(self, slot: int) -> None:
+    def _receive(self, slot: int) -> None:
         """Take a held prewarmed worker's message."""
         message = self._held[slot].receive()
         if isinstance(message, Ready) and message.problem is None:
