@@ -100,6 +100,9 @@ class FileNotices:
     def watch(self, path: str) -> bool:
         """Watch a file, too.
 
+        Args:
+            path: The file.
+
         Returns:
             Whether the kernel reports that it grows; False after `close` as well.
         """

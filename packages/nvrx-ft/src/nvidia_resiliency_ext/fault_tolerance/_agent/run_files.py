@@ -237,7 +237,7 @@ class CycleRecords:
             self._write_files_instead(said)
 
     def _write_files_instead(self, said: str | None) -> None:
-        why = "the job's host runs no log server"
+        why = "the rendezvous host runs no log server"
         if said == IN_A_FILE:
             why = (
                 "the job's log server asks for a token from a file:"

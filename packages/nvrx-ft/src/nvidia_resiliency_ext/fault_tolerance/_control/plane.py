@@ -107,7 +107,7 @@ class ControlPlane:
         elif isinstance(problem, NvrxError):
             raise problem
         elif problem is not None:
-            raise NvrxError(f"a defect in the store host: {problem!r}") from problem
+            raise NvrxError(f"a defect in the rendezvous host: {problem!r}") from problem
 
     # Assembly; each part is taken down in the reverse order --------------------------------------
 

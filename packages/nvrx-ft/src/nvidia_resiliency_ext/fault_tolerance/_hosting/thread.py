@@ -114,7 +114,7 @@ class CoordinatorThread(threading.Thread):
             logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it
         except Exception as error:
             self.problem = error
-            logger.exception("a defect in the store host ended the job's store")
+            logger.exception("a defect in the rendezvous host ended the job's store")
         finally:
             self._on_end()
 

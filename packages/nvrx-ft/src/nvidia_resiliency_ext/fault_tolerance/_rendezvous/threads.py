@@ -71,7 +71,7 @@ def _is_first(entry: Entry) -> bool:
 def _store_gone(error: StoreLostError) -> str:
     if isinstance(error, NoJobError):
         return str(error)
-    return f"the rendezvous host of the job does not answer ({error})"
+    return f"the rendezvous host of the job is gone or does not answer ({error})"
 
 
 def _can_read(store: JobStore, key: str) -> bool:

@@ -389,8 +389,8 @@ class Membership:
                 if self._lost:
                     raise
                 raise JoinTimeoutError(
-                    f"no store host has begun the job ({error}): is_store_host must be true on one"
-                    " node"
+                    f"no rendezvous host has begun the job ({error}):"
+                    " is_store_host must be true on one node"
                 ) from None
         return self.ask(arrive)
 
