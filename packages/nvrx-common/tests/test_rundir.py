@@ -211,7 +211,7 @@ def test_a_place_that_cannot_be_listed_is_passed_over(
     stale = RunDir.create("rebooted", {"TMPDIR": str(place)})
     change_owner(stale, boot_id="another-boot")
     gone = str(place / "gone")
-    monkeypatch.setattr(rundir, "_places", lambda _: [gone, str(place)])
+    monkeypatch.setattr(rundir, "trusted_places", lambda _: [gone, str(place)])
     assert stale_run_dirs({}) == [stale.path]
 
 

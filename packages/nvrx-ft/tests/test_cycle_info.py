@@ -148,11 +148,11 @@ def test_readers_never_see_a_part_of_a_file(tmp_path: Path) -> None:
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let writing hang until the event is set."""
-    gate = threading.Event()
-    monkeypatch.setattr(writers, "atomic_write", lambda *_, **__: gate.wait(30))
+    may_go_on = threading.Event()
+    monkeypatch.setattr(writers, "atomic_write", lambda *_, **__: may_go_on.wait(30))
     monkeypatch.setattr(writers, "_replace_link", lambda *_: None)
-    yield gate
-    gate.set()
+    yield may_go_on
+    may_go_on.set()
 
 
 def test_a_dead_file_system_costs_two_seconds_at_most(
@@ -277,8 +277,8 @@ def test_what_waits_for_a_full_disk_is_bounded(tmp_path: Path, disk: Disk) -> No
     for cycle in range(70):
         assert writer.write_cycle_start("a", 0, cycle, START, "", "n1")
     writer.shutdown()
-    assert 1 < len(writer._owed) <= 64
-    assert "cycle_info.a.0.69" in writer._owed
+    assert 1 < len(writer._unwritten) <= 64
+    assert "cycle_info.a.0.69" in writer._unwritten
 
 
 def test_a_job_id_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

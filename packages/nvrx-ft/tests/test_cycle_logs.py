@@ -31,10 +31,10 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
 )
 from nvidia_resiliency_ext.fault_tolerance._logs import outlet as outlets
 from nvidia_resiliency_ext.fault_tolerance._logs import sinks
-from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Spill
 from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
-from nvidia_resiliency_ext.fault_tolerance._logs.reader import ReaderConfig, open_pipe
+from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Spill
+from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
     LogServers,
@@ -117,7 +117,7 @@ def test_streams_of_a_rank_keep_their_order_and_ranks_their_lines(
 
 def test_a_cycle_begins_while_the_last_one_is_read(logs: Logs, tmp_path: Path) -> None:
     """Each cycle has its own file; a pipe that somebody holds delays no other."""
-    made = logs(config=ReaderConfig(drain_s=0.3))
+    made = logs()
     made.begin_cycle(0, 1)
     held = made.open_pipe(0)
     os.write(held, b"begun, not ended")
@@ -168,14 +168,11 @@ def test_a_log_that_takes_nothing_stops_nobody(
 
 def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Path) -> None:
     """Lines wait in memory and in files while a log hangs, and come in order afterwards."""
-    gate, taken = threading.Event(), bytearray()
+    may_go_on, taken = threading.Event(), bytearray()
 
     class Slow:
-        def open(self, _path: str) -> Slow:
-            return self
-
         def write(self, data: memoryview) -> int:
-            gate.wait(DEADLINE_S)
+            may_go_on.wait(DEADLINE_S)
             taken.extend(data[:100_000])
             return min(len(data), 100_000)
 
@@ -183,7 +180,7 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
             return True
 
     spill = Spill(str(tmp_path), 1 << 30)
-    outlet = outlets.Outlet(Slow(), Backlog(1 << 20, spill))
+    outlet = outlets.Outlet(lambda _path: Slow(), Backlog(1 << 20, spill))
     target = outlet.open("x")
     sent = b""
     for number in range(60):
@@ -191,7 +188,7 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
         outlet.put(target, block)
         sent += block
     assert spill.used_bytes > 2 << 20
-    gate.set()
+    may_go_on.set()
     assert outlet.close(DEADLINE_S)
     assert bytes(taken) == sent
     spill.close()
@@ -199,25 +196,22 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
 
 def test_a_hung_log_does_not_hold_up_the_end() -> None:
     """A log whose writing never returns costs the end its time limit and no more."""
-    gate = threading.Event()
+    may_go_on = threading.Event()
 
     class Hung:
-        def open(self, _path: str) -> Hung:
-            return self
-
         def write(self, data: memoryview) -> int:
-            gate.wait(DEADLINE_S)
+            may_go_on.wait(DEADLINE_S)
             return len(data)
 
         def close(self, _timeout_s: float = 0.0) -> bool:
             return True
 
-    outlet = outlets.Outlet(Hung(), Backlog(1 << 20, None))
+    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, None))
     outlet.put(outlet.open("x"), b"a\n")
     started = time.monotonic()
     assert not outlet.close(0.2)
     assert time.monotonic() - started < DEADLINE_S / 2
-    gate.set()
+    may_go_on.set()
 
 
 def test_pipes_hold_a_megabyte_where_the_kernel_gives_it() -> None:
@@ -242,9 +236,9 @@ logs = CycleLogs({str(tmp_path / "job.log")!r})
 logs.capture_own_streams({str(tmp_path / "own.log")!r})
 print("  1 mem")
 print("to stderr", file=sys.stderr)
-keeper = subprocess.Popen(["sleep", "60"])  # holds the streams' pipe open
+holding = subprocess.Popen(["sleep", "60"])  # holds the streams' pipe open
 assert logs.close()
-keeper.kill(); keeper.wait()
+holding.kill(); holding.wait()
 print("after")
 """
     started = time.monotonic()
@@ -475,7 +469,7 @@ def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> No
         def close(self, deadline_s: float | None) -> None:
             limits.put(deadline_s)
 
-    sinks._Remote(Target(), []).close()  # type: ignore[arg-type]
+    sinks.RemoteFile(Target(), []).close()  # type: ignore[arg-type]
     assert limits.get(timeout=DEADLINE_S) is None
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._logs import lines
-from nvidia_resiliency_ext.fault_tolerance._logs.backlog import Backlog, Record, Spill
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import (
     LineAssembler,
     cycle_log_file,
     rank_prefix,
 )
+from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Record, Spill
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import pipe_bytes
 
 PREFIX = b" 3: "

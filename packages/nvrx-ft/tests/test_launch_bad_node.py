@@ -102,7 +102,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline(hook, caplog):
     reporter = hook(*python("import time; time.sleep(60)"), deadline_s=1.0)
     reporter.report(CAUSE)
     reporter.close()
-    reporter._thread.join(30)  # `close` itself waits no longer than the command may take
+    reporter._thread.close(30)  # `close` itself waits no longer than the command may take
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "not done within 1 s: killed" in line
 

@@ -256,21 +256,41 @@ def test_streams_follow_redirects_tee_and_filter():
     assert second.stderr == output.Target("d/stderr.log", tee=False)
 
 
-def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, loop, capfdbinary):
-    """Lines appear with their prefix as they are written; an unfinished one at the end."""
+@pytest.mark.parametrize("has_notices", [True, False])
+def test_tee_copies_whole_lines_with_prefix_and_the_last_words(
+    tmp_path, loop, capfdbinary, monkeypatch, has_notices
+):
+    """Lines appear when the kernel says that the file grew, else at an interval; the rest last."""
+    monkeypatch.setenv("NVRX_FORCE_NO_INOTIFY", "0" if has_notices else "1")
     path = tmp_path / "stdout.log"
     path.touch()
     tee = output.Tee()
     tee.follow(str(path), "[default0]:", output.Stream.STDOUT)
+    assert tee.look() == (None if has_notices else output.LOOK_INTERVAL_S)
     with path.open("ab", buffering=0) as file:
         file.write(b"one\ntw")
-        if tee.fileno() is not None:
+        if has_notices:
             loop.watch(tee.fileno(), tee.look)
             loop.run_once(until=SystemClock().monotonic() + 10)
+            loop.unwatch(tee.fileno())
+        else:
+            assert tee.fileno() == -1
+            tee.look()
         assert capfdbinary.readouterr().out == b"[default0]:one\n"
         file.write(b"o")
     tee.close()
     assert capfdbinary.readouterr().out == b"[default0]:two\n"
+
+
+def test_a_line_written_before_the_tee_follows_is_shown_at_once(tmp_path):
+    """The kernel reports nothing of it: a standby worker may print before it is followed."""
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"early\n")
+    looks = []
+    tee = output.Tee(lambda: looks.append(1))
+    tee.follow(str(path), "", output.Stream.STDOUT)
+    assert looks == [1]
+    tee.close()
 
 
 def test_filtered_streams_have_one_file_for_all_ranks():
@@ -376,7 +396,7 @@ def test_a_console_that_does_not_read_delays_no_restart_and_loses_no_line(tmp_pa
         tee.follow(str(path), "", output.Stream.STDOUT)
         if cycle == b"old\n":
             tee.end_cycle()
-            assert due == [output.LOOK_INTERVAL_S]
+            assert due[-1] == output.LOOK_INTERVAL_S
     seen = b""
     while len(seen) < 2 * 200_000 + 4:
         seen += os.read(reader, 1 << 16)
@@ -477,7 +497,7 @@ def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
     group = workers.WorkerGroup(loop, SystemClock(), tee, listener=listener)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(output.LogDirectoryError):
-        group.start([spec], workers.ColdStarter())
+        group.start([spec], workers.Starter())
     assert os.listdir("/proc/self/fd") == before
     tee.close()
 
@@ -521,7 +541,7 @@ def test_failure_record_does_not_wait_for_a_pipe(tmp_path):
     os.mkfifo(tmp_path / records.FAILURES_FILE)
     log = records.FailureLog(str(tmp_path))
     cause = faults.cause_of(failure(0))
-    log.write(records.FailureRecord(1.0, "h", 0, "fail", cause, None))
+    log.write({"cause": cause.kind, "what": cause.what})
 
 
 def test_failure_record_that_is_cut_is_told(tmp_path, caplog):
@@ -531,7 +551,7 @@ def test_failure_record_that_is_cut_is_told(tmp_path, caplog):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
-        log.write(records.FailureRecord(1.0, "h", 0, "fail", faults.cause_of(failure(0)), None))
+        log.write({"what": faults.cause_of(failure(0)).what})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         signal.signal(signal.SIGXFSZ, handler)

@@ -140,7 +140,7 @@ def test_a_sweep_ends_what_forks_all_the_time():
     ) as forker:
         group = int(forker.stdout.readline())
         forker.wait(20.0)
-        assert sweep.sweep(run_id, (), spare=(), limit_s=30) == []
+        assert sweep.sweep(run_id, (), spared=(), limit_s=30) == []
         # End of file: no process holds the stream any more.
         assert forker.stdout.read() == b""
     assert procfs.pids_in_groups([group]) == []
@@ -157,7 +157,7 @@ def test_a_sweep_without_descriptors_left_goes_on(stray, monkeypatch):
         return held(pid)
 
     monkeypatch.setattr(sweep, "PidHandle", hold)
-    assert sweep.sweep(stray.run_id, (), spare=(), limit_s=30) == []
+    assert sweep.sweep(stray.run_id, (), spared=(), limit_s=30) == []
     assert stray.wait(timeout=150) == -signal.SIGKILL
 
 
@@ -227,14 +227,14 @@ def test_a_reused_descriptor_number_gets_no_event_of_its_predecessor():
 
     def replace_other(other):
         seen.append(other)
-        server.unwatch(numbers[other])
+        server.loop.unwatch(numbers[other])
         os.dup2(idle.fileno(), numbers[other])
-        server.watch(numbers[other], lambda: seen.append("new"))
+        server.loop.watch(numbers[other], lambda: seen.append("new"))
         server.leave()
 
     for this, other in ((0, 1), (1, 0)):
         pairs[this][1].send(b"x")
-        server.watch(numbers[this], lambda other=other: replace_other(other))
+        server.loop.watch(numbers[this], lambda other=other: replace_other(other))
     server.run()
     assert len(seen) == 1, "neither the other one, which is closed, nor the idle one in its place"
     for sock in (*pairs[0], *pairs[1], idle, idle_end):

@@ -12,7 +12,7 @@ import pytest
 from monitored_ranks import wait_until
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import hotpath
-from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotWriter, read_slot
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, begin_slot, read_slot
 from nvidia_resiliency_ext.fault_tolerance.data import SectionAction
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_client import RankMonitorClientError
 from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
@@ -29,7 +29,7 @@ class Path(hotpath.HotPath):
         self.posted = []
         words = memoryview(bytearray(self.layout.size_bytes)).cast("q")
         self.began = self._begin(words, self.layout.sections, is_answered=False)
-        SlotWriter(words, self.layout).begin(1, self.began)
+        begin_slot(words, 1, self.began)
         self.words = words
 
     def _post(self, message):

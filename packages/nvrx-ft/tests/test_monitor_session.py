@@ -4,10 +4,11 @@
 import signal
 
 import pytest
+from slot_writer import SlotWriter
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import session as s
 from nvidia_resiliency_ext.fault_tolerance._monitor.session import Phase, SessionState, step
-from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotWriter, read_slot
+from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout
 from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import Timeouts, Verdict
 
 LAYOUT = SlotLayout(("step",))
@@ -32,11 +33,10 @@ def policy(sig=signal.SIGKILL, evidence_s=2.0, limit_s=1.0):
 
 def view(opened_at=None):
     """Return a look at a slot in which `step` is open since a time."""
-    writer = SlotWriter(memoryview(bytearray(LAYOUT.size_bytes)), LAYOUT)
-    writer.begin(1, int(T0 * 1e9))
+    writer = SlotWriter(LAYOUT, int(T0 * 1e9))
     if opened_at is not None:
         writer.open("step", int(opened_at * 1e9))
-    return read_slot(writer.words, LAYOUT)
+    return writer.view()
 
 
 def run(state, *events, rules=None):
@@ -50,38 +50,40 @@ def run(state, *events, rules=None):
 
 def live():
     """Return a session that was just accepted."""
-    state, effects = run(SessionState(), (s.Joined(1, is_holder_alive=False), T0))
+    state, effects = run(SessionState(), (s.Joined(1, has_live_owner=False), T0))
     assert effects == [s.Accept(1, 1)]
     return state
 
 
 def suspected(opened_at=T0 + 1):
     """Return a session after the first look that broke a rule."""
-    return run(live(), (s.Woke(), T0), (s.Looked(view(opened_at)), T0 + 5))[0]
+    return run(live(), (s.Happened.WOKE, T0), (s.Looked(view(opened_at)), T0 + 5))[0]
 
 
 def asking():
     """Return a session whose verdict stands."""
-    state, effects = run(suspected(), (s.Woke(), T0 + 5.01), (s.Looked(view(T0 + 1)), T0 + 5.01))
-    assert kinds(effects) == [s.Look, s.Inspect, s.Accuse]
+    state, effects = run(
+        suspected(), (s.Happened.WOKE, T0 + 5.01), (s.Looked(view(T0 + 1)), T0 + 5.01)
+    )
+    assert kinds(effects) == [s.Do.LOOK, s.Do.INSPECT, s.Accuse]
     return state
 
 
 def received():
     """Return a session on which the evidence is complete."""
-    return run(asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6))[0]
+    return run(asking(), (s.Inspected(can_dump=False), T0 + 6), (s.Happened.SAVED, T0 + 6))[0]
 
 
 def kinds(effects):
-    """Return the types of effects."""
-    return [type(effect) for effect in effects]
+    """Return effects, those with content by their types."""
+    return [effect if isinstance(effect, s.Do) else type(effect) for effect in effects]
 
 
 def test_a_healthy_look_sleeps_until_the_next_deadline():
     """A look that breaks no rule sets the time of the next one."""
-    state, effects = run(live(), (s.Woke(), T0), (s.Looked(view(T0 + 0.5)), T0 + 0.6))
+    state, effects = run(live(), (s.Happened.WOKE, T0), (s.Looked(view(T0 + 0.5)), T0 + 0.6))
     assert (state.phase, state.wake_at) == (Phase.LIVE, pytest.approx(T0 + 1.5))
-    assert effects == [s.Look()]
+    assert effects == [s.Do.LOOK]
 
 
 def test_nobody_is_signalled_on_one_look():
@@ -93,8 +95,8 @@ def test_nobody_is_signalled_on_one_look():
 
 def test_progress_between_the_looks_acquits():
     """A rank that moved on between the two looks is not touched."""
-    state, effects = run(suspected(), (s.Woke(), T0 + 5.01), (s.Looked(view()), T0 + 5.01))
-    assert (state.phase, state.verdict, effects) == (Phase.LIVE, None, [s.Look()])
+    state, effects = run(suspected(), (s.Happened.WOKE, T0 + 5.01), (s.Looked(view()), T0 + 5.01))
+    assert (state.phase, state.verdict, effects) == (Phase.LIVE, None, [s.Do.LOOK])
 
 
 def test_another_verdict_needs_looks_of_its_own():
@@ -105,8 +107,8 @@ def test_another_verdict_needs_looks_of_its_own():
 
 def test_a_monitor_that_was_frozen_gives_the_ranks_time():
     """When the monitor wakes far too late, thawing ranks get a second before the second look."""
-    state, _ = run(live(), (s.Woke(), T0), (s.Looked(view(T0)), T0))
-    state, _ = run(state, (s.Woke(), T0 + 60), (s.Looked(view(T0)), T0 + 60))
+    state, _ = run(live(), (s.Happened.WOKE, T0), (s.Looked(view(T0)), T0))
+    state, _ = run(state, (s.Happened.WOKE, T0 + 60), (s.Looked(view(T0)), T0 + 60))
     assert (state.phase, state.wake_at) == (Phase.SUSPECT, T0 + 61)
 
 
@@ -118,14 +120,14 @@ def test_the_whole_way_of_a_hang_with_stacks():
         (s.Dumped(ends_line=False), T0 + 6.1),
         (s.Dumped(ends_line=True), T0 + 6.2),
     )
-    assert (state.phase, effects) == (Phase.DUMPING, [s.AskStacks()])
+    assert (state.phase, effects) == (Phase.DUMPING, [s.Do.ASK_STACKS])
     assert state.wake_at == pytest.approx(T0 + 6.225)
-    state, effects = run(state, (s.Woke(), T0 + 6.23), (s.Saved(), T0 + 6.24))
-    assert (state.phase, effects) == (Phase.RECEIVED, [s.SaveEvidence(), s.Testify()])
-    state, effects = run(state, (s.Sentenced(), T0 + 6.25))
-    assert (state.phase, effects) == (Phase.KILLING, [s.Terminate()])
-    state, effects = run(state, (s.Died(), T0 + 6.3))
-    assert (state.phase, state.session_id, effects) == (Phase.IDLE, 1, [s.End()])
+    state, effects = run(state, (s.Happened.WOKE, T0 + 6.23), (s.Happened.SAVED, T0 + 6.24))
+    assert (state.phase, effects) == (Phase.RECEIVED, [s.Do.SAVE_EVIDENCE, s.Do.TESTIFY])
+    state, effects = run(state, (s.Happened.SENTENCED, T0 + 6.25))
+    assert (state.phase, effects) == (Phase.KILLING, [s.Do.TERMINATE])
+    state, effects = run(state, (s.Happened.DIED, T0 + 6.3))
+    assert (state.phase, state.session_id, effects) == (Phase.IDLE, 1, [s.Do.END])
 
 
 @pytest.mark.parametrize(("can_dump", "evidence_s"), [(False, 2.0), (True, 0.0)])
@@ -133,7 +135,7 @@ def test_who_cannot_dump_is_not_asked(can_dump, evidence_s):
     """A stopped rank, or evidence switched off: straight to what the kernel says."""
     rules = policy(evidence_s=evidence_s)
     state, effects = run(asking(), (s.Inspected(can_dump), T0 + 6), rules=rules)
-    assert (state.phase, kinds(effects)) == (Phase.SAVING, [s.SaveEvidence])
+    assert (state.phase, kinds(effects)) == (Phase.SAVING, [s.Do.SAVE_EVIDENCE])
 
 
 def test_silence_after_the_request_ends_with_the_limit():
@@ -149,33 +151,33 @@ def test_silence_after_the_request_ends_with_the_limit():
 def test_a_slow_disk_does_not_hold_up_the_kill():
     """When the evidence is not written in time, it is complete all the same."""
     state, _ = run(asking(), (s.Inspected(can_dump=False), T0 + 6))
-    state, effects = run(state, (s.Woke(), state.wake_at))
-    assert effects == [s.Testify()]
-    state, effects = run(state, (s.Saved(), T0 + 9))
+    state, effects = run(state, (s.Happened.WOKE, state.wake_at))
+    assert effects == [s.Do.TESTIFY]
+    state, effects = run(state, (s.Happened.SAVED, T0 + 9))
     assert effects == []
 
 
 def test_escalation():
     """A gentle signal, then SIGKILL, then a report that nothing helps."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(received(), (s.Sentenced(), T0 + 6), rules=rules)
+    state, _ = run(received(), (s.Happened.SENTENCED, T0 + 6), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
-    state, effects = run(state, (s.Woke(), T0 + 11), rules=rules)
-    assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [s.Kill()])
-    state, effects = run(state, (s.Woke(), T0 + 16), rules=rules)
-    assert (state.phase, state.wake_at, effects) == (Phase.STUCK, None, [s.ReportUnkillable()])
-    state, effects = run(state, (s.Died(), T0 + 99), rules=rules)
-    assert effects == [s.End()]
+    state, effects = run(state, (s.Happened.WOKE, T0 + 11), rules=rules)
+    assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [s.Do.KILL])
+    state, effects = run(state, (s.Happened.WOKE, T0 + 16), rules=rules)
+    assert (state.phase, state.wake_at, effects) == (Phase.STUCK, None, [s.Do.REPORT_UNKILLABLE])
+    state, effects = run(state, (s.Happened.DIED, T0 + 99), rules=rules)
+    assert effects == [s.Do.END]
 
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_second_process(alive):
-    """While the holder lives the newcomer is refused; a dead holder is replaced at once."""
-    state, effects = run(live(), (s.Joined(2, is_holder_alive=alive), T0 + 1))
+    """While its process lives another one is refused; a dead one is replaced at once."""
+    state, effects = run(live(), (s.Joined(2, has_live_owner=alive), T0 + 1))
     if alive:
         assert (state.connection, kinds(effects)) == (1, [s.Refuse])
     else:
-        assert (state.connection, effects) == (2, [s.End(), s.Accept(2, 2)])
+        assert (state.connection, effects) == (2, [s.Do.END, s.Accept(2, 2)])
 
 
 def test_a_strangers_end_is_not_the_sessions_end():
@@ -186,42 +188,49 @@ def test_a_strangers_end_is_not_the_sessions_end():
 
 def test_another_ranks_hang_is_looked_into_without_a_verdict():
     """A rank that broke no rule is looked at like one that did, and can be blamed or let go."""
-    state, effects = run(live(), (s.Summoned(), T0 + 5))
-    assert (state.phase, state.verdict, effects) == (Phase.ASKING, None, [s.Inspect()])
-    state, effects = run(state, (s.Inspected(can_dump=False), T0 + 5), (s.Saved(), T0 + 5))
-    assert (state.phase, kinds(effects)) == (Phase.RECEIVED, [s.SaveEvidence, s.Testify])
-    assert run(state, (s.Sentenced(), T0 + 6))[1] == [s.Terminate()]
-    free, effects = run(state, (s.Released(), T0 + 6))
+    state, effects = run(live(), (s.Happened.SUMMONED, T0 + 5))
+    assert (state.phase, state.verdict, effects) == (Phase.ASKING, None, [s.Do.INSPECT])
+    state, effects = run(state, (s.Inspected(can_dump=False), T0 + 5), (s.Happened.SAVED, T0 + 5))
+    assert (state.phase, kinds(effects)) == (Phase.RECEIVED, [s.Do.SAVE_EVIDENCE, s.Do.TESTIFY])
+    assert run(state, (s.Happened.SENTENCED, T0 + 6))[1] == [s.Do.TERMINATE]
+    free, effects = run(state, (s.Happened.RELEASED, T0 + 6))
     assert (free.phase, effects) == (Phase.FREE, [])
-    again, _ = run(free, (s.Woke(), free.wake_at))
+    again, _ = run(free, (s.Happened.WOKE, free.wake_at))
     assert again.phase is Phase.LIVE
 
 
 @pytest.mark.parametrize("state", [SessionState(), received()], ids=["idle", "received"])
 def test_who_cannot_be_looked_at_again_is_not_summoned(state):
     """Without a session, or while it is looked at, a summons changes nothing."""
-    assert run(state, (s.Summoned(), T0 + 9)) == (state, [])
+    assert run(state, (s.Happened.SUMMONED, T0 + 9)) == (state, [])
 
 
 @pytest.mark.parametrize("make", [live, suspected, asking, received])
 def test_the_end_of_the_session_drops_the_suspicion(make):
     """A rank that ended its session is judged no more."""
     state, effects = run(make(), (s.Closed(1), T0 + 6))
-    assert (state.phase, state.wake_at, effects) == (Phase.IDLE, None, [s.End()])
+    assert (state.phase, state.wake_at, effects) == (Phase.IDLE, None, [s.Do.END])
 
 
 def test_a_condemned_rank_cannot_escape_by_closing():
     """After the verdict was carried out, closing the connection does not stop the escalation."""
     rules = policy(sig=signal.SIGTERM)
-    state, _ = run(received(), (s.Sentenced(), T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
+    state, _ = run(received(), (s.Happened.SENTENCED, T0 + 6), (s.Closed(1), T0 + 6.1), rules=rules)
     assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
-    assert kinds(run(state, (s.Woke(), T0 + 11), rules=rules)[1]) == [s.Kill]
+    assert kinds(run(state, (s.Happened.WOKE, T0 + 11), rules=rules)[1]) == [s.Do.KILL]
 
 
-STRAYS = [s.Dumped(ends_line=True), s.Saved(), s.Inspected(can_dump=True), s.Looked(view(T0))]
+STRAYS = [
+    s.Dumped(ends_line=True),
+    s.Happened.SAVED,
+    s.Inspected(can_dump=True),
+    s.Looked(view(T0)),
+]
 
 
-@pytest.mark.parametrize("event", [*STRAYS, s.Died(), s.Closed(1), s.Woke()], ids=repr)
+@pytest.mark.parametrize(
+    "event", [*STRAYS, s.Happened.DIED, s.Closed(1), s.Happened.WOKE], ids=repr
+)
 def test_idle_does_nothing(event):
     """Without a session no event has an effect."""
     state, effects = run(SessionState(), (event, T0))
@@ -246,9 +255,9 @@ def test_a_rank_whose_device_is_unfit_is_ended_like_a_hung_one(state):
     """Evidence, report, then the signal: as for a hang, and without a second look."""
     verdict = condemned()
     state, effects = run(state, (s.Condemned(verdict), T0 + 6))
-    assert (state.phase, effects) == (Phase.ASKING, [s.Inspect(), s.Accuse(verdict)])
-    state, effects = run(state, (s.Inspected(can_dump=False), T0 + 6), (s.Saved(), T0 + 6.1))
-    assert effects == [s.SaveEvidence(), s.Testify()]
+    assert (state.phase, effects) == (Phase.ASKING, [s.Do.INSPECT, s.Accuse(verdict)])
+    state, effects = run(state, (s.Inspected(can_dump=False), T0 + 6), (s.Happened.SAVED, T0 + 6.1))
+    assert effects == [s.Do.SAVE_EVIDENCE, s.Do.TESTIFY]
 
 
 def test_a_rank_that_is_being_ended_is_not_condemned_again():

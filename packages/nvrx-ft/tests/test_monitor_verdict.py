@@ -6,11 +6,12 @@ import os
 import stat
 
 import pytest
+from slot_writer import SlotWriter
 
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import (
     SlotLayout,
     SlotMemory,
-    SlotWriter,
+    begin_slot,
     read_slot,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import (
@@ -37,8 +38,7 @@ def limits(**given):
 def view(*events, sections=("step", "warmup", "outer", "inner"), first_iteration=-1):
     """Return what a slot shows after events of (what, argument, seconds since the start)."""
     layout = SlotLayout(tuple(sections))
-    writer = SlotWriter(memoryview(bytearray(layout.size_bytes)), layout)
-    writer.begin(1, int(START * 1e9), first_iteration)
+    writer = SlotWriter(layout, int(START * 1e9), first_iteration)
     opened = set()
     for what, argument, at in events:
         now = int((START + at) * 1e9)
@@ -53,7 +53,7 @@ def view(*events, sections=("step", "warmup", "outer", "inner"), first_iteration
                 writer.close(argument, now, is_last=not opened)
             case "iteration":
                 writer.iterate(argument)
-    return read_slot(writer.words, layout)
+    return writer.view()
 
 
 BEAT = ("beat", None, 1.0)
@@ -148,8 +148,7 @@ def test_a_stop_between_two_stores_of_a_close_is_no_hang():
     """Whatever word of a close is missing, the rank does not look long outside sections."""
     layout = SlotLayout(("step",))
     given = limits(out_of_section_s=3.0, sections_s={"step": 100.0})
-    writer = SlotWriter(memoryview(bytearray(layout.size_bytes)), layout)
-    writer.begin(1, int(START * 1e9))
+    writer = SlotWriter(layout, int(START * 1e9))
     writer.open("step", int((START + 1) * 1e9))
     before = bytes(writer.words)
     writer.close("step", int((START + 50) * 1e9), is_last=True)
@@ -186,7 +185,7 @@ def test_slot_memory_without_memfd_is_a_file_without_a_name(tmp_path, monkeypatc
         # No store into the slot can meet a full disk.
         assert status.st_blocks * 512 >= layout.size_bytes
         assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
-        SlotWriter(memory.words, layout).begin(7, 1)
+        begin_slot(memory.words, 7, 1)
         twin = SlotMemory.adopt(memory.fd, layout, must_be_sealed=False)
         assert read_slot(twin.words, layout).session_id == 7
     finally:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 
 import pytest
 
@@ -20,20 +19,13 @@ from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    prewarm: str = "auto"
-
-
 def command(*flags, entry="train.py", is_module=False, python=sys.executable):
     words = ("-m", entry) if is_module else (entry,)
     return WorkerCommand((python, *flags, *words), entry, is_module, True)
 
 
 def reason(worker_command=None, env=None, local_envs=(), prewarm="auto"):
-    return conditions.cold_reason(
-        worker_command or command("-u"), env or {}, local_envs, Settings(prewarm)
-    )
+    return conditions.cold_reason(worker_command or command("-u"), env or {}, local_envs, prewarm)
 
 
 def test_plain_script_is_warm():

@@ -80,7 +80,7 @@ def cpu_of_waiting(seconds):
         time.sleep(0.2)
     return time.process_time() - start
 without = cpu_of_waiting(seconds)
-watchdog = Watchdog(target, 1.0)
+watchdog = Watchdog(target.stamp_auto, 1.0)
 watchdog.start()
 with_it = cpu_of_waiting(seconds)
 watchdog.stop()

@@ -65,17 +65,17 @@ print(json.dumps({"first_ms": first, "again_ms": again, "second_ms": second}))
 """
 _ROLL = r"""
 import json, sys, time
-from nvidia_resiliency_ext.inprocess._ranks import gather as roll
+from nvidia_resiliency_ext.inprocess._ranks import gather
 
 size = int(sys.argv[1])
 text = "".join(
-    roll.entry(rank, ["all", f"room{rank // 1024}", f"rack{rank // 128}", f"node{rank // 8}"])
+    gather.entry(rank, ["all", f"room{rank // 1024}", f"rack{rank // 128}", f"node{rank // 8}"])
     for rank in range(size)
 )
 start = time.perf_counter()
-record = roll.compose("k", roll.parse("k", text), range(size))
+record = gather.compose("k", gather.parse("k", text), range(size))
 middle = time.perf_counter()
-roll.read("k", record, range(size))
+gather.read("k", record, range(size))
 end = time.perf_counter()
 print(json.dumps({"list_ms": (middle - start) * 1e3, "list_bytes": len(text),
                   "record_ms": (end - middle) * 1e3, "record_bytes": len(record)}))

@@ -194,9 +194,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch, use: Use) -> list[str]:
     """A stand-in recorder and one stand-in backend; returns what happens."""
     happened = use(StandInGroup(cuda=StandInBackend(lambda: happened.append("aborted"))))
     made = type("Collector", (StandInCollector,), {"happened": happened})
-    init = aborts.Recording.__init__
-    monkeypatch.setattr(aborts.Recording, "__init__", lambda *args: init(*args, collector=made))
-    monkeypatch.setattr(aborts, "_RECORDER_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(aborts, "TorchFRTraceCollector", made)
+    monkeypatch.setattr(aborts, "_RECORDER_TIMEOUT", dt.timedelta(seconds=30))
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     return happened
 
@@ -295,7 +294,7 @@ def test_record_that_does_not_answer(
 ) -> None:
     """A recorder that hangs is given up, and the abort goes on."""
     go_on = threading.Event()
-    monkeypatch.setattr(aborts, "_RECORDER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(aborts, "_RECORDER_TIMEOUT", dt.timedelta(seconds=0.01))
     monkeypatch.setattr(StandInCollector, "take", lambda _self: go_on.wait(30))
     with pytest.raises(aborts.AbortTimeoutError, match="flight-record"):
         abort.AbortTorchDistributed(str(tmp_path))(STATE)

@@ -103,14 +103,15 @@ def test_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     start = time.monotonic()
     patience_s: list[float] = []
-    join = threading.Thread.join
+    wait = threading.Event.wait
 
-    def noting(thread: threading.Thread, timeout: float) -> None:
-        patience_s.append(timeout)
-        join(thread, timeout)
+    def noting(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread() and timeout is not None:
+            patience_s.append(timeout)
+        return wait(event, timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "join", noting)
+        patch.setattr(threading.Event, "wait", noting)
         late, _ = run_abort(Compose(was_called.set, hangs), STATE, 0.2)
     duration_s = time.monotonic() - start
     assert was_called.wait(30)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._ranks import gather
-from nvidia_resiliency_ext.inprocess._ranks import gather as roll
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
@@ -233,7 +233,7 @@ def test_record_is_written_by_those_who_wait_if_the_last_rank_dies(monkeypatch):
     """All have told, but the one that should have written the record is gone: another writes it."""
     monkeypatch.setattr(gather, "_LOOK_EVERY_S", 0.02)
     store = dist.HashStore()
-    store.append("rank_assignment/0/0/entries", roll.entry(1, ["b"]))
+    store.append("rank_assignment/0/0/entries", gather.entry(1, ["b"]))
     runs = gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], _WAIT)
     assert runs == [(("a",), range(1)), (("b",), range(1, 2))]
 
@@ -299,11 +299,11 @@ def test_record_says_what_the_list_says(seed):
     rng = random.Random(seed)
     ranks = sorted(rng.sample(range(200), rng.randint(1, 60)))
     told = {rank: [rng.choice(["a", 'q"\n', "é☃", "\\"]) for _ in range(2)] for rank in ranks}
-    entries = [roll.entry(rank, keys) for rank, keys in told.items()]
+    entries = [gather.entry(rank, keys) for rank, keys in told.items()]
     rng.shuffle(entries)
-    text = "".join(entries + rng.choices(entries, k=3) + [roll.entry(500, ["late"])])
-    record = roll.compose("k", roll.parse("k", text), ranks)
-    found = {rank: list(keys) for keys, run in roll.read("k", record, ranks) for rank in run}
+    text = "".join(entries + rng.choices(entries, k=3) + [gather.entry(500, ["late"])])
+    record = gather.compose("k", gather.parse("k", text), ranks)
+    found = {rank: list(keys) for keys, run in gather.read("k", record, ranks) for rank in run}
     assert found == told
 
 
@@ -319,8 +319,8 @@ def test_record_says_what_the_list_says(seed):
 )  # fmt: skip
 def test_foreign_record_is_reported(text):
     """A record that no rank wrote is an error that names key and value."""
-    with pytest.raises(roll.ForeignKeysError, match="'where' in the store"):
-        roll.read("where", text, [0, 1])
+    with pytest.raises(ForeignValueError, match="the store holds at 'where'"):
+        gather.read("where", text, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -328,15 +328,15 @@ def test_foreign_record_is_reported(text):
 )
 def test_foreign_line_is_reported(line):
     """A line that no rank wrote is an error, not an entry."""
-    with pytest.raises(roll.ForeignKeysError):
-        roll.parse("where", f"{line}\n")
+    with pytest.raises(ForeignValueError):
+        gather.parse("where", f"{line}\n")
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_damaged_texts_give_an_error_or_a_result(seed):
     """Whatever bytes stand in the store, nothing but the one error comes out."""
     rng = random.Random(seed)
-    text = list("".join(roll.entry(rank, ["ab", str(rank // 3)]) for rank in range(6)))
+    text = list("".join(gather.entry(rank, ["ab", str(rank // 3)]) for rank in range(6)))
     for _ in range(rng.randint(1, 4)):
         text[rng.randrange(len(text))] = rng.choice('0129 []{}",\n\\x:-.')
     record = list(
@@ -345,14 +345,14 @@ def test_damaged_texts_give_an_error_or_a_result(seed):
     for _ in range(rng.randint(1, 3)):
         record[rng.randrange(len(record))] = rng.choice('0129 []{}",\n\\x:-.e')
     try:
-        found = roll.parse("k", "".join(text))
+        found = gather.parse("k", "".join(text))
         if found.keys() >= set(range(6)):
-            roll.read("k", roll.compose("k", found, range(6)), range(6))
-    except roll.ForeignKeysError:
+            gather.read("k", gather.compose("k", found, range(6)), range(6))
+    except ForeignValueError:
         pass
     try:
-        runs = roll.read("k", "".join(record), range(6))
-    except roll.ForeignKeysError:
+        runs = gather.read("k", "".join(record), range(6))
+    except ForeignValueError:
         return
     assert [rank for _, run in runs for rank in run] == list(range(6))
 
@@ -361,7 +361,7 @@ def test_foreign_bytes_are_reported():
     """Bytes that are no text are an error that names the key."""
     store = dist.HashStore()
     store.set("rank_assignment/0/0/entries", "\xff\xfe\n")
-    with pytest.raises(roll.ForeignKeysError, match="rank_assignment/0/0/entries"):
+    with pytest.raises(ForeignValueError, match="rank_assignment/0/0/entries"):
         gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], timedelta(seconds=0.05))
 
 

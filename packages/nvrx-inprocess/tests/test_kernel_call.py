@@ -14,7 +14,6 @@ from nvidia_resiliency_ext.inprocess._unblock.waits import (
     Wait,
     kernel_wait,
     own_memory,
-    parse_call,
     wait_of,
 )
 
@@ -80,7 +79,8 @@ def test_memory_is_read_and_what_is_gone_is_an_error() -> None:
 
 
 def _wait_of(line: str) -> tuple[Wait | None, int, int]:
-    return wait_of(parse_call(line))
+    number, *arguments = line.split()[:7]
+    return wait_of((int(number), *(int(each, 16) for each in arguments)) if arguments else ())
 
 
 def _line_when(pid: int, holds) -> str:

@@ -284,7 +284,7 @@ class Simulation:
         self.said: dict[int, list] = {}
         self.state = dict.fromkeys(range(self.world), "begun")
         self.iteration = dict.fromkeys(range(self.world), 0)
-        self.heard: dict[int, dict[int, Decision]] = {rank: {} for rank in range(self.world)}
+        self.received: dict[int, dict[int, Decision]] = {rank: {} for rank in range(self.world)}
         self.completed: set[int] = set()
         self.faults = self.draw.randrange(6)
         for rank in range(self.world):
@@ -330,7 +330,7 @@ class Simulation:
             self.present.discard(rank)
             self.memberships[self.node(rank)].left(rank, is_lost=False)
         elif isinstance(event, Decided) and event.iteration == self.iteration[rank]:
-            self.heard[rank][event.iteration] = event.decision
+            self.received[rank][event.iteration] = event.decision
             if rank not in event.decision.going_on:
                 self.leave(rank)
                 return
@@ -461,7 +461,7 @@ def test_random_walks(seed: int) -> None:
         pytest.fail("the job does not come to an end")
     assert not simulation.present & simulation.alive, "a survivor waits for ever"
     for n, made in simulation.iteration_store.decisions.items():
-        assert all(heard.get(n, made) == made for heard in simulation.heard.values()), (
+        assert all(received.get(n, made) == made for received in simulation.received.values()), (
             "two ranks hold different decisions"
         )
     if simulation.completed:

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
-from nvidia_resiliency_ext.inprocess._monitor.registration import Registration, StateFile
+from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
@@ -340,19 +340,6 @@ def test_stale_siblings_are_removed(environ) -> None:
     assert not os.path.exists(places[1].path)
 
 
-def test_roll_is_read_by_a_follower(tmp_path) -> None:
-    """What one monitor writes another reads; a broken file is no file."""
-    roll = StateFile(str(tmp_path), "call")
-    assert roll.read() == {}
-    roll.write({3: (10, 20)})
-    assert StateFile(str(tmp_path), "call").read() == {3: (10, 20)}
-    [path] = tmp_path.iterdir()
-    path.write_text("{]")
-    assert roll.read() == {}
-    roll.remove()
-    assert not list(tmp_path.iterdir())
-
-
 # --- traffic ---
 
 
@@ -365,7 +352,7 @@ class CountingIterationStore:
 
     def nodes(self):
         self.count += 1
-        return [NodeEntry(0, (0,), (1,), "a"), NodeEntry(1, (1,), (2,), "b")]
+        return [NodeEntry(0, {0: (1, 7)}), NodeEntry(1, {1: (2, 7)})]
 
     def register_node(self, _) -> None:
         self.count += 2
@@ -391,12 +378,12 @@ class NoThread:
             done(result)
 
 
-def test_idle_traffic_of_a_node(tmp_path) -> None:
+def test_idle_traffic_of_a_node() -> None:
     """A node with one rank costs two store operations per heartbeat interval at most."""
     settings = MonitorSettings("p", "m:f", heartbeat_interval_s=1.0, heartbeat_timeout_s=30.0)
     store_worker = NoThread()
     lost = []
-    registration = Registration(settings, str(tmp_path), store_worker, lost.extend)
+    registration = Registration(settings, store_worker, lost.extend)
     registration.came(0, 1, 1, lambda _: None)
     registration.tick(0.0, {0, 1})
     start = store_worker.iteration_store.count
@@ -406,10 +393,9 @@ def test_idle_traffic_of_a_node(tmp_path) -> None:
     waits = beats / 10  # one wait for the outcome in ten seconds
     assert store_worker.iteration_store.count - start + waits <= 2 * beats
     assert lost == []
-    registration.close()
 
 
-# --- faces ---
+# --- public functions over the parts ---
 
 
 def test_is_process_active() -> None:

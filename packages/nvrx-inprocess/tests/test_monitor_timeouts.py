@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on stamps: what a rank is asked, and when it is killed."""
 
+import dataclasses
 import math
 import random
 import signal
 
 import pytest
 
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import (
     AskForStacks,
     Evaluation,
     GiveUp,
     HardTimeout,
-    Limits,
     SendSignals,
     SoftTimeout,
     Watch,
     evaluate,
 )
 
-LIMITS = Limits(soft_s=60.0, hard_s=90.0, grace_s=5.0, interval_s=1.0)
+LIMITS = MonitorSettings(
+    "p",
+    "m:f",
+    soft_timeout_s=60.0,
+    hard_timeout_s=90.0,
+    termination_grace_s=5.0,
+    interval_s=1.0,
+)
 TERM = SendSignals((signal.SIGCONT, signal.SIGTERM))
 KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
 
@@ -33,23 +41,23 @@ def stamps(auto_s=1000.0, manual_s=None, *, protected=True, phase=Phase.GUARDED,
 class Rank:
     """A rank under watch, looked at once per interval."""
 
-    def __init__(self, limits: Limits = LIMITS, start_s: float = 1000.0) -> None:
+    def __init__(self, limits: MonitorSettings = LIMITS, start_s: float = 1000.0) -> None:
         self.limits = limits
         self.now = start_s
         self.watch = Watch()
         self.effects: list[tuple[float, object]] = []
 
     def look(self, seen: Stamps) -> Evaluation:
-        verdict = evaluate(self.watch, seen, self.limits, self.now)
-        self.watch = verdict.watch
-        self.effects += [(self.now, effect) for effect in verdict.effects]
-        return verdict
+        found = evaluate(self.watch, seen, self.limits, self.now)
+        self.watch = found.watch
+        self.effects += [(self.now, effect) for effect in found.effects]
+        return found
 
     def run(self, seen, until_s: float) -> None:
         """Look at what `seen(now)` gives at each interval and at each due moment."""
         while self.now <= until_s:
-            verdict = self.look(seen(self.now))
-            self.now = min(self.now + self.limits.interval_s, max(verdict.due_s, self.now + 1e-6))
+            found = self.look(seen(self.now))
+            self.now = min(self.now + self.limits.interval_s, max(found.due_s, self.now + 1e-6))
 
 
 def test_stuck_rank_is_asked_then_killed() -> None:
@@ -190,7 +198,13 @@ def test_killing_goes_on_whatever_the_page_says() -> None:
 def test_random_walks(seed: int) -> None:
     """Whatever is seen: a soft timeout needs silence, death needs a hard one, and order holds."""
     draw = random.Random(seed)
-    limits = Limits(3.0, 6.0, draw.choice((0.0, 0.5)), draw.choice((0.01, 0.3, 1.0)))
+    limits = dataclasses.replace(
+        LIMITS,
+        soft_timeout_s=3.0,
+        hard_timeout_s=6.0,
+        termination_grace_s=draw.choice((0.0, 0.5)),
+        interval_s=draw.choice((0.01, 0.3, 1.0)),
+    )
     rank = Rank(limits, start_s=0.0)
     auto_s, manual_s, epoch = 0.0, None, 1
     phase, protected = Phase.GUARDED, True
@@ -211,20 +225,20 @@ def test_random_walks(seed: int) -> None:
         seen = stamps(auto_s, manual_s, protected=protected, phase=phase, epoch=epoch)
         count = len(rank.effects)
         was_killing = rank.watch.is_being_killed
-        verdict = rank.look(seen)
+        found = rank.look(seen)
         new = [effect for _, effect in rank.effects[count:]]
         oldest = min(auto_s, manual_s if manual_s is not None else math.inf)
         if SoftTimeout() in new:
-            assert rank.now - oldest >= limits.soft_s
+            assert rank.now - oldest >= limits.soft_timeout_s
             assert protected
             assert phase is not Phase.IDLE
         if HardTimeout() in new:
             assert not was_killing
-            assert rank.now - oldest >= limits.hard_s
+            assert rank.now - oldest >= limits.hard_timeout_s
             assert new == [HardTimeout(), TERM]
         if KILL in new:
             assert was_killing
-        assert verdict.due_s >= rank.now
+        assert found.due_s >= rank.now
         rank.now += draw.choice((0.01, 0.1, 1.0, 2.5))
         if rank.watch.is_being_killed and draw.random() < 0.2:
             rank.watch, auto_s, manual_s = Watch(), rank.now, None

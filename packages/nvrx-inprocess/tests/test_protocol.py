@@ -68,9 +68,9 @@ def test_lists_say_what_was_written() -> None:
 def test_the_last_entry_of_a_node_counts() -> None:
     """A node that was announced again is known as it was announced last."""
     entries = [
-        NodeEntry(4, (4, 5), (40, 50), "b"),
-        NodeEntry(0, (0, 1), (10, 20), "a"),
-        NodeEntry(4, (4, 5), (41, 51), "b\n\u00fc"),
+        NodeEntry(4, {4: (40, 1), 5: (50, 1)}),
+        NodeEntry(0, {0: (10, 1), 1: (20, 2)}),
+        NodeEntry(4, {4: (41, 3), 5: (51, 0)}),
     ]
     assert parse_nodes("".join(map(format_node, entries))) == [entries[1], entries[2]]
 
@@ -100,8 +100,8 @@ def test_foreign_records_are_named(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("x", "{}", "[1]", '[1,[1],[],"h"]', '[1,[-1],[1],"h"]', '[true,[1],[1],"h"]'),
-        *("[" * 5000, '[1,["1"],[1],"h"]', "[1,[1],[1],2]", "null"),
+        *("x", "{}", "[1]", "[1,[[1,2]]]", "[1,[[-1,1,1]]]", "[true,[[1,1,1]]]", "[1,[1,2,3]]"),
+        *("[" * 5000, '[1,[["1",1,1]]]', "[1,[[1,1,1]],2]", "null"),
     ],
 )
 def test_foreign_nodes_are_named(text: str) -> None:

@@ -28,15 +28,11 @@ from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
 )
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import (
-    Endpoint,
-    ForeignValueError,
-    StoreLostError,
-    iteration_keys,
-)
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 # torch asks for the name of each peer; here nobody may answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -350,7 +346,7 @@ def test_foreign_leases_and_nodes_are_named(make: Make) -> None:
 def test_nodes_and_leases(make: Make) -> None:
     """Announced nodes are known with a lease; a node that nobody announced has none."""
     iteration_store = IterationStore(make(), P)
-    entries = [NodeEntry(0, (0, 1), (7, 8), "a"), NodeEntry(2, (2,), (9,), "b")]
+    entries = [NodeEntry(0, {0: (7, 1), 1: (8, 1)}), NodeEntry(2, {2: (9, 1)})]
     for entry in entries:
         iteration_store.register_node(entry)
     iteration_store.renew_lease(2)
@@ -723,12 +719,12 @@ def held_port() -> Iterator[int]:
 def test_a_helper_that_waits_holds_nobody_up(server: Any) -> None:
     """A clone has a connection of its own: another thread's wait in the store does not delay it."""
     waiting, other = server.clone(), server.clone()
-    thread = threading.Thread(target=StoreAccess(waiting).wait, args=("bell", 180.0), daemon=True)
+    thread = threading.Thread(target=StoreAccess(waiting).wait, args=("awake", 180.0), daemon=True)
     thread.start()
     began = time.monotonic()
     for number in range(50):
         other.set("k", str(number))
-    other.set("bell", "1")
+    other.set("awake", "1")
     thread.join(90)
     assert not thread.is_alive()
     assert time.monotonic() - began < 90

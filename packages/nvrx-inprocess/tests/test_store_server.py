@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.inprocess._store_server.hosting import (
     StoreInUseError,
     StoreServer,
     StoreServerStartError,
-    StoreServerTimes,
     host_store,
 )
 from nvidia_resiliency_ext.inprocess.store import TCPStore
@@ -147,11 +146,10 @@ def test_a_store_server_listens_at_its_address_alone(store_server: StoreServer) 
 STARTER = """
 import sys
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServerTimes, host_store
+from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
-times = StoreServerTimes(idle_s=0.5)
 here = Endpoint("127.0.0.1", 0, is_served=False)
-store_server = host_store(here, "job", TCPStore.connect, is_single_node=True, times=times)
+store_server = host_store(here, "job", TCPStore.connect, is_single_node=True, idle_s=0.5)
 print(store_server.process.pid, store_server.endpoint.port, flush=True)
 sys.stdin.read()
 """
@@ -183,9 +181,8 @@ def test_a_store_server_outlives_its_starter_and_then_its_users() -> None:
 
 def test_a_start_that_says_nothing_is_given_up() -> None:
     """If the process does not speak in time it is killed, and the error says so."""
-    times = StoreServerTimes(start_s=0.0)
     with pytest.raises(StoreServerStartError, match="nothing was heard of it within 0 s"):
-        host_store(HERE, "job", TCPStore.connect, is_single_node=True, times=times)
+        host_store(HERE, "job", TCPStore.connect, is_single_node=True, start_s=0.0)
 
 
 def test_a_loopback_name_is_not_enough_for_many_nodes(caplog: pytest.LogCaptureFixture) -> None:

@@ -55,7 +55,7 @@ class Scene:
 
         def run() -> None:
             chosen = self.abort if abort is None else abort
-            parts = (chosen, STATE, self.interrupter, self.lock, self)
+            parts = (chosen, STATE, self.interrupter, self.lock, self.pause)
             self.phases.append(terminate(*parts, "because", quiet_s=quiet_s))  # type: ignore[arg-type]
 
         self.thread = threading.Thread(target=run)

@@ -273,7 +273,7 @@ def test_equals_the_plain_rules(block):
             assert ranks == list(range(plan.world_size)), where
             active = sorted(n for n in plan.numbers if n >= 0)
             assert active == list(range(plan.active_world_size)), where
-            assert all(plan.numbers[p] == n for n, p in enumerate(plan.holders)), where
+            assert all(plan.numbers[p] == n for n, p in enumerate(plan.active_positions)), where
             check_limits(plan, layers, where)
 
 
@@ -313,8 +313,10 @@ def test_lost_nodes_keep_their_rails(seed):
         plan.lose({rng.randrange(plan.world_size)})
         if plan.active_world_size < gpus * used:
             break
-        assert all(position % gpus == n % gpus for n, position in enumerate(plan.holders)), seed
-        nodes = {position // gpus for position in plan.holders}
+        assert all(
+            position % gpus == n % gpus for n, position in enumerate(plan.active_positions)
+        ), seed
+        nodes = {position // gpus for position in plan.active_positions}
         assert len(nodes) == used, seed
 
 

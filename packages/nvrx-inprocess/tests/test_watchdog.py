@@ -50,7 +50,7 @@ def target() -> Target:
 
 @pytest.fixture
 def watchdog(target: Target) -> Iterator[Watchdog]:
-    made = Watchdog(target, INTERVAL_S)
+    made = Watchdog(target.stamp_auto, INTERVAL_S)
     made.start()
     yield made
     assert made.stop(LIMIT_S)
@@ -100,7 +100,7 @@ def test_pause_and_resume(watchdog: Watchdog, target: Target) -> None:
 
 def test_stop_while_the_main_thread_is_stuck(target: Target) -> None:
     """The thread ends although the main thread never answered, and the answer may come later."""
-    watchdog = Watchdog(target, 0.0001)
+    watchdog = Watchdog(target.stamp_auto, 0.0001)
     asked = threading.Event()
     request = watchdog._semaphore.request
 
@@ -123,7 +123,7 @@ def test_stop_while_the_main_thread_is_stuck(target: Target) -> None:
 
 def test_stop_before_start(target: Target) -> None:
     """A watchdog that was never started can be stopped."""
-    assert Watchdog(target, 1.0).stop()
+    assert Watchdog(target.stamp_auto, 1.0).stop()
 
 
 def test_interpreter_that_takes_no_more_requests(
@@ -135,7 +135,7 @@ def test_interpreter_that_takes_no_more_requests(
     monkeypatch.setattr(
         watchdog_module, "_add_pending_call", lambda *args: next(answers, None) or add(*args)
     )
-    watchdog = Watchdog(target, INTERVAL_S)
+    watchdog = Watchdog(target.stamp_auto, INTERVAL_S)
     watchdog.start()
     run_until(lambda: len(target.stamps) >= 2)
     assert watchdog.stop(LIMIT_S)

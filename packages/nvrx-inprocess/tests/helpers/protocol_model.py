@@ -123,7 +123,7 @@ class Job:
             self.start_monitor(node)
 
     def start_monitor(self, node: Node) -> None:
-        for name, work in (("commands", self.commands), ("news", self.read_outcomes)):
+        for name, work in (("commands", self.commands), ("events", self.read_outcomes)):
             rng = random.Random(f"{self.seed} {name} {node.number} {node.generation}")
             actor = Actor(f"{name} {node.number}.{node.generation}", node, node.generation, rng)
             self.runtime.start(
@@ -160,8 +160,8 @@ class Job:
 
     def commands(self, actor: Actor, iteration_store: IterationStore) -> None:
         node = actor.node
-        initials = tuple(rank.initial for rank in node.ranks)
-        iteration_store.register_node(NodeEntry(initials[0], initials, initials, "host"))
+        processes = {rank.initial: (rank.initial, 1) for rank in node.ranks}
+        iteration_store.register_node(NodeEntry(min(processes), processes))
         # It does not know for whom the one before it has spoken.
         node.spoken.clear()
         for rank in node.ranks:

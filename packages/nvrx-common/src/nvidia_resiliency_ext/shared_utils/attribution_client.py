@@ -302,7 +302,7 @@ class AttributionService:
         """Send what is still to be submitted, and end the thread.
 
         Args:
-            timeout: It is left behind when it has not ended by then.
+            timeout: Seconds to wait; a thread that has not ended by then is abandoned.
         """
         with self._changed:
             self._is_polling = False

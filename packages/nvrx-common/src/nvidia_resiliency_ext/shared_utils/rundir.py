@@ -74,7 +74,7 @@ class RunDir:
         """Make a new run directory owned by this process.
 
         It lies in `$XDG_RUNTIME_DIR`, `$TMPDIR`, `/tmp` or `/dev/shm`: the first that is ours or
-        sticky, can be written, and leaves room for socket names of 40 bytes.
+        sticky, can be written, and leaves space for socket names of 40 bytes.
 
         Args:
             label: What the run is, in at most 24 letters, digits, `_`, `.` and `-`.
@@ -88,10 +88,10 @@ class RunDir:
             raise ValueError(f"{label!r} is no label of 1 to {_LONGEST_LABEL} plain characters")
         name = f"nvrx-{label}-{os.urandom(_RANDOM_BYTES).hex()}"
         last_error: OSError | None = None
-        for place in _places(environ):
+        for place in trusted_places(environ):
             path = os.path.join(place, name)
-            room_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
-            if room_bytes < _RESERVED_FOR_NAMES_BYTES:
+            space_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
+            if space_bytes < _RESERVED_FOR_NAMES_BYTES:
                 continue
             try:
                 return cls._create_at(path, label)
@@ -154,10 +154,6 @@ class RunDir:
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return this user's run directories whose owner no longer exists.
 
-    That is: an earlier boot of this host, or a process number that is free or was given to a
-    process that started at another time. An owner that cannot be checked from here, such as one
-    on another host that shares the directory or in another container, counts as alive.
-
     An owner no longer exists if it belongs to an earlier boot of this host, or if its process
     number is free or belongs to a process that started at another time. An owner that cannot be
     examined from here (on another host, in another container) counts as alive.
@@ -208,7 +204,7 @@ def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
     """Return what carries a name of ours in the places for run directories."""
     found = []
-    for place in _places(environ):
+    for place in trusted_places(environ):
         try:
             with os.scandir(place) as entries:
                 found += [entry.path for entry in entries if entry.name.startswith(prefix)]
@@ -217,10 +213,16 @@ def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _places(environ: Mapping[str, str]) -> list[str]:
-    """Return the directories that may hold run directories and can be trusted with them."""
+def trusted_places(environ: Mapping[str, str], preferred: str = "") -> list[str]:
+    """Return the directories that may hold run directories and can be trusted with them.
+
+    Args:
+        environ: The environment that names some of them.
+        preferred: One that comes first, if it can be trusted. Default: none.
+    """
     own_uid = os.geteuid()
-    candidates = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp", "/dev/shm"]  # noqa: S108
+    named = [preferred, environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
+    candidates = [*named, "/tmp", "/dev/shm"]  # noqa: S108
     places: list[str] = []
     for candidate in candidates:
         if not candidate or not os.path.isabs(candidate):

@@ -110,32 +110,6 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return _DashesOnly(prog, max_help_position=30, width=width)
 
 
-class _Given(argparse.Action):
-    """Keeps what was given and by which flag; it becomes a value when all words are read."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, flag: Flag, help: str) -> None:  # noqa: A002  # argparse names it so
-        super().__init__(
-            option_strings,
-            dest,
-            nargs=0 if flag.kind is None else None,
-            default=argparse.SUPPRESS,
-            metavar=None if flag.kind is None else flag.kind.metavar,
-            help=help,
-        )
-        self.flag = flag
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        del parser, option_string
-        raw = True if self.flag.kind is None else values
-        namespace.given[self.flag.attribute] = (raw, f"--{self.flag.name}")
-
-
 class _Version(argparse.Action):
     """Prints what the self-check finds about packages, and leaves."""
 
@@ -156,6 +130,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+_ACTIONS: dict[str, type[argparse.Action]] = {
+    "version": _Version,
+    "print-completion": PrintCompletion,
+}
+
+
 class FlagParser(argparse.ArgumentParser):
     """An `ArgumentParser` that draws the border to the script's arguments itself."""
 
@@ -173,19 +153,19 @@ class FlagParser(argparse.ArgumentParser):
         """Add flags, grouped by title, and `--help`; return the groups."""
         titles = [title for title in GROUPS if any(flag.group == title for flag in flags)]
         groups = {title: self.add_argument_group(title) for title in titles}
+        self._read_here = {flag.name for flag in flags} - _ACTIONS.keys()
         groups[titles[0]].add_argument("-h", "--help", action="help", help="Show this and leave.")
         for flag in flags:
             words = [f"-{flag.short}"] if flag.short else []
-            # `_split` takes any mixture; these two are for whoever asks the parser what it knows.
+            # `_split` takes any mixture; these two are for help and completion.
             words += dict.fromkeys((f"--{flag.name}", f"--{flag.name.replace('-', '_')}"))
             options: dict[str, Any] = {"dest": flag.attribute, "help": _help_text(flag)}
-            if flag.name == "version":
-                options["action"] = _Version
-            elif flag.name == "print-completion":
-                options["action"] = PrintCompletion
+            if flag.name in _ACTIONS:
+                options["action"] = _ACTIONS[flag.name]
+            elif flag.kind is None:
+                options |= {"action": "store_true", "default": argparse.SUPPRESS}
             else:
-                options["action"] = _Given
-                options["flag"] = flag
+                options |= {"metavar": flag.kind.metavar, "default": argparse.SUPPRESS}
             groups[flag.group].add_argument(*words, **options)
         return groups
 
@@ -203,21 +183,15 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         namespace = argparse.Namespace() if namespace is None else namespace
-        namespace.given = {}
-        words, rest, warnings = self._split(list(sys.argv[1:] if args is None else args))
+        given: dict[str, tuple[Any, str]] = {}
+        words, rest, warnings = self._split(list(sys.argv[1:] if args is None else args), given)
         parsed, unknown = super().parse_known_args(words, namespace)
-        given = _with_environment(parsed.given, os.environ)
+        given = _with_environment(given, os.environ)
         problems = _fill(parsed, given)
         if problems:
             self.error("; ".join(problems))
-        parsed.training_script, parsed.training_script_args = (
-            (rest[0], rest[1:])
-            if rest
-            else (
-                None,
-                [],
-            )
-        )
+        parsed.training_script = rest[0] if rest else None
+        parsed.training_script_args = rest[1:]
         warnings += _misplaced(parsed.training_script_args)
         parsed.given = {attribute: where for attribute, (_, where) in given.items()}
         parsed.warnings = warnings + [
@@ -236,43 +210,44 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         usage_error(message)
 
-    def _split(self, args: list[str]) -> tuple[list[str], list[str], list[str]]:
-        """Return the launcher's words, one per flag; the script and its words; warnings."""
-        words: list[str] = []
+    def _split(
+        self, args: list[str], given: dict[str, tuple[Any, str]]
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Put flags into `given`; return other words, those of the script, and warnings."""
+        others: list[str] = []
         warnings: list[str] = []
         position = 0
         while position < len(args):
             word = args[position]
+            if word != "--" and (not word.startswith("-") or word == "-"):
+                break
             position += 1
             if word == "--":
-                break
-            if not word.startswith("-") or word == "-":
-                position -= 1
                 break
             flag, name, value = _recognise(word)
             if name in OLD_SPELLINGS:
                 text = f"--{name} is deprecated; use --{OLD_SPELLINGS[name]}"
                 warnings += [text] if text not in warnings else []
             if flag is None:
-                words.append(word)
-            elif flag.name == "version":
-                words.append("--version")
-            elif flag.kind is None:
+                others.append(word)
+                continue
+            if flag.kind is None:
                 if value is not None:
                     self.error(f"--{flag.name} takes no value, got {value!r}")
-                words.append(f"--{flag.name}")
                 # Further letters of the same word, as in -mr3.
                 if not word.startswith("--") and len(word) > 2:  # noqa: PLR2004  # dash and letter
                     position -= 1
                     args[position] = "-" + word[2:]
+            elif value is None:
+                if position == len(args) or _is_flag(args[position]):
+                    self.error(f"--{flag.name} needs a value: {flag.kind.expects}")
+                value = args[position]
+                position += 1
+            if flag.name in self._read_here:
+                given[flag.attribute] = (True if value is None else value, f"--{flag.name}")
             else:
-                if value is None:
-                    if position == len(args) or _is_flag(args[position]):
-                        self.error(f"--{flag.name} needs a value: {flag.kind.expects}")
-                    value = args[position]
-                    position += 1
-                words.append(f"--{flag.name}={value}")
-        return words, args[position:], warnings
+                others.append(f"--{flag.name}" if value is None else f"--{flag.name}={value}")
+        return others, args[position:], warnings
 
 
 def _recognise(word: str) -> tuple[Flag | None, str, str | None]:
@@ -324,8 +299,8 @@ def _unknown(word: str) -> str:
     longer = sorted(f"--{flag.name}" for flag in FLAGS if f"--{flag.name}".startswith(begun))
     if len(longer) > 1 and begun.startswith("--"):
         return f"flag {values.describe(name)} is short for several: {', '.join(longer)}"
-    known = [f"--{flag.name}" for flag in FLAGS] + [f"--{old}" for old in OLD_SPELLINGS]
-    hint = nearest(begun, known) or f"; see {PROGRAM} --help"
+    spellings = [f"--{flag.name}" for flag in FLAGS] + [f"--{old}" for old in OLD_SPELLINGS]
+    hint = nearest(begun, spellings) or f"; see {PROGRAM} --help"
     return f"unknown flag {values.describe(name)}{hint}"
 
 

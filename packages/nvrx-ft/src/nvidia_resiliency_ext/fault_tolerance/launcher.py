@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The face of the launcher: what `ft_launcher` runs and what programs import. No logic here.
+"""The launcher's public API: what `ft_launcher` runs and what programs import. No logic here.
 
 Names are loaded when they are first used, so that `ft_launcher --help` and the launcher itself
 import neither torch nor what they do not need.

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import threading
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
 from nvidia_resiliency_ext.fault_tolerance._env import DISABLE_RANK_MONITORS
@@ -21,8 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
     WorkloadControlRequest,
 )
 
-from ._monitor.client_timeouts import ANSWER_LIMIT_S, ClientTimeouts
-from ._monitor.hotpath import training_iteration
+from ._monitor.hotpath import HotPath, training_iteration
 from ._monitor.slot import (
     NO_ITERATION,
     SAVE_ASKED,
@@ -31,24 +31,28 @@ from ._monitor.slot import (
     SlotError,
     SlotLayout,
     SlotMemory,
-    SlotWriter,
+    begin_slot,
 )
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Collection, Mapping
 
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
     from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
+    from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
+    from ._monitor.link import RankLink
     from ._monitor.messages import Accepted, Hello
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
+ANSWER_LIMIT_S = 30.0
 DUMP_SIGNAL = signal.SIGRTMIN + 5
 """Makes the rank write the stacks of its threads into the monitor's pipe."""
 
 
-class RankMonitorClient(ClientTimeouts):
+class RankMonitorClient(HotPath):
     """A training script's connection to its rank monitor.
 
     Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
@@ -63,14 +67,25 @@ class RankMonitorClient(ClientTimeouts):
         ...     train_step()
     """
 
+    CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
+
     def __init__(self) -> None:
         """Connect to nothing yet."""
         super().__init__()
+        self.logger = logging.getLogger("nvrx")
+        self.is_initialized = False
+        self.hb_timeouts: HeartbeatTimeouts | None = None
+        self.section_timeouts: SectionTimeouts | None = None
+        self.loaded_hb_timeouts: HeartbeatTimeouts | None = None
+        self.loaded_section_timeouts: SectionTimeouts | None = None
         self.rank_info: RankInfo | None = None
         self.cfg: FaultToleranceConfig | None = None
         self.iter_idx = 0
         self.chkpt_manager: object | None = None
         self.launcher_connector = self._make_launcher_connector()
+        self._calc: TimeoutsCalc | None = None
+        self._own_limits: dict[str, Any] = {}
+        self._link: RankLink | None = None
         self._memory: SlotMemory | None = None
         self._dump_fd = -1
         self._may_dump = False
@@ -173,6 +188,137 @@ class RankMonitorClient(ClientTimeouts):
             )
         info = self.rank_info or RankInfo.get_for_current_rank()
         self.launcher_connector.send((info.global_rank, req))
+
+    @property
+    def timeouts_calc(self) -> TimeoutsCalc | None:
+        """What was measured so far, up to date; None before the first session."""
+        if self._calc is not None:
+            self._flush(self._calc)
+        return self._calc
+
+    def calculate_and_set_hb_timeouts(self, skip_if_not_ready: bool = False) -> bool:
+        """Set heartbeat timeouts from the longest intervals of all ranks; collective.
+
+        Args:
+            skip_if_not_ready: Return False when too few heartbeats were seen, instead of raising.
+
+        Returns:
+            Whether the timeouts were set, here and in the monitor.
+
+        Raises:
+            RankMonitorClientError: Not initialised, or too few heartbeats were seen.
+            TimeoutsCalcError: There is no process group.
+        """
+        calc = self._synchronized_calc(counts_outside=False)
+        if not calc.can_get_hb_timeouts():
+            return self._not_ready("heartbeats", skip_if_not_ready=skip_if_not_ready)
+        self.hb_timeouts = calc.get_hb_timeouts(self.hb_timeouts)
+        self._send_limits(_limits_of(heartbeat=self.hb_timeouts))
+        return True
+
+    def calculate_and_set_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        skip_if_not_ready: bool = False,
+    ) -> bool:
+        """Set section timeouts from the longest durations of all ranks; collective.
+
+        Args:
+            selected_sections: Sections to set; all if None. As in `start_section`, names that
+                the configuration does not have are ignored.
+            calc_out_of_section: Whether to set the timeout of the time outside sections, too.
+            skip_if_not_ready: Return False when something was not measured, instead of raising.
+
+        Returns:
+            Whether the timeouts were set, here and in the monitor.
+
+        Raises:
+            RankMonitorClientError: Not initialised, or something was not measured.
+            TimeoutsCalcError: There is no process group.
+        """
+        calc = self._synchronized_calc(counts_outside=calc_out_of_section)
+        if selected_sections is not None:
+            configured = self.section_timeouts.section if self.section_timeouts else {}
+            for name in selected_sections:
+                if name not in configured:
+                    self._record_unwatched(name)
+            selected_sections = [name for name in selected_sections if name in configured]
+        if not calc.can_get_section_timeouts(selected_sections, calc_out_of_section):
+            return self._not_ready("sections", skip_if_not_ready=skip_if_not_ready)
+        self.section_timeouts = calc.get_section_timeouts(
+            selected_sections, calc_out_of_section, self.section_timeouts
+        )
+        self._send_limits(_limits_of(section=self.section_timeouts))
+        return True
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the calculated timeouts for a checkpoint; JSON-clean and equal on all ranks."""
+        self._check_process()
+        state = _write_state(
+            self.hb_timeouts if self.is_initialized else self.loaded_hb_timeouts,
+            self.section_timeouts if self.is_initialized else self.loaded_section_timeouts,
+        )
+        return {self.CURRENT_TIMEOUTS_STATE_KEY: state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take timeouts out of a checkpoint; in a session they count at once.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self._check_process()
+        current = state.get(self.CURRENT_TIMEOUTS_STATE_KEY) or {}
+        self.loaded_hb_timeouts, self.loaded_section_timeouts = _read_state(current)
+        if self.is_initialized:
+            self._apply_loaded()
+
+    def _keep_calculated(self) -> None:
+        """Remember what was calculated, for a checkpoint after the end and for a later session."""
+        calculated = _write_state(self.hb_timeouts, self.section_timeouts)
+        loaded = _read_state(calculated)
+        self.loaded_hb_timeouts, self.loaded_section_timeouts = loaded
+
+    def _synchronized_calc(self, *, counts_outside: bool) -> TimeoutsCalc:
+        self._check_process()
+        calc = self.timeouts_calc
+        if not self.is_initialized or calc is None:
+            self._refuse()
+        if counts_outside:
+            calc.maybe_bump_oos_time()
+        calc.synchronize_all()
+        return calc
+
+    def _not_ready(self, what: str, *, skip_if_not_ready: bool) -> bool:
+        if skip_if_not_ready:
+            return False
+        raise RankMonitorClientError(f"timeouts cannot be calculated: too few {what} were seen")
+
+    def _apply_loaded(self) -> None:
+        limits: dict[str, Any] = {}
+        if self.loaded_hb_timeouts is not None:
+            self.hb_timeouts = self.loaded_hb_timeouts
+            limits |= _limits_of(heartbeat=self.hb_timeouts)
+        if self.loaded_section_timeouts is not None and self.section_timeouts is not None:
+            self.section_timeouts = _for_configured(
+                self.loaded_section_timeouts, self.section_timeouts
+            )
+            limits |= _limits_of(section=self.section_timeouts)
+        if limits:
+            self._send_limits(limits)
+
+    def _send_limits(self, limits: Mapping[str, Any]) -> None:
+        """Change limits in the monitor; a new monitor gets them again."""
+        from ._monitor.messages import SetTimeouts
+
+        self._own_limits = {**self._own_limits, **limits}
+        link = self._link
+        assert link is not None
+        answer = link.request(lambda number: SetTimeouts(number, dict(limits)), ANSWER_LIMIT_S)
+        if answer is None:
+            self.logger.warning("the rank monitor did not take the new timeouts yet")
+        elif answer.problem is not None:
+            raise RankMonitorClientError(f"the rank monitor refused timeouts: {answer.problem}")
 
     def _make_launcher_connector(self) -> IpcConnector | None:
         path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
@@ -288,9 +434,8 @@ class RankMonitorClient(ClientTimeouts):
             sections=layout.sections, start_time=began * 1e-9, safety_factor=cfg.safety_factor
         )
         iteration = training_iteration()
-        SlotWriter(memory.words, layout).begin(
-            accepted.session_id, began, NO_ITERATION if iteration is None else iteration
-        )
+        first = NO_ITERATION if iteration is None else iteration
+        begin_slot(memory.words, accepted.session_id, began, first)
 
     def _resume_session(self, accepted: Accepted, slot_fd: int) -> None:
         """Go on with a new monitor: in the same slot, or in the one that it insists on."""
@@ -361,6 +506,74 @@ class RankMonitorClient(ClientTimeouts):
             faulthandler.unregister(DUMP_SIGNAL)
             os.close(self._dump_fd)
             self._dump_fd = -1
+
+
+def _write_state(
+    heartbeat: HeartbeatTimeouts | None, section: SectionTimeouts | None
+) -> dict[str, Any]:
+    """Return the calculated timeouts as JSON-clean values; a part is left out if not calculated."""
+    state: dict[str, Any] = {}
+    if heartbeat is not None and heartbeat.were_calculated:
+        state["heartbeat"] = {
+            "initial": heartbeat.initial,
+            "subsequent": heartbeat.subsequent,
+            "were_calculated": True,
+        }
+    if section is not None and (
+        section.calculated_sections or section.is_out_of_section_calculated
+    ):
+        state["section"] = {
+            "section": {name: section.section[name] for name in sorted(section.section)},
+            "out_of_section": section.out_of_section,
+            "calculated_sections": sorted(section.calculated_sections),
+            "is_out_of_section_calculated": section.is_out_of_section_calculated,
+        }
+    return state
+
+
+def _read_state(
+    state: Mapping[str, Any],
+) -> tuple[HeartbeatTimeouts | None, SectionTimeouts | None]:
+    """Return what `_write_state` wrote.
+
+    Raises:
+        TypeError: A part has fields that timeouts do not have.
+    """
+    heartbeat, section = state.get("heartbeat"), state.get("section")
+    return (
+        None if heartbeat is None else HeartbeatTimeouts(**heartbeat),
+        None if section is None else SectionTimeouts(**section),
+    )
+
+
+def _for_configured(loaded: SectionTimeouts, configured: SectionTimeouts) -> SectionTimeouts:
+    """Return loaded timeouts for the configured sections; what was not loaded stays as it is."""
+    section = dict(configured.section)
+    section.update({name: value for name, value in loaded.section.items() if name in section})
+    return SectionTimeouts(
+        section=section,
+        out_of_section=(
+            loaded.out_of_section
+            if loaded.is_out_of_section_calculated
+            else configured.out_of_section
+        ),
+        calculated_sections=loaded.calculated_sections & section.keys(),
+        is_out_of_section_calculated=loaded.is_out_of_section_calculated,
+    )
+
+
+def _limits_of(
+    heartbeat: HeartbeatTimeouts | None = None, section: SectionTimeouts | None = None
+) -> dict[str, Any]:
+    """Return timeouts as the keys of the configuration that the monitor takes."""
+    limits: dict[str, Any] = {}
+    if heartbeat is not None:
+        limits["initial_rank_heartbeat_timeout"] = heartbeat.initial
+        limits["rank_heartbeat_timeout"] = heartbeat.subsequent
+    if section is not None:
+        limits["rank_section_timeouts"] = dict(section.section)
+        limits["rank_out_of_section_timeout"] = section.out_of_section
+    return limits
 
 
 _CLIENTS: weakref.WeakSet[RankMonitorClient] = weakref.WeakSet()

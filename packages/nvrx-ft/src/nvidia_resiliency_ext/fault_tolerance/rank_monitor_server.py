@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import select
 import signal
 import socket
-import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvidia_resiliency_ext.shared_utils.event_loop import SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 from nvidia_resiliency_ext.shared_utils.wire import receive_message
 
@@ -24,7 +23,6 @@ from ._monitor.server import MonitorServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import FrameType
 
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
@@ -67,9 +65,7 @@ def main(fd: int) -> None:
         server = MonitorServer(start, launcher, lines)
     except OSError as error:
         raise _cannot_start(error) from None
-    with ExitStack() as stack:
-        if not start.run_id:
-            stack.enter_context(leave_at_signals(server, LEAVE_SIGNALS))
+    with nullcontext() if start.run_id else leave_at_signals(server):
         try:
             server.announce()
         except OSError as error:
@@ -86,41 +82,20 @@ def _cannot_start(error: OSError) -> SystemExit:
 
 
 @contextmanager
-def leave_at_signals(
-    server: MonitorServer, leave_signals: tuple[signal.Signals, ...]
-) -> Iterator[None]:
-    """Let these signals end the server's loop in order; afterwards all is as it was.
+def leave_at_signals(server: MonitorServer) -> Iterator[None]:
+    """End the server's loop at signals; without effect outside the main thread."""
+    signals = SignalQueue(LEAVE_SIGNALS)
 
-    To be entered before the server runs and left when it ended, both in the main thread.
+    def obey() -> None:
+        if signals.receive():
+            server.leave()
 
-    Args:
-        server: Its loop wakes up through a pipe that the interpreter writes to.
-        leave_signals: What to obey.
-    """
-    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        server.leave()
-
-    def drain() -> None:
-        # Every signal writes a byte, also one that somebody else handles (SIGCHLD).
-        try:
-            os.read(read_fd, _ATOMIC_WRITE_BYTES)
-        except BlockingIOError:
-            return
-
-    previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    previous = {sig: signal.signal(sig, on_signal) for sig in leave_signals}
-    server.watch(read_fd, drain)
+    server.loop.watch(signals, obey)
     try:
-        yield
+        with signals.installed():
+            yield
     finally:
-        for sig, handler in previous.items():
-            # None: set by C code that Python cannot name; the default is the best there is.
-            signal.signal(sig, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(previous_fd)
-        os.close(read_fd)
-        os.close(write_fd)
+        signals.close()
 
 
 class LineHandler(logging.Handler):
@@ -270,9 +245,7 @@ class RankMonitorServer:
 
     def serve(self) -> None:
         """Watch the rank until a signal ends this."""
-        with contextlib.ExitStack() as stack:
-            if threading.current_thread() is threading.main_thread():
-                stack.enter_context(leave_at_signals(self._server, LEAVE_SIGNALS))
+        with leave_at_signals(self._server):
             self._ready.set()
             self._server.run()
 
@@ -340,7 +313,7 @@ class RankMonitorServer:
 
 
 class MonitorProcess:
-    """A monitor's process with the face of `multiprocessing.Process`.
+    """A monitor's process with the methods of `multiprocessing.Process`.
 
     It is daemonic: it ends with this process. It goes on if only this object is dropped.
     """

@@ -105,8 +105,8 @@ class TimeoutsCalc:
                 self._close(name, now)
             return
         if section is None or section not in self.section_to_max_time:
-            known = sorted(self.section_to_max_time)
-            raise TimeoutsCalcError(f"section {section!r} is unknown; known sections: {known}")
+            names = sorted(self.section_to_max_time)
+            raise TimeoutsCalcError(f"section {section!r} is unknown; known sections: {names}")
         if action is SectionAction.OPEN:
             self._open(section, now)
         else:
@@ -222,13 +222,13 @@ class TimeoutsCalc:
         section.update(before.section)
         for name in selected:
             value = self.section_to_max_time[name] * self.safety_factor
-            known = name in before.calculated_sections
-            section[name] = _mean(value, before.section.get(name)) if known else value
+            is_mean = name in before.calculated_sections
+            section[name] = _mean(value, before.section.get(name)) if is_mean else value
         out_of_section = before.out_of_section
         if calc_out_of_section:
             value = self.out_of_section_max_time * self.safety_factor
-            known = before.is_out_of_section_calculated
-            out_of_section = _mean(value, before.out_of_section) if known else value
+            is_mean = before.is_out_of_section_calculated
+            out_of_section = _mean(value, before.out_of_section) if is_mean else value
         return SectionTimeouts(
             section=section,
             out_of_section=out_of_section,
@@ -241,8 +241,8 @@ class TimeoutsCalc:
             return self.section_to_max_time.keys()
         unknown = sorted(set(selected_sections) - self.section_to_max_time.keys())
         if unknown:
-            known = sorted(self.section_to_max_time)
-            raise TimeoutsCalcError(f"sections {unknown} are unknown; known sections: {known}")
+            names = sorted(self.section_to_max_time)
+            raise TimeoutsCalcError(f"sections {unknown} are unknown; known sections: {names}")
         return selected_sections
 
     def _unmeasured(

@@ -4,26 +4,19 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 
 from . import exception
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
 T = TypeVar("T")
 
 
 def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
-    """Call a function in a daemon thread and return what it returns.
-
-    Raises:
-        exception.TimeoutError: It has not ended; its thread goes on, nobody waits for it.
-        BaseException: What the function raised.
-    """
+    """Call a function in a daemon thread; the package's TimeoutError if it takes too long."""
 
     def run() -> T:
         # Users find the thread by this name, which has no prefix.

@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+from typing import Any
 
 _RANKS = ("RANK", "WORLD_SIZE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -20,11 +15,7 @@ _TRUE = frozenset({"true", "1", "yes", "on"})
 
 
 def number(name: str, default: int) -> int:
-    """Return a number of the environment.
-
-    Raises:
-        ValueError: It is set and is none; the message names it.
-    """
+    """Return a number of the environment; a ValueError names a variable that is none."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -33,23 +24,9 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
-def world_size() -> int:
-    """Return how many processes there are.
-
-    Raises:
-        ConfigError: The environment does not say it; the message names the variable.
-    """
-    text = os.environ.get("WORLD_SIZE", "")
-    if not _is_number(text):
-        raise ConfigError(
-            f"WORLD_SIZE={text[:64]!r} in the environment is no number, and no world_size is given"
-        )
-    return int(text)
-
-
-def local_rank() -> int | None:
-    """Return `LOCAL_RANK`, `None` where it is not set to a number."""
-    text = os.environ.get("LOCAL_RANK", "")
+def optional_number(name: str) -> int | None:
+    """Return a number of the environment; None where the variable is not set to one."""
+    text = os.environ.get(name, "")
     return int(text) if _is_number(text) else None
 
 
@@ -78,29 +55,8 @@ def wants_verbose_ranks() -> bool:
     return os.environ.get("NVRX_LOG_RANK_FORMAT_VERBOSE", "").strip().lower() in _TRUE
 
 
-def launch_cycle() -> int | None:
-    """Return how often the launcher has started this job again, `None` without a launcher."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(text) if _is_number(text) else None
-
-
-def active_world_size() -> int:
-    """Return `WORLD_SIZE`, 0 where it is not set to a number."""
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if _is_number(text) else 0
-
-
-def flight_record_path() -> str | None:
-    """Return the folder for flight records, `None` if none is wanted."""
-    return os.environ.get("NVRX_FR_TRACE_PATH") or None
-
-
 def flight_recorder_size() -> int:
-    """Return how many entries torch's flight recorder keeps; 0 if it is off.
-
-    Raises:
-        ValueError: It is set and is no number; the message names it.
-    """
+    """Return how many entries torch's flight recorder keeps; 0 if it is off."""
     sizes = (_recorder_size(name, os.environ[name]) for name in _SIZES if os.environ.get(name))
     return max(sizes, default=0)
 
@@ -118,12 +74,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_integer(name: str, value: Any, *, least: int | None = None) -> None:
-    """Check that a value is an integer, and at least `least`.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is less.
-    """
+    """Raise a TypeError unless a value is an integer, a ValueError if it is less than `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if least is not None and value < least:
@@ -131,12 +82,7 @@ def check_integer(name: str, value: Any, *, least: int | None = None) -> None:
 
 
 def check_duration(name: str, value: Any) -> None:
-    """Check that a value is a `timedelta`, and not negative.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: It is negative.
-    """
+    """Raise a TypeError unless a value is a `timedelta`, a ValueError if it is negative."""
     if not isinstance(value, timedelta):
         raise TypeError(f"{name} must be a timedelta, not {value!r}")
     if value < timedelta(0):
@@ -144,21 +90,13 @@ def check_duration(name: str, value: Any) -> None:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Check that a value can be called.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """Raise a TypeError unless a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be callable, {value!r} is not")
 
 
 def check_path(name: str, value: Any) -> None:
-    """Check that a value names a file.
-
-    Raises:
-        TypeError: It does not.
-    """
+    """Raise a TypeError unless a value names a file."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path, not {value!r}")
 
@@ -171,15 +109,12 @@ def is_in_use() -> bool:
 
 
 def device_of_rank() -> int | None:
-    """Return the device of `LOCAL_RANK`, or the calling thread's; `None` if CUDA is not in use.
-
-    Where each rank sees one device only, `LOCAL_RANK` may be beyond it.
-    """
+    """Return the device of `LOCAL_RANK`, or the calling thread's; None if CUDA is not in use."""
     if not is_in_use():
         return None
     import torch
 
-    index = local_rank()
+    index = optional_number("LOCAL_RANK")
     if index is not None and index < torch.cuda.device_count():
         return index
     return int(torch.cuda.current_device())

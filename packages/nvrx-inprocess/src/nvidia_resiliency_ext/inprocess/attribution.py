@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .utils import format_rank_set
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Interruption", "InterruptionRecord", "format_interruption_records"]
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = ["Compose", "find_common_ancestor"]
 

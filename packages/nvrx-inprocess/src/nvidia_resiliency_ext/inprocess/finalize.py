@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._bounded import call_bounded
 from ._inputs import check_callable, check_duration, device_of_rank
 from .state import FrozenState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Finalize", "ThreadedFinalize"]
 

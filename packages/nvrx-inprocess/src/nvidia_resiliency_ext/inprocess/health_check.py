@@ -10,15 +10,14 @@ from __future__ import annotations
 import abc
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 from ._bounded import call_bounded
 from ._inputs import check_duration, check_integer, device_of_rank, is_in_use
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 __all__ = [
     "ChainedGPUHealthCheck",
@@ -136,11 +135,7 @@ class FaultCounterExceeded(RestartError):  # noqa: N818 - the name that users ca
 
 
 class _ChainedHealthCheck(HealthCheck):
-    """Asks a check of nvrx-common, made with this object, as some compare with what was then.
-
-    Attributes:
-        device_index: Local rank whose device is looked at; `None` looks at all of the node.
-    """
+    """Ask a check of nvrx-common, made with this object, as some compare with what was then."""
 
     _check_name: ClassVar[str]
     _skip_level = logging.INFO

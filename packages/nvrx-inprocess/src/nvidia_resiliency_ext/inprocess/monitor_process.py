@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
 
 import psutil
 
 from nvidia_resiliency_ext.inprocess._monitor import factory, start
 from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
-from nvidia_resiliency_ext.inprocess._monitor.messages import Decided, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.messages import Decided, Event, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage
+from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
+from nvidia_resiliency_ext.inprocess.progress_watchdog import Timestamp
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import timedelta
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
-    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
-    from nvidia_resiliency_ext.inprocess.progress_watchdog import Timestamp
 
 __all__ = ["MonitorProcess", "daemonize_fn", "is_process_active", "terminate_process"]
 

@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ._call.interrupt import (
@@ -22,16 +24,13 @@ from ._call.interrupt import (
     is_in_deferred_section,
     terminate,
 )
+from ._unblock.aborts import Abort
 from .attribution import format_interruption_records
 from .exception import TimeoutError as ThreadTimeoutError
+from .state import FrozenState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import timedelta
-
-    from ._unblock.aborts import Abort
     from .progress_watchdog import ProgressWatchdog
-    from .state import FrozenState
 
 __all__ = [
     "MonitorThread",
@@ -214,7 +213,7 @@ class MonitorThread(threading.Thread):
         self._store = store
         self._abort = abort
         self._interval = interval
-        self._watchdog = _Paused(progress_watchdog)
+        self._watchdog = progress_watchdog
         self._soft_timeout = soft_timeout
         self._last_call_wait = last_call_wait
         self._lock = atomic_lock
@@ -241,7 +240,7 @@ class MonitorThread(threading.Thread):
             self._state,
             self._interrupter,
             self._lock,
-            self._watchdog,
+            self._watchdog.pause_and_synchronize,
             message,
             quiet_s=quiet_s,
         )
@@ -287,13 +286,3 @@ class MonitorThread(threading.Thread):
             self.join(timeout)
         if self.is_alive():
             raise ThreadTimeoutError(f"{self.name} has not ended within {timeout} s")
-
-
-class _Paused:
-    """The watchdog as the termination knows it."""
-
-    def __init__(self, watchdog: ProgressWatchdog) -> None:
-        self._watchdog = watchdog
-
-    def pause(self) -> None:
-        self._watchdog.pause_and_synchronize()

@@ -17,10 +17,8 @@ import linecache
 import sys
 import types
 import typing
-from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Optional, Union
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ForwardRef, Optional, Union
 
 __all__ = [
     "check_type",

@@ -6,13 +6,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from datetime import timedelta
+from typing import Protocol
 
 from ._call.watchdog import Watchdog
 from ._inputs import check_duration
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 __all__ = ["ProgressWatchdog", "Timestamp"]
 
@@ -56,7 +54,7 @@ class ProgressWatchdog:
         check_duration("interval", interval)
         self.rank = rank
         self._receiver = monitor_process
-        self._watchdog = Watchdog(self, interval.total_seconds())
+        self._watchdog = Watchdog(self.stamp_auto, interval.total_seconds())
         # Guards the stamp, so that none goes out in front of an older one.
         self._lock = threading.Lock()
         self._timestamp = Timestamp()

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import abc
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import rank_assignment
-
-if TYPE_CHECKING:
-    from .state import State
+from .state import State
 
 __all__ = ["ActiveWorldSizeDivisibleBy", "MaxActiveWorldSize", "RankFilter", "WorldSizeDivisibleBy"]
 

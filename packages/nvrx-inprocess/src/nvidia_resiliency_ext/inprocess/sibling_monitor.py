@@ -10,16 +10,14 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._inputs import check_duration
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Heartbeat", "SiblingMonitor"]
 
@@ -29,10 +27,7 @@ _AT_ONCE = timedelta(0)
 
 
 class _Periodic(threading.Thread):
-    """A daemon thread that does one thing again and again until it is shut down.
-
-    `name` and `interval` are the thread's name and the time between two runs.
-    """
+    """Daemon thread `name` that does one thing once per `interval` until it is shut down."""
 
     def __init__(self, name: str, interval: timedelta) -> None:
         check_duration("interval", interval)

@@ -7,16 +7,13 @@ import contextlib
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 from . import _inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from .state import FrozenState, State
+from .state import FrozenState, State
 
 __all__ = [
     "Logging",

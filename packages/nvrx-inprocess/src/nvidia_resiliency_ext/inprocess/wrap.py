@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -187,7 +186,7 @@ class Wrapper:
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
     members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
-    index = _inputs.local_rank()
+    index = _inputs.optional_number("LOCAL_RANK")
     if index is not None:
         members += checks_of_each_restart(index)
     return Compose(*members) if members else None
@@ -247,12 +246,9 @@ class CallWrapper:
             dump = StackDump()
             stack.callback(dump.close)
             interrupter = MainThreadInterrupter()
-            watchdog = Watchdog(page, settings.progress_watchdog_interval.total_seconds())
-            events: EventQueue[Any] = EventQueue(
-                time.monotonic,
-                settings.progress_watchdog_interval.total_seconds(),
-                page.stamp_auto,
-            )
+            interval_s = settings.progress_watchdog_interval.total_seconds()
+            watchdog = Watchdog(page.stamp_auto, interval_s)
+            events: EventQueue[Any] = EventQueue(interval_s, page.stamp_auto)
             stack.callback(events.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
             record = RestartRecord(rendezvous.call)

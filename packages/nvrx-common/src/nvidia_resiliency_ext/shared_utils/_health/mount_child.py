@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> int:
-    """Print the first entry's name and the room left at the path behind ``--``."""
+    """Print the first entry's name and the space left at the path behind ``--``."""
     path = sys.argv[2]
     try:
         with os.scandir(path) as entries:

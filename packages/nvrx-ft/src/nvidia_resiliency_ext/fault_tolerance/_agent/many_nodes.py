@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
@@ -32,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     is_elastic,
     settings_of,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
@@ -40,7 +41,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     PlacementRules,
     validate,
@@ -53,7 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
-    StoreLostError,
+    NoJobError,
     connect,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -65,6 +65,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -155,11 +156,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ConfigError: the rules contradict each other or have an unusable value.
-    """
+    """Return what the store host decides by. Raises ConfigError."""
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
@@ -266,7 +263,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(endpoint, prefix, secret, limit_s, probing)
     way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
     ways = itertools.chain([way], itertools.repeat(way_back))
-    host: StoreHostThread | None = None
+    host: CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -279,7 +276,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
-        host = StoreHostThread(
+        host = CoordinatorThread(
             StorePlan(
                 listener=endpoint.listener,
                 host=endpoint.host,
@@ -356,10 +353,8 @@ class _Way:
     patience_s: float = CALL_TIMEOUT_S
 
     def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        endpoint = self.endpoint
-        return connect(
-            endpoint.host, endpoint.port, self.prefix, secret, timeout_s, self.patience_s
-        )
+        endpoint, patience_s = self.endpoint, min(self.patience_s, timeout_s)
+        return connect(endpoint.host, endpoint.port, self.prefix, secret, timeout_s, patience_s)
 
 
 LATE_ANSWER_S = 5.0
@@ -396,7 +391,12 @@ def _connect(
                 )
             # Whoever listened was not ready, or was a store that is just ending.
             if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
-                raise
+                if isinstance(error, NoJobError):
+                    raise
+                raise StoreLostError(
+                    f"--rdzv-endpoint {endpoint.address}, tried for {way.timeout_s:g} s: {error};"
+                    " is that the port of the first node's launcher, and free for it?"
+                ) from None
         else:
             return store
 

@@ -63,11 +63,7 @@ def client_endpoint(endpoint: str) -> str:
 
 
 def check_export_url(url: str) -> None:
-    """Refuse what results cannot be sent to.
-
-    Raises:
-        ValueError: It is no plain http or https address.
-    """
+    """Refuse what results cannot be sent to."""
     flag = "--ft-attribution-export-url"
     parts, _ = _split(url, flag)
     if parts.scheme not in ("http", "https") or not parts.hostname:

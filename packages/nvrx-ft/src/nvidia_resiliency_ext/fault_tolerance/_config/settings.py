@@ -153,13 +153,13 @@ class FaultToleranceConfig:
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
         """
-        known: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         old: dict[str, Any] = {}
         unknown = []
         for key, value in kwargs.items():
             option = OPTION_OF_KEY.get(key)
             if option is not None:
-                known[option.field] = value
+                options[option.field] = value
             elif key in DEPRECATED_OF_KEY:
                 old[key] = value
             else:
@@ -171,8 +171,8 @@ class FaultToleranceConfig:
         if old:
             layers = layers_from_old(old)
             _warn(layers.warnings)
-            known = {**{name: given.value for name, given in layers.given.items()}, **known}
-        return FaultToleranceConfig(**known)
+            options = {**{name: given.value for name, given in layers.given.items()}, **options}
+        return FaultToleranceConfig(**options)
 
     @staticmethod
     def from_yaml_file(
@@ -287,11 +287,7 @@ class Layers:
     problems: list[str] = field(default_factory=list)
 
     def config(self) -> FaultToleranceConfig:
-        """Return the merged config.
-
-        Raises:
-            FaultToleranceConfigError: Something was wrong in any source.
-        """
+        """Return the merged config."""
         if self.problems:
             raise FaultToleranceConfigError(self.problems)
         return FaultToleranceConfig(**{name: given.value for name, given in self.given.items()})
@@ -302,12 +298,7 @@ class Layers:
 
 
 def merge_file(layers: Layers, path: str, *, ignore_unknown: bool) -> None:
-    """Add the options of a file; `merge_attribution_address` comes after the last source.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FaultToleranceConfigError: The file cannot be read or understood.
-    """
+    """Add the options of a file; `merge_attribution_address` comes after the last source."""
     merge_entries(layers, path, read_section(path), ignore_unknown=ignore_unknown)
 
 
@@ -348,11 +339,7 @@ def merge_entries(
 
 
 def layers_from_old(options: Mapping[str, Any]) -> Layers:
-    """Return what keys of earlier releases mean that a program gives by name.
-
-    Raises:
-        FaultToleranceConfigError: A value is not allowed, or half an address is missing.
-    """
+    """Return what keys of earlier releases mean that a program gives by name."""
     layers = Layers()
     for key, raw in options.items():
         old = DEPRECATED_OF_KEY[key]
@@ -391,12 +378,7 @@ def merge_attribution_address(layers: Layers) -> None:
 
 
 def layers_from_args(args: argparse.Namespace) -> Layers:
-    """Return what a parsed command line and the file that it names gave.
-
-    Raises:
-        FileNotFoundError: The file does not exist, and may not be missing.
-        FaultToleranceConfigError: The file cannot be read or understood.
-    """
+    """Return what a parsed command line and the file that it names gave."""
     layers = Layers()
     path = getattr(args, "ft_cfg_path", None)
     if path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS
@@ -59,12 +60,8 @@ def _processes(raw: Any) -> str:
     return text
 
 
-def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
-    """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+def streams_by_rank(text: str, nproc: int = 0) -> dict[int, Std]:
+    """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank."""
     if text in ("0", "1", "2", "3"):
         return dict.fromkeys(range(nproc), Std(int(text)))
     streams = dict.fromkeys(range(nproc), Std.NONE)
@@ -79,17 +76,8 @@ def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
     return streams
 
 
-def _streams(raw: Any) -> str:
-    streams_by_rank(raw, 0)
-    return str(raw)
-
-
 def parse_ranks(text: str) -> frozenset[int] | None:
-    """Return the ranks in `0,2,3`; none in an empty text stands for all.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return the ranks in `0,2,3`; none in an empty text stands for all."""
     if not text:
         return None
     ranks = [int(part) for part in text.split(",")]
@@ -98,17 +86,8 @@ def parse_ranks(text: str) -> frozenset[int] | None:
     return frozenset(ranks)
 
 
-def _ranks(raw: Any) -> str:
-    parse_ranks(raw)
-    return str(raw)
-
-
 def parse_configuration(text: str) -> dict[str, str]:
-    """Return the pairs of `key=value,key=value`.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return the pairs of `key=value,key=value`."""
     pairs: dict[str, str] = {}
     for part in text.split(","):
         if not part.strip():
@@ -120,17 +99,8 @@ def parse_configuration(text: str) -> dict[str, str]:
     return pairs
 
 
-def _configuration(raw: Any) -> str:
-    parse_configuration(raw)
-    return str(raw)
-
-
 def parse_endpoint(text: str) -> tuple[str, int | None]:
-    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         separator, port = rest[:1], rest[1:]
@@ -145,21 +115,24 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return host, int(port) if separator else None
 
 
-def _address(raw: Any) -> str:
-    parse_endpoint(raw)
-    return str(raw)
-
-
 def _endpoint(raw: Any) -> str:
-    return _address(raw) if raw else ""
+    if raw:
+        parse_endpoint(raw)
+    return str(raw or "")
+
+
+def _text_for(parse: Callable[[str], object]) -> Callable[[Any], str]:
+    """Return what takes a text that `parse` does not refuse, and leaves it as it is."""
+
+    def check(raw: Any) -> str:
+        parse(raw)
+        return str(raw)
+
+    return check
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Return the signals in `SIGTERM,SIGINT`.
-
-    Raises:
-        ValueError: A name is no signal, or one that no process can handle.
-    """
+    """Return the signals in `SIGTERM,SIGINT`."""
     numbers = tuple(
         signal.Signals[part.strip().upper()]
         if part.strip().upper() in signal.Signals.__members__
@@ -175,11 +148,6 @@ def _no_signal(name: str) -> signal.Signals:
     raise ValueError(f"{name!r} is no signal")
 
 
-def _signals(raw: Any) -> str:
-    parse_signals(raw)
-    return str(raw)
-
-
 def _filters(raw: Any) -> list[str]:
     # A doubled comma stands for one inside a filter.
     parts = str(raw).replace(",,", "\0").split(",")
@@ -193,12 +161,22 @@ PROCESSES = Kind(
     "N|cpu|gpu|auto",
     _processes,
 )
-STREAMS = Kind("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD", _streams)
-RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _ranks)
-CONFIGURATION = Kind("str", "a list like key=value,key=value", "KEY=VALUE,...", _configuration)
-ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _address)
+STREAMS = Kind(
+    "str",
+    "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3",
+    "STD",
+    _text_for(streams_by_rank),
+)
+RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _text_for(parse_ranks))
+CONFIGURATION = Kind(
+    "str", "a list like key=value,key=value", "KEY=VALUE,...", _text_for(parse_configuration)
+)
+ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _text_for(parse_endpoint))
 ENDPOINT = Kind("str", "HOST:PORT", "HOST:PORT", _endpoint)
 SIGNALS = Kind(
-    "str", "a comma separated list of signals that can be handled", "SIGNAL,...", _signals
+    "str",
+    "a comma separated list of signals that can be handled",
+    "SIGNAL,...",
+    _text_for(parse_signals),
 )
 FILTERS = Kind("list[str]", "a comma separated list of texts", "TEXT,...", _filters)

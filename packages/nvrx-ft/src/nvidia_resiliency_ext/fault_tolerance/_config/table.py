@@ -62,13 +62,7 @@ class Option(NamedTuple):
 
 
 class DeprecatedKey(NamedTuple):
-    """A YAML key of an earlier release that is no field.
-
-    Attributes:
-        key: The name.
-        kind: How its value is read.
-        note: What the one warning says.
-    """
+    """A YAML key of an earlier release that is no field."""
 
     key: str
     kind: v.Kind

@@ -200,9 +200,9 @@ class _Reader:
 
     def _pairs(self, mapping: Any) -> dict[str, tuple[Any, Any]]:
         """Return the pairs by name, merged ones (`<<`) overridden by the mapping's own."""
-        known = self._pairs_of.get(id(mapping))
-        if known is not None:
-            return known
+        read_before = self._pairs_of.get(id(mapping))
+        if read_before is not None:
+            return read_before
         # Set early: a mapping that merges itself sees what it has so far, and comes to an end.
         merged = self._pairs_of[id(mapping)] = {}
         own: dict[str, tuple[Any, Any]] = {}

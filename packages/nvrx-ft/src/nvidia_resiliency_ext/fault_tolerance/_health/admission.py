@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node waits for before it joins a round, and before its workers start.
 
-A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank reported
-a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
-twice as long, up to a limit. Programs without heartbeats or sections tell of no steps: for them the
-time alone decides. Whoever is killed by a signal that others send did not crash.
-
-The checks themselves are nvrx-common's. Everything here may block for as long as a driver or a
-mount does, within limits, so the launcher asks in a thread (see `AdmissionCheck`).
-
 Before it joins: its health checks, which begin as soon as workers are being stopped. Before its
 workers start: GPU memory that the last ones still hold, and the pause of a crash loop; both overlap
-with the rendezvous. What blocks runs in threads; the answers come back to the launcher's loop.
+with the rendezvous. What may block, as long as a driver or a mount does, runs in threads.
+
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank reported
+a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
+twice as long, up to a limit. For programs without heartbeats or sections the time alone decides. A
+worker that was killed by a signal that others send did not crash.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -231,23 +227,6 @@ def _service_at(endpoint: str) -> NodeHealthCheck:
 CLOSE_WAIT_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionSettings:
-    """Settings of the admission check. Times are seconds.
-
-    Attributes:
-        host: This node's name.
-        backoff_limit_s: Longest pause of a crash loop; 0 never pauses.
-        memory: When GPU memory is free again.
-        injected: Returns the failure that a test wants in a cycle.
-    """
-
-    host: str
-    backoff_limit_s: float
-    memory: MemoryRules
-    injected: Callable[[int], Cause | None]
-
-
 class _Checking(enum.Enum):
     """How far the health checks for the next round are."""
 
@@ -260,20 +239,27 @@ class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
     The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
-    for.
+    for. A crash loop pauses for `backoff_limit_s` seconds at most; `injected` returns the failure
+    that a test wants in a cycle.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
-        settings: AdmissionSettings,
         check: Callable[[], list[HealthResult]],
         memory: GpuMemory,
         *,
+        host: str,
+        backoff_limit_s: float,
+        memory_rules: MemoryRules,
+        injected: Callable[[int], Cause | None],
         loop: EventLoop,
         clock: Clock,
         reporter: EventReporter,
     ) -> None:
-        self._settings = settings
+        self._host = host
+        self._backoff_limit_s = backoff_limit_s
+        self._memory_rules = memory_rules
+        self._injected = injected
         self._check = check
         self._memory = memory
         self._loop = loop
@@ -308,7 +294,7 @@ class AdmissionCheck:
             self._checking, self._finding = _Checking.DONE, None
 
     def admit(self, cycle: int, answer: Callable[[Cause | None], None]) -> None:
-        """Call `answer` with why this node must not join, or None; only the last caller's."""
+        """Report the admission result to `answer`; a newer call replaces a pending one."""
         self._joining = (cycle, answer)
         self.prepare()
         self._answer()
@@ -317,7 +303,7 @@ class AdmissionCheck:
         if self._checking is not _Checking.RUNNING:
             return
         found = results or []
-        self._checking, self._finding = _Checking.DONE, unfit(found, self._settings.host)
+        self._checking, self._finding = _Checking.DONE, unfit(found, self._host)
         self._reporter.node_checked(found)
         self._answer()
 
@@ -326,19 +312,19 @@ class AdmissionCheck:
             return
         (cycle, answer), self._joining = self._joining, None
         self._checking = _Checking.NOT_BEGUN
-        answer(self._finding or self._settings.injected(cycle))
+        answer(self._finding or self._injected(cycle))
 
     # Before the workers start ----------------------------------------------------------------
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
-        pause_s = delay_s(self._crashes, self._settings.backoff_limit_s)
+        pause_s = delay_s(self._crashes, self._backoff_limit_s)
         self._not_before = self._clock.monotonic() + pause_s
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
-        rules = self._settings.memory
+        rules = self._memory_rules
         if rules.timeout_s <= 0 or self._reclaiming:
             return
         self._reclaiming = True
@@ -421,20 +407,17 @@ def make_admission_check(  # noqa: PLR0913 - named, and each of them a fact of i
         # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
         return injected_failure(cycle, max(0, infra_rank), host, environ) if is_alone else None
 
-    settings = AdmissionSettings(
+    return AdmissionCheck(
+        NodeChecks(config, plan.node_health_check_endpoint, environ).run,
+        GpuMemory(plan.nproc_per_node, environ),
         host=host,
         backoff_limit_s=config.restart_backoff,
-        memory=MemoryRules(
+        memory_rules=MemoryRules(
             config.gpu_memory_reclaim_timeout,
             config.gpu_memory_tolerance_mb,
             config.gpu_memory_poll_interval,
         ),
         injected=injected,
-    )
-    return AdmissionCheck(
-        settings,
-        NodeChecks(config, plan.node_health_check_endpoint, environ).run,
-        GpuMemory(plan.nproc_per_node, environ),
         loop=loop,
         clock=clock,
         reporter=reporter,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells a command of the site about nodes that are bad, so that somebody drains or repairs them.
+"""Run a command of the site for each bad node, so that the site drains or repairs it.
 
 Reports are taken from any thread at once and handled one after the other in a thread of their own:
 no restart ever waits for the command. It gets one JSON object on its standard input, has a process
@@ -12,7 +12,6 @@ import dataclasses
 import json
 import logging
 import os
-import queue
 import shlex
 import signal
 import tempfile
@@ -25,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
 
 logger = logging.getLogger("nvrx")
 
@@ -33,9 +33,8 @@ HOOK_DEADLINE_S = 30.0
 SAME_NODE_PAUSE_S = 600.0
 MOST_PER_HOUR = 20
 HOUR_S = 3600.0
-MAX_WAITING = 64
 MAX_REPORT_BYTES = 64 << 10
-MAX_LAST_WORDS = 300
+MAX_END_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +90,7 @@ def is_allowed(record: RunRecord, node: str, now: float) -> bool:
 
 
 class BadNodeHook:
-    """Runs the command for each report that the limits allow. Any thread may report.
-
-    Args:
-        command: The command line; it is split as a shell does, and no shell runs it.
-        environ: The command's environment.
-        job: The job's name.
-        host: This node's name.
-        clock: Where the time is read.
-        deadline_s: How long the command may take.
-    """
+    """Runs the command for each report that the limits allow. Any thread may report."""
 
     def __init__(
         self,
@@ -118,29 +108,21 @@ class BadNodeHook:
         self._host = host
         self._clock = clock
         self._deadline_s = deadline_s
-        self._record = RunRecord()
-        self._reports: queue.Queue[BadNode | None] = queue.Queue(MAX_WAITING)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None  # guarded by _lock
+        self._record = RunRecord()  # guarded by _lock
         self._is_closed = False  # guarded by _lock
+        self._lock = threading.Lock()
+        self._thread = WorkerThread("nvrx-bad-node-hook")
 
     def report(self, cause: Cause) -> None:
-        """Hand in what is known of a bad node; returns at once and never raises."""
+        """Run the command for a bad node if the limits allow; return at once, never raise."""
         node = of_cause(cause, job=self._job, reported_by=self._host, time=self._clock.wall())
+        now = self._clock.monotonic()
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or not is_allowed(self._record, node.node, now):
                 return
+            self._record = self._record.with_run(node.node, now)
             try:
-                self._reports.put_nowait(node)
-                if self._thread is None:
-                    # Not a daemon's life: `close` waits, so that a node that leaves is reported.
-                    thread = threading.Thread(
-                        target=self._work, name="nvrx-bad-node-hook", daemon=True
-                    )
-                    thread.start()
-                    self._thread = thread
-            except queue.Full:
-                logger.warning("bad node %s is not reported: too many are waiting", node.node)
+                self._thread.submit(lambda: self._notify(node), lambda _: None)
             except RuntimeError as error:
                 logger.warning("bad node %s is not reported: %s", node.node, error)
 
@@ -148,32 +130,18 @@ class BadNodeHook:
         """Finish what was reported, within the command's deadline for all of it."""
         with self._lock:
             self._is_closed = True
-            thread = self._thread
-        if thread is None:
-            return
-        try:
-            self._reports.put_nowait(None)
-        except queue.Full:
-            logger.warning("bad nodes that were not reported yet are not reported any more")
-            return
-        thread.join(self._deadline_s + 1.0)
+        self._thread.close(self._deadline_s + 1.0)
 
-    def _work(self) -> None:
-        while (report := self._reports.get()) is not None:
-            now = self._clock.monotonic()
-            if not is_allowed(self._record, report.node, now):
-                continue
-            self._record = self._record.with_run(report.node, now)
-            try:
-                problem = self._run(report)
-            except (ChildStartError, OSError) as error:
-                problem = str(error)
-            if problem:
-                logger.warning(
-                    "--ft-bad-node-hook for %s: %s", report.node, " ".join(problem.split())
-                )
-            else:
-                logger.info("--ft-bad-node-hook was notified of %s: %s", report.node, report.what)
+    def _notify(self, report: BadNode) -> None:
+        try:
+            problem = self._run(report)
+        except (ChildStartError, OSError) as error:
+            problem = str(error)
+        if problem:
+            problem = " ".join(problem.split())
+            logger.warning("--ft-bad-node-hook for %s: %s", report.node, problem)
+        else:
+            logger.info("--ft-bad-node-hook was notified of %s: %s", report.node, report.what)
 
     def _run(self, report: BadNode) -> str:
         """Run the command; return what went wrong, or an empty text."""
@@ -195,12 +163,12 @@ class BadNodeHook:
                 # Also what it left in its group.
                 child.signal_group(signal.SIGKILL)
                 if status is None:
-                    return f"not done within {self._deadline_s:g} s: killed{_last_words(said)}"
-                return "" if status.code == 0 else f"{status.describe()}{_last_words(said)}"
+                    return f"not done within {self._deadline_s:g} s: killed{_end_of(said)}"
+                return "" if status.code == 0 else f"{status.describe()}{_end_of(said)}"
 
 
-def _last_words(said: IO[bytes]) -> str:
+def _end_of(said: IO[bytes]) -> str:
     size = said.seek(0, os.SEEK_END)
-    said.seek(max(0, size - MAX_LAST_WORDS))
+    said.seek(max(0, size - MAX_END_BYTES))
     text = said.read().decode(errors="replace").strip()
     return f": {text}" if text else ""

@@ -28,12 +28,7 @@ MAX_REASON_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What the scheduler excludes as a whole; both ids are decimal numbers.
-
-    Attributes:
-        job_id: The job, or the job array.
-        task_id: The task of the array; of a plain job the job again.
-    """
+    """What the scheduler excludes as a whole; both ids are decimal numbers."""
 
     job_id: str
     task_id: str

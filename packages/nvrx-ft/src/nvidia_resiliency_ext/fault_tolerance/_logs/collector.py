@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns this process's own stdout and stderr while they go into a log.
+"""Collect the output of workers, and of the launcher itself, in logs.
 
 `begin_cycle` once per cycle, then `open_pipe` for each worker. Cycles overlap: what workers of the
 last one wrote is read while those of the next one start.
@@ -12,11 +12,10 @@ import os
 import sys
 import tempfile
 
-from .backlog import Backlog, Spill
 from .lines import LineAssembler, cycle_log_file, rank_prefix
-from .outlet import MEMORY_BYTES, SPILL_BYTES, Outlet, Target
-from .reader import MultiplexingReaderThread, ReaderConfig, open_pipe, pipe_bytes
-from .sinks import FilePlace, FunnelAddress, FunnelPlace, LogPlace
+from .outlet import MEMORY_BYTES, SPILL_BYTES, Backlog, Outlet, Spill, Target
+from .reader import MultiplexingReaderThread, open_pipe, pipe_bytes
+from .sinks import FunnelAddress, FunnelSink, LocalFile
 
 _STREAMS = (1, 2)
 
@@ -64,7 +63,6 @@ class CycleLogs:
         workers: How many workers a cycle has here, for the size of their pipes.
         funnel: The log server that keeps the logs; None writes files from here.
         spill_dir: Directory for lines that memory has no room for; None takes the system's.
-        config: How pipes are read.
     """
 
     def __init__(
@@ -74,15 +72,15 @@ class CycleLogs:
         workers: int = 1,
         funnel: FunnelAddress | None = None,
         spill_dir: str | None = None,
-        config: ReaderConfig | None = None,
     ) -> None:
         self._base_log_file = base_log_file
         self._pipe_bytes = pipe_bytes(workers)
         self._spill = Spill(spill_dir or tempfile.gettempdir(), SPILL_BYTES)
-        self._place: LogPlace = FilePlace() if funnel is None else FunnelPlace(funnel)
+        self._funnel = None if funnel is None else FunnelSink(funnel)
         memory = MEMORY_BYTES if funnel is None else _MEMORY_BEFORE_FUNNEL_BYTES
-        self._outlet = Outlet(self._place, Backlog(memory, self._spill))
-        self._reader = MultiplexingReaderThread(self._outlet, config)
+        open_log = LocalFile if self._funnel is None else self._funnel.open
+        self._outlet = Outlet(open_log, Backlog(memory, self._spill))
+        self._reader = MultiplexingReaderThread(self._outlet)
         self._reader.start()
         self._present: Target | None = None
         self._own: Target | None = None
@@ -96,13 +94,13 @@ class CycleLogs:
 
     def write_files_instead(self) -> None:
         """Write the logs on this node: there is no log server after all; from any thread."""
-        if isinstance(self._place, FunnelPlace):
-            self._place.write_files_instead()
+        if self._funnel is not None:
+            self._funnel.write_files_instead()
 
     def try_again(self) -> None:
         """Ask the log server at once, which may let us in now; from any thread."""
-        if isinstance(self._place, FunnelPlace):
-            self._place.try_again()
+        if self._funnel is not None:
+            self._funnel.try_again()
 
     def begin_cycle(self, cycle: int, world_size: int) -> None:
         """Record that the workers of a cycle are about to start, and that the last are gone."""
@@ -120,11 +118,7 @@ class CycleLogs:
             self._reader.end(present)
 
     def open_pipe(self, rank: int) -> int:
-        """Return the writing end of a new pipe for a rank of the present cycle; the caller's own.
-
-        Raises:
-            OSError: There are no descriptors left.
-        """
+        """Return the writing end of a new pipe for a rank of the present cycle."""
         reading, writing = open_pipe(self._pipe_bytes)
         self.read(reading, rank)
         return writing
@@ -161,7 +155,7 @@ class CycleLogs:
         self.end_cycle()
         self._reader.stop()
         is_written = self._outlet.close(timeout_s)
-        is_kept = self._place.close(timeout_s)
+        is_kept = self._funnel is None or self._funnel.close(timeout_s)
         if is_written:  # A writer that hangs may need them.
             self._spill.close()
         return is_written and is_kept

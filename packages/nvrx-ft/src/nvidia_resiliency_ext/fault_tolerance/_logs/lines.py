@@ -106,12 +106,12 @@ def _pieces(line: bytes) -> list[bytes]:
     return [*pieces, line[start:]]
 
 
-def _character_start(line: bytes, place: int) -> int:
-    """Return where the character at `place` begins; `place` itself where that is no UTF-8."""
-    for start in range(place, place - _LONGEST_CHARACTER, -1):
+def _character_start(line: bytes, at: int) -> int:
+    """Return where the character at `at` begins; `at` itself where that is no UTF-8."""
+    for start in range(at, at - _LONGEST_CHARACTER, -1):
         if line[start] & _CONTINUATION_MASK != _CONTINUATION:
             return start
-    return place
+    return at
 
 
 def _as_utf8(text: bytes) -> bytes:

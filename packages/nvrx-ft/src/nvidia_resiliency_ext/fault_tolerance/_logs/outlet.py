@@ -1,26 +1,256 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the thread that writes lines to their logs, and what waits for it.
+"""Write lines to their logs in a thread; who hands lines in never waits for a log.
 
-Whoever hands lines in never waits for a log: what a slow or broken one does not take is kept, in
-memory, then in files, and the oldest is dropped at last (`backlog`).
+What a slow or broken log does not take waits: in memory, then in files, then the oldest is dropped.
+A queue holds, from oldest to newest: a gap (what was dropped), records in files, parts in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
+import tempfile
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .backlog import Backlog, Queue
 from .sinks import NotYetError
 
 if TYPE_CHECKING:
-    from .sinks import LogPlace, Sink
+    from collections.abc import Callable, Iterable
+
+    from .sinks import LogFile
 
 
 logger = logging.getLogger("nvrx")
+
+_SEGMENT_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One file and how much of it is still wanted."""
+
+    fd: int
+    size: int = 0
+    records: int = 0
+
+
+class Spill:
+    """Lines in files of 16 MiB; a file goes when nothing of it is wanted any more.
+
+    Args:
+        directory: Where the files are made; they have no names, so nothing is left behind.
+        limit_bytes: How much all files may hold.
+    """
+
+    def __init__(self, directory: str, limit_bytes: int) -> None:
+        self._directory = directory
+        self._limit_bytes = limit_bytes
+        self._segments: dict[int, _Segment] = {}
+        self._newest = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What the files hold, those parts that nobody wants included."""
+        return sum(segment.size for segment in self._segments.values())
+
+    def append(self, data: bytes, lines: int) -> Record:
+        """Store lines."""
+        if self.used_bytes + len(data) > self._limit_bytes:
+            raise OSError(errno.ENOSPC, "the limit of the spill file is reached")
+        number, segment = self._segment_for(len(data))
+        offset = segment.size
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.pwrite(segment.fd, view, offset + len(data) - len(view)) :]
+        except OSError:
+            self._drop_if_unused(number)
+            raise
+        segment.size += len(data)
+        segment.records += 1
+        return Record(number, offset, len(data), lines)
+
+    def take(self, record: Record) -> bytes:
+        """Return lines and forget them."""
+        try:
+            data = os.pread(self._segments[record.segment].fd, record.size, record.offset)
+        finally:
+            self.forget(record)
+        if len(data) != record.size:
+            raise OSError(errno.EIO, "the spill file is shorter than it was")
+        return data
+
+    def forget(self, record: Record) -> None:
+        """Give the space of a record back, once nothing else of its file is wanted."""
+        self._segments[record.segment].records -= 1
+        self._drop_if_unused(record.segment)
+
+    def close(self) -> None:
+        """Give all files back."""
+        for segment in self._segments.values():
+            os.close(segment.fd)
+        self._segments.clear()
+
+    def _segment_for(self, size: int) -> tuple[int, _Segment]:
+        segment = self._segments.get(self._newest)
+        if segment is None or segment.size + size > _SEGMENT_BYTES:
+            self._newest += 1
+            segment = self._segments[self._newest] = _Segment(_nameless_file(self._directory))
+        return self._newest, segment
+
+    def _drop_if_unused(self, number: int) -> None:
+        segment = self._segments[number]
+        if not segment.records:
+            os.close(segment.fd)
+            del self._segments[number]
+
+
+def _nameless_file(directory: str) -> int:
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.dup(file.fileno())
+
+
+BATCH_BYTES = 256 << 10
+_RECORD_BYTES = 1 << 20
+# What a part costs beside its bytes.
+_PART_OVERHEAD_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Lines in a file: which one, where, how much."""
+
+    segment: int
+    offset: int
+    size: int
+    lines: int
+
+
+@dataclass(slots=True)
+class Gap:
+    """Lines that were dropped."""
+
+    lines: int = 0
+    size: int = 0
+
+    def add(self, lines: int, size: int) -> None:
+        """Count more of them."""
+        self.lines += lines
+        self.size += size
+
+    def take_notice(self) -> bytes:
+        """Return the line that says so, and forget them."""
+        notice = f"[nvrx] dropped {self.lines} lines ({self.size} bytes)\n".encode()
+        self.lines = self.size = 0
+        return notice
+
+
+class Queue:
+    """What waits for one target. Only `Backlog` changes it."""
+
+    def __init__(self) -> None:
+        self.gap = Gap()
+        self.spilled: deque[Record] = deque()
+        self.parts: deque[bytes] = deque()
+        self.cost = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything waits, a notice included."""
+        return bool(self.parts or self.spilled or self.gap.lines)
+
+    def pop_parts(self, limit: int) -> bytes:
+        """Return the oldest parts in memory: one at least, and no more than fit in `limit`."""
+        parts = [self.parts.popleft()]
+        size = len(parts[0])
+        while self.parts and size + len(self.parts[0]) <= limit:
+            parts.append(self.parts.popleft())
+            size += len(parts[-1])
+        self.cost -= size + _PART_OVERHEAD_BYTES * len(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Backlog:
+    """The queues of all targets under one memory limit.
+
+    Args:
+        limit_bytes: How much may be in memory.
+        spill: Where the rest goes; None drops it.
+    """
+
+    def __init__(self, limit_bytes: int, spill: Spill | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._spill = spill
+        self._queues: list[Queue] = []
+
+    def open(self) -> Queue:
+        """Return a new queue."""
+        queue = Queue()
+        self._queues.append(queue)
+        return queue
+
+    def close(self, queue: Queue) -> None:
+        """Forget a queue and what is in it."""
+        if queue in self._queues:
+            self._queues.remove(queue)
+        self._forget(queue.spilled)
+        queue.parts.clear()
+        queue.cost = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is in memory."""
+        return sum(queue.cost for queue in self._queues)
+
+    def put(self, queue: Queue, data: bytes) -> None:
+        """Append whole lines; what is too much for memory goes to files, or is dropped."""
+        queue.parts.append(data)
+        queue.cost += len(data) + _PART_OVERHEAD_BYTES
+        while self.memory_bytes > self._limit_bytes:
+            self._free_space(max(self._queues, key=lambda one: one.cost))
+
+    def take(self, queue: Queue) -> bytes:
+        """Return the oldest lines of a queue that has some."""
+        if queue.gap.lines:
+            return queue.gap.take_notice()
+        if queue.spilled:
+            record = queue.spilled.popleft()
+            assert self._spill is not None
+            try:
+                return self._spill.take(record)
+            except OSError:
+                queue.gap.add(record.lines, record.size)
+                return queue.gap.take_notice()
+        return queue.pop_parts(BATCH_BYTES)
+
+    def _free_space(self, queue: Queue) -> None:
+        data = queue.pop_parts(_RECORD_BYTES)
+        lines = data.count(b"\n")
+        while self._spill is not None:
+            try:
+                queue.spilled.append(self._spill.append(data, lines))
+            except OSError:
+                if not queue.spilled:
+                    break
+                # The newest lines tell why a job died.
+                oldest = queue.spilled.popleft()
+                self._spill.forget(oldest)
+                queue.gap.add(oldest.lines, oldest.size)
+            else:
+                return
+        queue.gap.add(lines, len(data))
+
+    def _forget(self, records: Iterable[Record]) -> None:
+        if self._spill is not None:
+            for record in records:
+                self._spill.forget(record)
+
 
 MEMORY_BYTES = 48 << 20
 SPILL_BYTES = 1 << 30
@@ -29,12 +259,15 @@ _LAST_RETRY_S = 5.0
 
 
 class Target:
-    """One log. Only the outlet changes it, under its lock or in its thread."""
+    """One log. Only the outlet changes it, under its lock or in its thread.
+
+    `pipes` and `ends_at`, when the log is over at the latest, are the reader's.
+    """
 
     def __init__(self, path: str, queue: Queue) -> None:
         self.path = path
         self.queue = queue
-        self.sink: Sink | None = None
+        self.file: LogFile | None = None
         self.rest = memoryview(b"")
         self.is_opened = False
         self.has_ended = False
@@ -42,6 +275,8 @@ class Target:
         self.retry_s = _FIRST_RETRY_S
         self.problem = ""
         self.is_warned = False
+        self.pipes: set[int] = set()
+        self.ends_at: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -50,13 +285,13 @@ class Target:
 
 
 class Outlet:
-    """Writes lines to logs in a thread of its own.
+    """Writes lines to logs, opened by `open_log`, in a thread of its own.
 
     `put`, `open` and `end` may be called from any thread.
     """
 
-    def __init__(self, place: LogPlace, backlog: Backlog) -> None:
-        self._place = place
+    def __init__(self, open_log: Callable[[str], LogFile], backlog: Backlog) -> None:
+        self._open_log = open_log
         self._backlog = backlog
         self._lock = threading.Lock()  # guards the backlog and the fields below
         self._work = threading.Condition(self._lock)
@@ -156,11 +391,11 @@ class Outlet:
 
     def _write(self, target: Target) -> None:
         try:
-            if target.sink is None:
-                target.sink = self._place.open(target.path)
+            if target.file is None:
+                target.file = self._open_log(target.path)
                 target.is_opened = True
             while target.rest:
-                target.rest = target.rest[target.sink.write(target.rest) :]
+                target.rest = target.rest[target.file.write(target.rest) :]
         except OSError as error:
             self._failed(target, error)
         except Exception as error:  # A client's bug must not end the writing of all logs.
@@ -186,7 +421,7 @@ class Outlet:
 
 
 def _close(target: Target) -> None:
-    sink, target.sink = target.sink, None
-    if sink is not None:
+    file, target.file = target.file, None
+    if file is not None:
         with contextlib.suppress(OSError):
-            sink.close()
+            file.close()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a pipe of a worker is made and how much fits into it.
-
-It waits for nothing but pipes, so that no worker waits for a log.
-"""
+"""Make and read the pipes of workers; no worker waits for a log."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
@@ -44,9 +41,6 @@ def open_pipe(size: int = LARGEST_BYTES) -> tuple[int, int]:
 
     What it holds is what a worker can still write while the launcher does not read. Where the
     kernel refuses the size it is halved, down to what the pipe has anyway.
-
-    Raises:
-        OSError: There are no descriptors left.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -86,14 +80,6 @@ class ReaderConfig:
 
 
 @dataclass(slots=True)
-class _Log:
-    """What the reader knows of a target: its open pipes, and when it is over at the latest."""
-
-    pipes: set[int] = field(default_factory=set)
-    ends_at: float | None = None
-
-
-@dataclass(slots=True)
 class _Pipe:
     """One pipe being read."""
 
@@ -121,7 +107,7 @@ class MultiplexingReaderThread(threading.Thread):
         self._pause = select.poll()
         self._pause.register(self._wake_up, select.POLLIN)
         self._pipes: dict[int, _Pipe] = {}
-        self._logs: dict[Target, _Log] = {}
+        self._targets: set[Target] = set()
         self._stops_at: float | None = None
         self._waiting_bytes = 0
 
@@ -177,23 +163,22 @@ class MultiplexingReaderThread(threading.Thread):
 
     def _add(self, fd: int, pipe: _Pipe) -> None:
         self._pipes[fd] = pipe
-        self._logs.setdefault(pipe.target, _Log()).pipes.add(fd)
+        self._targets.add(pipe.target)
+        pipe.target.pipes.add(fd)
         self._epoll.register(fd, select.EPOLLIN)
 
     def _end(self, target: Target, at: float) -> None:
-        self._logs.setdefault(target, _Log()).ends_at = at
+        self._targets.add(target)
+        target.ends_at = at
         self._check_end(target)
 
     def _leave(self, target: Target) -> None:
-        log = self._logs.setdefault(target, _Log())
-        log.ends_at = time.monotonic()
-        for fd in list(log.pipes):
-            self._finish_soon(fd)
-        self._check_end(target)
+        self._end(target, time.monotonic())
+        self._end_overdue()
 
     def _stop_by(self, at: float) -> None:
         self._stops_at = at
-        for target in list(self._logs):
+        for target in list(self._targets):
             self._end(target, at)
 
     # The thread ------------------------------------------------------------------------------
@@ -235,7 +220,7 @@ class MultiplexingReaderThread(threading.Thread):
             self._orders.popleft()()
 
     def _wait_s(self) -> float | None:
-        ends = [log.ends_at for log in self._logs.values() if log.ends_at is not None]
+        ends = [target.ends_at for target in self._targets if target.ends_at is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _read(self, fd: int) -> int:
@@ -274,19 +259,18 @@ class MultiplexingReaderThread(threading.Thread):
         self._epoll.unregister(fd)
         os.close(fd)
         self._outlet.put(pipe.target, pipe.lines.finish())
-        self._logs[pipe.target].pipes.discard(fd)
+        pipe.target.pipes.discard(fd)
         self._check_end(pipe.target)
 
     def _check_end(self, target: Target) -> None:
-        log = self._logs.get(target)
-        if log is not None and log.ends_at is not None and not log.pipes:
-            del self._logs[target]
+        if target.ends_at is not None and not target.pipes and target in self._targets:
+            self._targets.discard(target)
             self._outlet.end(target)
 
     def _end_overdue(self) -> None:
         """Close the pipes that somebody holds open long after the worker's end."""
         now = time.monotonic()
-        for log in list(self._logs.values()):
-            if log.ends_at is not None and log.ends_at <= now:
-                for fd in list(log.pipes):
+        for target in list(self._targets):
+            if target.ends_at is not None and target.ends_at <= now:
+                for fd in list(target.pipes):
                     self._finish_soon(fd)

@@ -85,16 +85,7 @@ def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
 
 
 class LogServers:
-    """The log servers of a job, from `start` to `stop`. One thread: the kernel ends them with it.
-
-    Args:
-        plan: Which there are.
-        host: Address that they listen on.
-        token_file: File with the job's token; None asks for none, which only a loopback may.
-        environ: The launcher's environment.
-        loop: Where their ends are noticed.
-        clock: The clock of the loop.
-    """
+    """The log servers of a job. One thread only: the kernel ends them with it."""
 
     def __init__(
         self,
@@ -120,11 +111,7 @@ class LogServers:
         self._nodes_are_back_at = 0.0
 
     def start(self) -> None:
-        """Start all of them; they listen a moment later, and clients try until then.
-
-        Raises:
-            LogServerError: A port is taken, or a process or its log cannot be had.
-        """
+        """Start all of them; they listen a moment later, and clients try until then."""
         check_ports(self._host, [command.port for command in self._commands])
         try:
             for command in self._commands:
@@ -199,11 +186,7 @@ class LogServers:
         child.close()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End them, leaves first, each within its time; what they have is written.
-
-        Args:
-            at_once: Do not wait for lines that are under way: those who send them keep them.
-        """
+        """End them, leaves first, each within its time; what they have is written."""
         self._is_stopping = True
         left_s = self._nodes_are_back_at - self._clock.monotonic()
         root_child = self._running.get("root")

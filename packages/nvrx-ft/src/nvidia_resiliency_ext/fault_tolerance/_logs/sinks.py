@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -27,36 +27,8 @@ class NotYetError(OSError):
     """A log cannot be opened before something else has happened that is on its way."""
 
 
-class Sink(Protocol):
-    """One log that lines are appended to."""
-
-    def write(self, data: memoryview) -> int:
-        """Append lines; return how many bytes were taken.
-
-        Raises:
-            OSError: They cannot be written now.
-        """
-
-    def close(self) -> None:
-        """Nothing follows."""
-
-
-class LogPlace(Protocol):
-    """Where logs are."""
-
-    def open(self, path: str) -> Sink:
-        """Open a log for appending.
-
-        Raises:
-            OSError: It cannot be opened now.
-        """
-
-    def close(self, timeout_s: float) -> bool:
-        """Nothing follows to any log; say whether everything is where it belongs."""
-
-
-class _File:
-    """A file on this node, or on a file system that it shares with others."""
+class LocalFile:
+    """A log on this node, or on a file system that it shares with others."""
 
     def __init__(self, path: str) -> None:
         folder = os.path.dirname(path)
@@ -72,18 +44,6 @@ class _File:
         """Give the descriptor back."""
         with contextlib.suppress(OSError):  # NFS tells late that something was not written.
             os.close(self._fd)
-
-
-class FilePlace:
-    """Logs are files that this process writes."""
-
-    def open(self, path: str) -> Sink:
-        """Open a file, and make its folder where it is missing."""
-        return _File(path)
-
-    def close(self, timeout_s: float) -> bool:  # noqa: ARG002 - the protocol's name
-        """What was written is in the files."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +70,8 @@ def funnel_of(
     return FunnelAddress(endpoint_of(host, ports.client_connect_port()), node_id, token_file)
 
 
-class _Remote:
-    """A file that the log server keeps; closing it waits for nobody."""
+class RemoteFile:
+    """A log that the log server keeps; closing it waits for nobody."""
 
     def __init__(self, target: LogTarget, closing: list[threading.Thread]) -> None:
         self._target = target
@@ -119,8 +79,6 @@ class _Remote:
 
     def write(self, data: memoryview) -> int:
         """Hand lines to the client, which keeps them until the server has them."""
-        from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
         try:
             self._target.write(data)
         except NvrxError as error:
@@ -136,18 +94,21 @@ class _Remote:
         thread.start()
 
 
-class FunnelPlace:
+LogFile: TypeAlias = LocalFile | RemoteFile
+
+
+class FunnelSink:
     """Logs are files that a log server keeps. One thread only, but for what says otherwise."""
 
     def __init__(self, address: FunnelAddress) -> None:
         self._address = address
         self._client: LogFunnelClient | None = None
         self._closing: list[threading.Thread] = []
-        self._instead: FilePlace | None = None
+        self._writes_here = False
 
     def write_files_instead(self) -> None:
         """Open all further logs on this node: there is no server after all; any thread."""
-        self._instead = FilePlace()
+        self._writes_here = True
 
     def try_again(self) -> None:
         """Ask the server at once, which may have refused us until now; any thread."""
@@ -155,13 +116,10 @@ class FunnelPlace:
         if client is not None:
             client.try_again()
 
-    def open(self, path: str) -> Sink:
+    def open(self, path: str) -> LogFile:
         """Open a log on the server; it need not be there yet."""
-        from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-        if self._instead is not None:
-            return self._instead.open(path)
-
+        if self._writes_here:
+            return LocalFile(path)
         token_file = self._address.token_file
         if self._client is None and token_file is not None and not os.path.exists(token_file):
             raise NotYetError(f"the token {token_file} is not there yet")
@@ -172,7 +130,7 @@ class FunnelPlace:
         except NvrxError as error:
             raise OSError(str(error)) from error
         self._closing = [thread for thread in self._closing if thread.is_alive()]
-        return _Remote(target, self._closing)
+        return RemoteFile(target, self._closing)
 
     def _connect(self) -> LogFunnelClient:
         if _FORK_SUPPORT not in os.environ:
@@ -222,9 +180,9 @@ class GrpcWriterThread(threading.Thread):
     ) -> None:
         super().__init__(name="nvrx-log-sender", daemon=True)
         self._queue = write_queue
-        self._place = FunnelPlace(FunnelAddress(grpc_server_address, str(node_id)))
+        self._sink = FunnelSink(FunnelAddress(grpc_server_address, str(node_id)))
         self._logger = logger
-        self._sinks: dict[str, Sink] = {}
+        self._files: dict[str, LogFile] = {}
 
     def shutdown(self) -> None:
         """Let it send what is in the queue now, and end; `join` waits for that.
@@ -241,10 +199,10 @@ class GrpcWriterThread(threading.Thread):
             if isinstance(lines, str):
                 lines = lines.encode(errors="surrogateescape")
             try:
-                if path not in self._sinks:
-                    self._sinks[path] = self._place.open(path)
-                self._sinks[path].write(memoryview(lines))
+                if path not in self._files:
+                    self._files[path] = self._sink.open(path)
+                self._files[path].write(memoryview(lines))
             except (OSError, NvrxError) as error:
                 self._logger.error("lines for %s are lost: %s", path, error)  # noqa: TRY400
-        if not self._place.close(_CLOSE_S):
+        if not self._sink.close(_CLOSE_S):
             self._logger.error("the log server has not confirmed all lines")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a rank's listening socket and the connections that have not said hello; no session.
+"""A rank's listening socket and its pending connections; no session.
 
-Nobody who waits, stays silent or sends garbage here can disturb a session: only a well-formed
-first message of the same user's process reaches the port.
+Only a well-formed first message of a process of the same user reaches the port.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import os
 from collections import deque
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
-from nvidia_resiliency_ext.shared_utils.event_loop import HasFileno
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, listen
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
@@ -24,23 +22,12 @@ from .messages import RANK_MESSAGES, Hello
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 HELLO_LIMIT_S = 5.0
 MAX_PENDING = 8
 ACCEPT_PAUSE_S = 0.1
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-class Watcher(Protocol):
-    """What a loop offers to those who wait for descriptors."""
-
-    def watch(
-        self, fileobj: HasFileno | int, on_ready: Callable[[], None], *, write: bool = False
-    ) -> None:
-        """Call `on_ready` when it is readable (and, if `write`, when it is writable)."""
-
-    def unwatch(self, fileobj: HasFileno | int) -> None:
-        """Stop watching; harmless when it was not watched."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,18 +46,13 @@ class Acceptor:
     def __init__(
         self,
         path: str,
-        watcher: Watcher,
+        loop: EventLoop,
         on_hello: Callable[[Connection, Hello], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        """Bind and listen.
-
-        Raises:
-            ValueError: The path is too long.
-            OSError: The path cannot be bound, or somebody listens there.
-        """
+        """Bind and listen; a path that cannot be bound raises ValueError or OSError."""
         self.path = path
-        self._watcher = watcher
+        self._loop = loop
         self._on_hello = on_hello
         self._on_refused = on_refused
         self._pending: deque[Connection] = deque()
@@ -79,7 +61,7 @@ class Acceptor:
         self._listener = listen(path)
         status = os.stat(path)
         self._identity = (status.st_dev, status.st_ino)
-        watcher.watch(self._listener, self._accept)
+        loop.watch(self._listener, self._accept)
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do, on the monotonic clock."""
@@ -90,13 +72,13 @@ class Acceptor:
         """Close the connections that said nothing for too long; accept again after a pause."""
         if self._accepts_at is not None and self._accepts_at <= now:
             self._accepts_at = None
-            self._watcher.watch(self._listener, self._accept)
+            self._loop.watch(self._listener, self._accept)
         while self._pending and self._pending[0].opened_at + HELLO_LIMIT_S <= now:
             self._drop(self._pending[0])
 
     def close(self) -> None:
         """Stop listening, close who waits, unlink the path if it is still ours."""
-        self._watcher.unwatch(self._listener)
+        self._loop.unwatch(self._listener)
         self._listener.close()
         while self._pending:
             self._drop(self._pending[0])
@@ -114,7 +96,7 @@ class Acceptor:
             # Gone before we got to it: the next one may do. Out of descriptors: it stays in the
             # queue, and the listener readable, so that watching it would make the loop spin.
             if error.errno in _EXHAUSTED:
-                self._watcher.unwatch(self._listener)
+                self._loop.unwatch(self._listener)
                 self._accepts_at = monotonic() + ACCEPT_PAUSE_S
             return
         try:
@@ -128,18 +110,18 @@ class Acceptor:
         self._pending.append(connection)
         if len(self._pending) > MAX_PENDING:
             self._drop(self._pending[0])
-        self._watcher.watch(connection.channel, lambda: self._read(connection))
+        self._loop.watch(connection.channel, lambda: self._read(connection))
 
     def _read(self, connection: Connection) -> None:
         messages = connection.channel.receive()
         if len(messages) == 1 and isinstance(messages[0], Hello) and not connection.channel.is_over:
             self._pending.remove(connection)
-            self._watcher.unwatch(connection.channel)
+            self._loop.unwatch(connection.channel)
             self._on_hello(connection, messages[0])
         elif messages or connection.channel.is_over:
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
         self._pending.remove(connection)
-        self._watcher.unwatch(connection.channel)
+        self._loop.unwatch(connection.channel)
         connection.channel.close()

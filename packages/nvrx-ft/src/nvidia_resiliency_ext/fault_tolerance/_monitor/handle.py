@@ -36,25 +36,17 @@ _ROUND_S = 0.05
 
 
 def sweep(
-    run_id: str, pgids: Collection[int], *, spare: Collection[int], limit_s: float = SWEEP_LIMIT_S
+    run_id: str, pgids: Collection[int], *, spared: Collection[int], limit_s: float = SWEEP_LIMIT_S
 ) -> list[int]:
     """Kill the process groups and every process that carries the run's id, until none is left.
 
     Such a process is killed with its whole group, unless its session is ours or that of a spared
-    one: a signal to a group reaches also what it forks at that moment.
-
-    Args:
-        run_id: Value of NVRX_RUN_ID in the environment of the run's processes.
-        pgids: Process groups of the workers.
-        spare: Processes that are not to be touched, such as the launcher that asked for this.
-        limit_s: When to give up.
-
-    Returns:
-        The processes that were still there at the end.
+    one: a signal to a group reaches also what it forks at that moment. Processes that are still
+    there after `limit_s` are returned.
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
-    keepers = (procfs.read_stat(pid) for pid in (os.getpid(), *spare))
+    keepers = (procfs.read_stat(pid) for pid in (os.getpid(), *spared))
     kept_sessions = {stat.sid for stat in keepers if stat is not None}
     groups = {pgid for pgid in pgids if pgid > 1 and pgid != own_group}
     quiet_scans = 0
@@ -65,7 +57,7 @@ def sweep(
         for pgid in groups:
             _kill_group(pgid)
         found = {*(stat.pid for stat in strays), *procfs.pids_in_groups(groups)}
-        found -= {os.getpid(), *spare}
+        found -= {os.getpid(), *spared}
         # One look may miss a process that comes and goes.
         quiet_scans = 0 if found else quiet_scans + 1
         if quiet_scans == QUIET_SCANS:
@@ -162,18 +154,7 @@ class MonitorHandle:
         env: Mapping[str, str] | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor and wait until its sockets listen.
-
-        Args:
-            config: The configuration in its plain form.
-            socket_paths: One per local rank.
-            timeout_s: How long to wait.
-            env: Environment of the process; ours if None.
-            order: Further fields of `control.Start`.
-
-        Raises:
-            MonitorStartError: It died or was not ready in time.
-        """
+        """Start a monitor and wait until its sockets listen."""
         handle = cls.launch(config, socket_paths, env=env, **order)
         try:
             handle.wait_ready(timeout_s)
@@ -191,12 +172,7 @@ class MonitorHandle:
         env: Mapping[str, str] | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor without waiting; `Ready` is among the first messages of `receive`.
-
-        Raises:
-            MonitorStartError: It died before it took its order.
-            NvrxError: It cannot be started.
-        """
+        """Start a monitor without waiting; `Ready` is among the first messages of `receive`."""
         begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
@@ -265,11 +241,7 @@ class MonitorHandle:
         self._channel.send(message)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the monitor listens; what else it says meanwhile is kept for `receive`.
-
-        Raises:
-            MonitorStartError: It died or was not ready in time.
-        """
+        """Wait until the monitor listens; what else it says meanwhile is kept for `receive`."""
         deadline = Deadline.after(timeout_s)
         while not self.is_ready:
             self._wait_readable(deadline)

@@ -309,7 +309,8 @@ class HotPath:
         if not opened:
             self._outside_since = now
             self._has_closed = True
-            # Before the section's own word: see SlotWriter.close.
+            # Before the section's own word: a rank stopped between the two stores must not look as
+            # if it had been outside sections since the previous stretch.
             words[_OUT_OF_SECTION_START] = now
         words[at] = 0
         if at == self._step_at:
@@ -356,8 +357,8 @@ class HotPath:
                 calc.prev_hb_time = self._heartbeat_last * _NS
                 self._heartbeat_longest = 0
             for section, longest in self._longest.items():
-                known_s = calc.section_to_max_time[section]
-                calc.section_to_max_time[section] = max(known_s, longest * _NS)
+                before_s = calc.section_to_max_time[section]
+                calc.section_to_max_time[section] = max(before_s, longest * _NS)
             if self._outside_longest >= 0:
                 outside_s = self._outside_longest * _NS
                 calc.out_of_section_max_time = max(calc.out_of_section_max_time, outside_s)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the look at all ranks of a node when one breaks a limit: who is asked, notified and ended.
+"""Look at all ranks of a node when one breaks a limit; report the hang and end who is to blame.
 
-Whom to blame is decided in `culprit`. One inquiry is one hang, and one report. Ranks that cannot
-be asked, because they have no session, are looked at through the kernel alone.
+Whom to blame is decided by `hang_culprit`. One inquiry is one hang, and one report. Ranks without
+a session are looked at through the kernel alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
@@ -19,9 +19,11 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     RankState,
     find_culprit,
 )
+from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
     NO_STACK,
     Activity,
+    Kernel,
     classify,
     in_words,
     inspect_kernel,
@@ -29,15 +31,14 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
 )
 
 from . import messages
-from .hang_report import HEALTH_RULES, describe, hang_report, plain_states
+from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
 from .session import SAVE_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
-
     from .port import RankPort, Testimony
+    from .server import MonitorServer
     from .timeout_rules import Verdict
 
 
@@ -46,38 +47,6 @@ logger = logging.getLogger("nvrx")
 MAX_SHOWN_ERROR = 200
 HOLD_S = 5.0
 """How long nobody is ended while the nodes compare what their ranks do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """The node's workers by local rank, as the launcher reported them."""
-
-    pids: tuple[int, ...] = ()
-    error_files: tuple[str, ...] = ()
-    left: frozenset[int] = frozenset()
-    world_size: int = 0
-    rank_offset: int = 0
-
-    @property
-    def are_all(self) -> bool:
-        """Whether the job has no ranks on other nodes."""
-        return not self.pids or self.world_size <= len(self.pids)
-
-
-class Node(Protocol):
-    """What an inquiry needs of the monitor process."""
-
-    cycle: int
-    host: str
-    slow: WorkerThread
-    ports: list[RankPort]
-    workers: Workers
-
-    def tell(self, message: object) -> None:
-        """Send a message to the launcher, if there is one; never waits."""
-
-    def record_fault(self, report: Mapping[str, Any]) -> None:
-        """Put a hang into the record of events; never waits."""
 
 
 @dataclass(slots=True)
@@ -102,9 +71,9 @@ class _Inquiry:
 class Inquiries:
     """The inquiries of one monitor, one after another. The loop's thread only."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, server: MonitorServer) -> None:
         """Begin none."""
-        self._node = node
+        self._server = server
         self._open: list[_Inquiry] = []
 
     def accuse(self, port: RankPort, verdict: Verdict) -> None:
@@ -144,7 +113,7 @@ class Inquiries:
         return self._open[-1]
 
     def _gather(self, inquiry: _Inquiry) -> None:
-        for other in self._node.ports:
+        for other in self._server.ports:
             if other is not inquiry.accuser and other.summon():
                 inquiry.members.append(other)
                 inquiry.awaited.add(other.local_rank)
@@ -176,7 +145,7 @@ class Inquiries:
                 self._close(inquiry)
 
     def _read_errors(self, inquiry: _Inquiry) -> None:
-        files = dict(enumerate(self._node.workers.error_files))
+        files = dict(enumerate(self._server.workers.error_files))
         if not files:
             inquiry.errors = {}
             return
@@ -186,7 +155,7 @@ class Inquiries:
                 inquiry.errors = errors or {}
                 self._proceed(inquiry)
 
-        self._node.slow.submit(lambda: _errors_in(files), done)
+        self._server.slow.submit(lambda: _errors_in(files), done)
 
     def _proceed(self, inquiry: _Inquiry) -> None:
         """Decide as soon as the evidence is complete, or certain without the rest."""
@@ -216,7 +185,7 @@ class Inquiries:
     def _evaluate(self, inquiry: _Inquiry, states: Sequence[RankState]) -> Finding:
         if inquiry.verdict is None or inquiry.verdict.rule in HEALTH_RULES:
             return Finding()
-        return find_culprit(states, self._node.workers.world_size)
+        return find_culprit(states, self._server.workers.world_size)
 
     # What is known --------------------------------------------------------------------------
 
@@ -226,9 +195,9 @@ class Inquiries:
         """Return what every rank of the node was doing."""
         by_rank = {port.local_rank: testimony for port, testimony in testimonies.items()}
         offset = self._offset(testimonies)
-        errors, workers, host = inquiry.errors or {}, self._node.workers, self._node.host
+        errors, workers, host = inquiry.errors or {}, self._server.workers, self._server.host
         states = []
-        for local_rank in sorted({*by_rank, *range(len(workers.pids))}):
+        for local_rank in sorted({*by_rank, *range(len(workers.pgids))}):
             rank, words = offset + local_rank, ""
             if local_rank in errors:
                 words = f"had failed and has not exited: {errors[local_rank]}"
@@ -239,7 +208,7 @@ class Inquiries:
             elif local_rank in by_rank:
                 states.append(_state_of(by_rank[local_rank], host))
             else:
-                kernel = inspect_kernel(workers.pids[local_rank])
+                kernel = inspect_kernel(workers.pgids[local_rank])
                 activity = classify(kernel, NO_STACK)
                 words = in_words(activity, kernel, NO_STACK)
                 states.append(RankState(rank, activity, host, words))
@@ -248,7 +217,7 @@ class Inquiries:
     def _offset(self, testimonies: Mapping[RankPort, Testimony]) -> int:
         """Return the global rank of local rank 0; without a launcher sessions tell it."""
         offsets = (testimony.rank - port.local_rank for port, testimony in testimonies.items())
-        return next(offsets, self._node.workers.rank_offset)
+        return next(offsets, self._server.workers.rank_offset)
 
     # What is done ---------------------------------------------------------------------------
 
@@ -259,11 +228,11 @@ class Inquiries:
         states: Sequence[RankState],
         testimonies: Mapping[RankPort, Testimony],
     ) -> None:
-        """End who is to blame here; where other nodes have a say, tell the launcher first."""
+        """End who is to blame here; where other nodes have a say, ask the launcher first."""
         accuser, verdict = inquiry.accuser, inquiry.verdict
         if accuser is None or verdict is None:
             evidence = {testimony.rank: testimony.evidence for testimony in testimonies.values()}
-            self._node.tell(messages.RanksSeen(plain_states(states, evidence)))
+            self._server.notify_launcher(messages.RanksSeen(plain_states(states, evidence)))
             return
         if testimonies[accuser].has_gone_on:
             rank = testimonies[accuser].rank
@@ -279,17 +248,17 @@ class Inquiries:
             if port is accuser or testimony.rank in overdue
         ]
         report = self._report(inquiry, accuser, verdict, finding, states, testimonies)
-        if self._node.workers.are_all or verdict.rule in HEALTH_RULES:
+        if self._server.workers.are_all or verdict.rule in HEALTH_RULES:
             self._end(inquiry, report)
         else:
             inquiry.held, inquiry.held_until = report, time.monotonic() + HOLD_S
-            self._node.tell(messages.HangFound({**report, "is_held": True}))
+            self._server.notify_launcher(messages.HangFound({**report, "is_held": True}))
 
     def _end(self, inquiry: _Inquiry, report: Mapping[str, Any]) -> None:
         """Report a hang, and end who is to blame; where that is nobody, who broke its limit."""
-        self._node.tell(messages.HangFound(dict(report)))
+        self._server.notify_launcher(messages.HangFound(dict(report)))
         logger.error("%s", describe(report))
-        self._node.record_fault(report)
+        self._server.record_fault(report)
         for port in inquiry.ending:
             port.sentence()
 
@@ -302,7 +271,8 @@ class Inquiries:
         states: Sequence[RankState],
         testimonies: Mapping[RankPort, Testimony],
     ) -> dict[str, Any]:
-        node, ranks = self._node, {testimony.rank: testimony for testimony in testimonies.values()}
+        """Return a hang in machine-readable form, see `messages.HangFound`."""
+        ranks = {testimony.rank: testimony for testimony in testimonies.values()}
         rank = finding.culprits[0].rank if finding.culprits else testimonies[accuser].rank
         local_rank = rank - self._offset(testimonies)
         signalled = [
@@ -311,26 +281,41 @@ class Inquiries:
             if testimony.signalled_at is not None
         ]
         failed = any(r.activity is Activity.FAILED for r in finding.culprits)
-        return hang_report(
-            verdict,
-            finding,
-            states,
-            evidence={rank: testimony.evidence for rank, testimony in ranks.items()},
-            signalled_at=min(signalled, default=time.monotonic()),
-            identity={
-                "cycle": node.cycle,
-                "rank": rank,
-                "local_rank": local_rank,
-                "pid": ranks[rank].pid if rank in ranks else node.workers.pids[local_rank],
-                "host": node.host,
-                "time": time.time(),
-                "signal": testimonies[accuser].signal,
-                "accuser": testimonies[accuser].rank,
-                "ended": [port.local_rank for port in inquiry.ending],
-                "error_file": node.workers.error_files[local_rank] if failed else None,
-                "is_held": False,
-            },
-        )
+        evidence = {rank: testimony.evidence for rank, testimony in ranks.items()}
+        own = evidence.get(rank) or Evidence(kernel=Kernel("?"), can_dump=False)
+        signalled_at = min(signalled, default=time.monotonic())
+        return {
+            "rule": verdict.rule,
+            "section": verdict.section,
+            "since": verdict.since,
+            "elapsed": signalled_at - verdict.since,
+            "limit": verdict.limit_s,
+            "iteration": verdict.iteration,
+            "late_s": signalled_at - verdict.deadline,
+            "stacks": own.stacks_path,
+            "state": own.kernel.state,
+            "wchan": own.kernel.wchan,
+            "rss_bytes": own.rss_bytes,
+            "reason": verdict.reason,
+            "finding": describe_finding(finding),
+            "confidence": finding.confidence.value,
+            "culprits": [r.rank for r in finding.culprits],
+            "candidates": [r.rank for r in finding.candidates],
+            "waiting": [r.rank for r in finding.waiting],
+            "is_elsewhere": finding.is_elsewhere,
+            "ranks": plain_states(states, evidence),
+            "cycle": self._server.cycle,
+            "rank": rank,
+            "local_rank": local_rank,
+            "pid": ranks[rank].pid if rank in ranks else self._server.workers.pgids[local_rank],
+            "host": self._server.host,
+            "time": time.time(),
+            "signal": testimonies[accuser].signal,
+            "accuser": testimonies[accuser].rank,
+            "ended": [port.local_rank for port in inquiry.ending],
+            "error_file": self._server.workers.error_files[local_rank] if failed else None,
+            "is_held": False,
+        }
 
 
 def _is_certain(

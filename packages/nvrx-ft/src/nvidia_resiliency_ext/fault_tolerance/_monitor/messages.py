@@ -68,6 +68,11 @@ class WorkersChanged:
     world_size: int = 0
     rank_offset: int = 0
 
+    @property
+    def are_all(self) -> bool:
+        """Whether the job has no ranks on other nodes."""
+        return not self.pgids or self.world_size <= len(self.pgids)
+
 
 @dataclass(frozen=True, slots=True)
 class Examine:

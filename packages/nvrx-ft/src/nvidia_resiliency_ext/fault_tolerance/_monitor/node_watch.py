@@ -40,14 +40,7 @@ class Unfit:
 
 
 class NodeWatch:
-    """Checks the devices of local ranks again and again.
-
-    Args:
-        local_ranks: Whose devices.
-        config: The configuration in its plain form.
-        found: Called with each finding that is bad, in the thread of the checks.
-        sysfs_root: Folder to take for /sys.
-    """
+    """Checks the devices of local ranks again and again."""
 
     def __init__(
         self,

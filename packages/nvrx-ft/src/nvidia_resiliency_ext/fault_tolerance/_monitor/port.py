@@ -8,14 +8,13 @@ import os
 import signal
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
-from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
 
 from . import messages, session
-from .acceptor import Acceptor, Watcher
+from .acceptor import Acceptor
 from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
 from .session import change_limits, policy_of
@@ -23,9 +22,10 @@ from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotVie
 from .timeout_rules import Verdict, evaluate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from .acceptor import Connection
+    from .server import MonitorServer
     from .session import RestartLines
 
 
@@ -35,25 +35,6 @@ MAX_STACKS_BYTES = 1 << 20
 _NO_PIDFD_POLL_S = 0.1
 LATE_MARGIN_S = 0.5
 """Ranks of a hang break their limits at nearly the same time: who is as close counts as well."""
-
-
-class PortHost(Watcher, Protocol):
-    """What a port needs of the process that it lives in."""
-
-    cycle: int
-    host: str
-    run_dir: str
-    record_dir: str
-    slow: WorkerThread
-
-    def tell(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message to the launcher, if there is one; never waits."""
-
-    def accuse(self, port: RankPort, verdict: Verdict) -> None:
-        """Look at all ranks of the node: this one broke a rule."""
-
-    def testify(self, port: RankPort) -> None:
-        """Record that the evidence on a rank is complete, or that the rank is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +67,7 @@ class _Client:
     dump_fd: int = -1
     evidence: Evidence | None = None
     stacks: bytearray | None = None
-    seen: SlotView | None = None
+    first_view: SlotView | None = None
     signalled_at: float | None = None
     has_reported_life: bool = False
     has_reported_step: bool = False
@@ -98,7 +79,7 @@ class RankPort:
 
     def __init__(
         self,
-        host: PortHost,
+        server: MonitorServer,
         local_rank: int,
         path: str,
         config: Mapping[str, Any],
@@ -106,11 +87,11 @@ class RankPort:
     ) -> None:
         """Make the slot and listen."""
         self.local_rank = local_rank
-        self._host = host
+        self._server = server
         self._config = dict(config)
         self._layout = SlotLayout(tuple(config["rank_section_timeouts"]))
         self.memory = SlotMemory.create(
-            self._layout, directory=host.run_dir, name=f"nvrx-slot{local_rank}"
+            self._layout, directory=server.run_dir, name=f"nvrx-slot{local_rank}"
         )
         self._lines = lines
         self._state = session.SessionState()
@@ -119,7 +100,7 @@ class RankPort:
         self._pending: _Client | None = None
         self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
-        self._acceptor = Acceptor(path, host, self._welcome, self._record_refusal)
+        self._acceptor = Acceptor(path, server.loop, self._request_session, self._record_refusal)
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
@@ -138,9 +119,9 @@ class RankPort:
         self._acceptor.expire(now)
         client = self._client
         if client is not None and client.process.fileno() is None and not client.process.alive():
-            self._feed(session.Died())
+            self._process(session.Happened.DIED)
         if self._state.wake_at is not None and self._state.wake_at <= now:
-            self._feed(session.Woke())
+            self._process(session.Happened.WOKE)
         self._lines.check(now)
         self._refusals.check(now)
 
@@ -163,20 +144,20 @@ class RankPort:
             iteration=self._look().iteration,
             reason=unfit.reason,
         )
-        self._feed(session.Condemned(verdict))
+        self._process(session.Condemned(verdict))
 
     def summon(self) -> bool:
         """Gather evidence on the rank, whatever it does; False when it has no session to ask."""
-        self._feed(session.Summoned())
+        self._process(session.Happened.SUMMONED)
         return self.is_looked_into
 
     def sentence(self) -> None:
         """End the rank: it is to blame."""
-        self._feed(session.Sentenced())
+        self._process(session.Happened.SENTENCED)
 
     def release(self) -> None:
         """Leave the rank to the launcher: it is not to blame."""
-        self._feed(session.Released())
+        self._process(session.Happened.RELEASED)
 
     @property
     def is_looked_into(self) -> bool:
@@ -186,7 +167,7 @@ class RankPort:
     def testimony(self) -> Testimony | None:
         """Return what is known of the rank by now; None before it was looked at."""
         client = self._client
-        if client is None or client.seen is None or not self.is_looked_into:
+        if client is None or client.first_view is None or not self.is_looked_into:
             return None
         assert client.evidence is not None
         now, timeouts = time.monotonic(), self._policy.timeouts
@@ -202,7 +183,7 @@ class RankPort:
             pid=client.process.pid,
             evidence=client.evidence,
             stacks=bytes(client.stacks or b"").decode("utf-8", "replace"),
-            before=client.seen,
+            before=client.first_view,
             after=after,
             broken=broken or verdict,
             has_gone_on=has_gone_on,
@@ -219,7 +200,7 @@ class RankPort:
         self._refusals.finish()
         self.memory.close()
 
-    def _welcome(self, connection: Connection, hello: messages.Hello) -> None:
+    def _request_session(self, connection: Connection, hello: messages.Hello) -> None:
         # The end of the present client may be in the queue behind this hello.
         self._read_client()
         try:
@@ -232,7 +213,7 @@ class RankPort:
         client = self._client
         self._pending = _Client(connection, hello, process)
         is_alive = client is not None and client.process.alive()
-        self._feed(session.Joined(connection.number, is_alive))
+        self._process(session.Joined(connection.number, is_alive))
 
     def _record_refusal(self, text: str) -> None:
         self._refusals.record(time.monotonic(), text)
@@ -246,11 +227,11 @@ class RankPort:
         for message in channel.receive():
             self._handle(client, message)
         if channel.is_over:
-            self._host.unwatch(channel)
+            self._server.loop.unwatch(channel)
             channel.close()
-            self._feed(session.Closed(client.connection.number))
+            self._process(session.Closed(client.connection.number))
         else:
-            self._host.watch(channel, self._read_client, write=channel.wants_to_write)
+            self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
 
     def _handle(self, client: _Client, message: object) -> None:
         channel = client.connection.channel
@@ -283,7 +264,7 @@ class RankPort:
         else:
             client.connection.channel.send(messages.Answer(request))
 
-    def _feed(self, event: session.Event) -> None:
+    def _process(self, event: session.Event) -> None:
         self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
         for effect in effects:
             self._carry_out(effect)
@@ -294,17 +275,17 @@ class RankPort:
                 self._accept(session_id)
             case session.Refuse(_, reason):
                 self._refuse(reason)
-            case session.End():
+            case session.Do.END:
                 self._end()
-            case session.Look():
-                self._feed(session.Looked(self._look()))
-            case session.SaveEvidence():
+            case session.Do.LOOK:
+                self._process(session.Looked(self._look()))
+            case session.Do.SAVE_EVIDENCE:
                 self._save()
             case session.Accuse(verdict):
-                self._host.accuse(self, verdict)
-            case session.Testify():
-                self._host.testify(self)
-            case session.ReportUnkillable():
+                self._server.inquiries.accuse(self, verdict)
+            case session.Do.TESTIFY:
+                self._server.inquiries.testify(self)
+            case session.Do.REPORT_UNKILLABLE:
                 self._report_unkillable()
             case _:
                 self._act_on_process(effect)
@@ -313,15 +294,15 @@ class RankPort:
         client = self._client
         assert client is not None
         match effect:
-            case session.Inspect():
+            case session.Do.INSPECT:
                 self._inspect(client)
-            case session.AskStacks():
+            case session.Do.ASK_STACKS:
                 client.signalled_at = time.monotonic()
                 client.process.signal(client.hello.dump_signal)
-            case session.Terminate():
+            case session.Do.TERMINATE:
                 client.process.signal(signal.SIGCONT)
                 client.process.signal(self._policy.termination_signal)
-            case session.Kill():
+            case session.Do.KILL:
                 client.process.signal(signal.SIGKILL)
 
     def _accept(self, session_id: int) -> None:
@@ -335,7 +316,7 @@ class RankPort:
             # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
             rank, pid = client.hello.rank, client.process.pid
             logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
-            self._feed(session.Closed(client.connection.number))
+            self._process(session.Closed(client.connection.number))
 
     def _open_session(self, client: _Client, session_id: int) -> None:
         client.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
@@ -348,13 +329,13 @@ class RankPort:
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
             os.close(dump_write_fd)
-        self._host.watch(channel, self._read_client, write=channel.wants_to_write)
-        self._host.watch(client.dump_fd, self._read_dump)
+        self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
+        self._server.loop.watch(client.dump_fd, self._read_dump)
         pidfd = client.process.fileno()
         if pidfd is not None:
-            self._host.watch(pidfd, lambda: self._feed(session.Died()))
+            self._server.loop.watch(pidfd, lambda: self._process(session.Happened.DIED))
         rank, pid = client.hello.rank, client.process.pid
-        self._host.tell(messages.RankJoined(self.local_rank, rank, pid))
+        self._server.notify_launcher(messages.RankJoined(self.local_rank, rank, pid))
         logger.debug("rank %d (pid %d) joined its monitor", rank, pid)
 
     def _take_slot(self, client: _Client) -> None:
@@ -368,7 +349,7 @@ class RankPort:
             else:
                 self.memory.close()
                 self.memory = adopted
-                self._host.tell(messages.SlotReplaced(self.local_rank), [fd])
+                self._server.notify_launcher(messages.SlotReplaced(self.local_rank), [fd])
                 return
         self.memory.clear()
 
@@ -385,20 +366,20 @@ class RankPort:
         client, self._client = self._client, None
         assert client is not None
         view = self._look(client)
-        self._host.unwatch(client.connection.channel)
+        self._server.loop.unwatch(client.connection.channel)
         client.connection.channel.close()
         pidfd = client.process.fileno()
         if pidfd is not None:
-            self._host.unwatch(pidfd)
+            self._server.loop.unwatch(pidfd)
         client.process.close()
         self._close_dump(client)
-        self._host.tell(messages.RankLeft(self.local_rank, view.iteration))
+        self._server.notify_launcher(messages.RankLeft(self.local_rank, view.iteration))
         self._lines.lost(time.monotonic())
-        self._host.testify(self)
+        self._server.inquiries.testify(self)
 
     def _look_now(self) -> None:
         if self._state.phase is session.Phase.LIVE:
-            self._feed(session.Woke())
+            self._process(session.Happened.WOKE)
 
     def _look(self, client: _Client | None = None) -> SlotView:
         """Read the slot, and pass on what a message of the rank may have failed to tell."""
@@ -421,21 +402,21 @@ class RankPort:
         self._report_life(client)
         if not client.has_reported_step:
             client.has_reported_step = True
-            self._host.tell(messages.FirstStep(self.local_rank, at))
+            self._server.notify_launcher(messages.FirstStep(self.local_rank, at))
 
     def _renew_policy(self) -> None:
         asked = None if self._client is None else self._client.hello.num_warmup_iters
         self._policy = policy_of(self._config, asked)
 
     def _inspect(self, client: _Client) -> None:
-        client.seen = None
+        client.first_view = None
         if not client.process.alive():
-            self._feed(session.Died())
+            self._process(session.Happened.DIED)
             return
         client.stacks, client.signalled_at = bytearray(), None
         client.evidence = inspect_process(client.process.pid, client.hello.dump_signal)
-        client.seen = self._look(client)
-        self._feed(session.Inspected(client.evidence.can_dump))
+        client.first_view = self._look(client)
+        self._process(session.Inspected(client.evidence.can_dump))
 
     def _read_dump(self) -> None:
         client = self._client
@@ -449,29 +430,29 @@ class RankPort:
         elif client.stacks is not None:
             if len(client.stacks) < MAX_STACKS_BYTES:
                 client.stacks += data
-            self._feed(session.Dumped(data.endswith(b"\n")))
+            self._process(session.Dumped(data.endswith(b"\n")))
 
     def _close_dump(self, client: _Client) -> None:
         if client.dump_fd >= 0:
-            self._host.unwatch(client.dump_fd)
+            self._server.loop.unwatch(client.dump_fd)
             os.close(client.dump_fd)
             client.dump_fd = -1
 
     def _save(self) -> None:
-        client, host = self._client, self._host
+        client, server = self._client, self._server
         assert client is not None
         assert client.evidence is not None
-        name = f"stacks-{host.host}-c{host.cycle}-r{client.hello.rank}"
+        name = f"stacks-{server.host}-c{server.cycle}-r{client.hello.rank}"
         pid, evidence, stacks = client.process.pid, client.evidence, bytes(client.stacks or b"")
-        directory = host.record_dir
+        directory = server.record_dir
 
         def done(result: tuple[int | None, str | None] | None) -> None:
             if client is self._client:
                 rss_bytes, path = result or (None, None)
                 client.evidence = replace(evidence, rss_bytes=rss_bytes, stacks_path=path)
-                self._feed(session.Saved())
+                self._process(session.Happened.SAVED)
 
-        host.slow.submit(lambda: save_evidence(directory, name, pid, evidence, stacks), done)
+        server.slow.submit(lambda: save_evidence(directory, name, pid, evidence, stacks), done)
 
     def _report_unkillable(self) -> None:
         client = self._client
@@ -479,7 +460,9 @@ class RankPort:
         rank, pid = client.hello.rank, client.process.pid
         look = inspect_process(pid, 0)
         state, wchan = look.kernel.state, look.kernel.wchan
-        self._host.tell(messages.RankUnkillable(self.local_rank, rank, pid, state, wchan))
+        self._server.notify_launcher(
+            messages.RankUnkillable(self.local_rank, rank, pid, state, wchan)
+        )
         logger.error(
             "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
             rank,

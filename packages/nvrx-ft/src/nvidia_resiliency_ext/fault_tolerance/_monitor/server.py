@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 from . import messages
 from .handle import sweep
 from .hang_report import HEALTH_RULES, fault_fields
-from .inquiry import Inquiries, Workers
+from .inquiry import Inquiries
 from .node_watch import NodeWatch, Unfit
 from .port import RankPort
 from .session import RestartLines
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RestarterEventLogger,
     )
-
-    from .timeout_rules import Verdict
 
 
 logger = logging.getLogger("nvrx")
@@ -58,14 +56,7 @@ class MonitorServer:
         lines: SimpleQueue[messages.LogLine] | None = None,
         restarter: RestarterEventLogger | None = None,
     ) -> None:
-        """Listen for ranks.
-
-        Args:
-            start: The launcher's order.
-            launcher: The monitor's end of the socketpair; None when it stands alone.
-            lines: Log lines of this process that the launcher is to write.
-            restarter: Writes the lines of layered restarts; the logger "nvrx" if None.
-        """
+        """Listen for ranks."""
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
         self.run_dir = start.run_dir
@@ -77,12 +68,11 @@ class MonitorServer:
         self._lease_until: float | None = None
         self._is_leaving = False
         self._last_order = _Order.NONE
-        self._loop = EventLoop(call=self._guard)
-        self.watch, self.unwatch = self._loop.watch, self._loop.unwatch
+        self.loop = EventLoop(call=self._guard)
         self.slow = WorkerThread()
-        self.watch(self.slow, self.slow.collect)
-        self.workers = Workers()
-        self._inquiries = Inquiries(self)
+        self.loop.watch(self.slow, self.slow.collect)
+        self.workers = messages.WorkersChanged(start.cycle, [])
+        self.inquiries = Inquiries(self)
         self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
         self.ports = [
@@ -114,10 +104,10 @@ class MonitorServer:
         self._node_watch.start()
         try:
             while not self._is_leaving:
-                self._loop.run_once(until=self._next_wake())
+                self.loop.run_once(until=self._next_wake())
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
-                self._guard(partial(self._inquiries.tick, time.monotonic()))
+                self._guard(partial(self.inquiries.tick, time.monotonic()))
                 self._guard(self._evaluate_lease)
                 self._pass_on_lines()
         finally:
@@ -125,7 +115,7 @@ class MonitorServer:
 
     def _record_unfit(self, unfit: Unfit) -> None:
         """Take a finding of the node watch, in its thread."""
-        self._loop.post(partial(self._condemn, unfit))
+        self.loop.post(partial(self._condemn, unfit))
 
     def _condemn(self, unfit: Unfit) -> None:
         for port in self.ports:
@@ -135,21 +125,13 @@ class MonitorServer:
     def leave(self) -> None:
         """End `run` soon; from any thread and from a signal handler."""
         self._is_leaving = True
-        self._loop.wake()
+        self.loop.wake()
 
-    def tell(self, message: object, fds: Sequence[int] = ()) -> None:
+    def notify_launcher(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the launcher, if there is one; never waits."""
         if self._launcher is not None and self._start.run_id:
             self._launcher.send(message, fds, is_droppable=isinstance(message, messages.LogLine))
             self._watch_launcher()
-
-    def accuse(self, port: RankPort, verdict: Verdict) -> None:
-        """Look at all ranks of the node: this one broke a rule."""
-        self._inquiries.accuse(port, verdict)
-
-    def testify(self, port: RankPort) -> None:
-        """Record that the evidence on a rank is complete, or that the rank is gone."""
-        self._inquiries.testify(port)
 
     def log_restarter_event(self, message: str) -> None:
         """Write a line of the layered-restart protocol."""
@@ -188,7 +170,7 @@ class MonitorServer:
 
     def _next_wake(self) -> float | None:
         wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
-        if (error_files_at := self._inquiries.next_wake()) is not None:
+        if (error_files_at := self.inquiries.next_wake()) is not None:
             wakes.append(error_files_at)
         if self._lease_until is not None:
             wakes.append(self._lease_until)
@@ -205,12 +187,12 @@ class MonitorServer:
         if self._lines is not None:
             # Not until it is empty: a line that cannot be sent makes a new one.
             for _ in range(self._lines.qsize()):
-                self._guard(partial(self.tell, self._lines.get()))
+                self._guard(partial(self.notify_launcher, self._lines.get()))
 
     def _watch_launcher(self) -> None:
         channel = self._launcher
         if channel is not None:
-            self.watch(channel, self._read_launcher, write=channel.wants_to_write)
+            self.loop.watch(channel, self._read_launcher, write=channel.wants_to_write)
 
     def _read_launcher(self) -> None:
         channel = self._launcher
@@ -222,7 +204,7 @@ class MonitorServer:
             self._is_leaving = True
             if self._last_order is _Order.NONE and not channel.is_garbled:
                 self._last_order = _Order.LAUNCHER_GONE
-            self.unwatch(channel)
+            self.loop.unwatch(channel)
         else:
             self._watch_launcher()
 
@@ -230,28 +212,23 @@ class MonitorServer:
         match message:
             case messages.CycleChanged(cycle):
                 self.cycle = cycle
-                self.workers = Workers()  # Their error files are those of the cycle before.
-                self.tell(messages.CycleAcknowledged(cycle))
+                # The error files of the workers before are those of another cycle.
+                self.workers = messages.WorkersChanged(cycle, [])
+                self.notify_launcher(messages.CycleAcknowledged(cycle))
             case messages.WorkersChanged():
                 self.cycle = message.cycle
                 self._pgids = set(message.pgids)
-                self.workers = Workers(
-                    tuple(message.pgids),
-                    tuple(message.error_files),
-                    frozenset(message.left),
-                    message.world_size,
-                    message.rank_offset,
-                )
+                self.workers = message
             case messages.Examine():
-                self._inquiries.examine()
+                self.inquiries.examine()
             case messages.Sentence(local_ranks):
-                self._inquiries.sentence(local_ranks)
+                self.inquiries.sentence(local_ranks)
             case messages.LeaseHeld(until):
                 self._lease_until = until
             case messages.Save(word):
                 for port in self.ports:
                     port.save(word)
-                self.tell(messages.SaveAcknowledged(word))
+                self.notify_launcher(messages.SaveAcknowledged(word))
             case messages.Leave():
                 self._is_leaving = True
                 self._last_order = _Order.LEAVE
@@ -266,7 +243,7 @@ class MonitorServer:
             "the launcher did not renew this node's lease: the workers are killed before the other"
             " nodes replace them"
         )
-        left = sweep(self._start.run_id, self._pgids, spare={os.getppid()})
+        left = sweep(self._start.run_id, self._pgids, spared={os.getppid()})
         if left:
             logger.error("still there after SIGKILL: %s", left)
 
@@ -275,17 +252,17 @@ class MonitorServer:
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():
-            spare = {os.getppid()} if self._last_order is _Order.LEAVE else set()
-            left = sweep(self._start.run_id, self._pgids, spare=spare)
+            spared = {os.getppid()} if self._last_order is _Order.LEAVE else set()
+            left = sweep(self._start.run_id, self._pgids, spared=spared)
             if left:
                 logger.error("still there after SIGKILL: %s", left)
         self._pass_on_lines()
-        self.unwatch(self.slow)
+        self.loop.unwatch(self.slow)
         self.slow.close()
         if self._launcher is not None:
-            self.unwatch(self._launcher)
+            self.loop.unwatch(self._launcher)
             self._launcher.close()
-        self._loop.close()
+        self.loop.close()
 
     def _is_to_sweep(self) -> bool:
         # Not without an order: a monitor that fails must not take healthy ranks with it.

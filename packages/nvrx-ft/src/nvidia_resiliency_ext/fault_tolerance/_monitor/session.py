@@ -22,41 +22,36 @@ if TYPE_CHECKING:
 
 
 class RestartLines:
-    """Feeds the state machine of one rank; does nothing without one."""
+    """The layered-restart lines of one rank; none without a state machine."""
 
     def __init__(self, machine: RankMonitorStateMachine | None, interval_s: float) -> None:
-        """Follow a rank.
-
-        Args:
-            machine: Writes the lines; None for none.
-            interval_s: Pause between two lines while a restart lasts.
-        """
+        """Write lines with `machine`, while a restart lasts one every `interval_s` seconds."""
         self._machine = machine
         self._interval_s = interval_s
         self.next_check: float | None = None
         """When `check` is due, on the monotonic clock."""
 
     def alive(self) -> None:
-        """The rank showed its first sign of life in a session."""
+        """Record the rank's first sign of life in a session."""
         if self._machine is not None and self._machine.state.name not in ("ABORTED", "FINALIZED"):
             self._machine.handle_heartbeat_msg()
             self.next_check = None
 
     def lost(self, now: float) -> None:
-        """The session ended."""
+        """Record the end of the session."""
         if self._machine is not None:
             self._machine.handle_ipc_connection_lost()
             self.next_check = now + self._interval_s if self._machine.is_restarting() else None
 
     def check(self, now: float) -> None:
-        """Say that a restart still lasts, if it is time."""
+        """Write that a restart still lasts, if it is time."""
         if self._machine is None or self.next_check is None or now < self.next_check:
             return
         self._machine.periodic_restart_check()
         self.next_check = now + self._interval_s
 
     def finish(self) -> None:
-        """The monitor ends in order."""
+        """Record that the monitor ends in order."""
         if self._machine is not None:
             self._machine.handle_signal()
 
@@ -120,10 +115,10 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process asks for the session; whether the present holder, if any, still lives."""
+    """A process asks for the session; whether the one that has it, if any, still lives."""
 
     connection: int
-    is_holder_alive: bool
+    has_live_owner: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +126,6 @@ class Closed:
     """A connection ended."""
 
     connection: int
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The process that holds the session ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Woke:
-    """`wake_at` passed, or the limits changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +143,6 @@ class Condemned:
 
 
 @dataclass(frozen=True, slots=True)
-class Summoned:
-    """Another rank of the node broke a rule: what this one does is evidence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sentenced:
-    """The rank is to blame, and must end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The rank is not to blame."""
-
-
-@dataclass(frozen=True, slots=True)
 class Inspected:
     """The kernel was asked about the process; whether it can dump its stacks."""
 
@@ -184,11 +154,6 @@ class Dumped:
     """A piece of the stacks came; whether it ended with a line."""
 
     ends_line: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """The evidence is on disk, or could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,85 +173,39 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Read the slot and report `Looked`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect:
-    """Ask the kernel about the process and report `Inspected`."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskStacks:
-    """Send the signal that makes the process write its stacks."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveEvidence:
-    """Write the evidence without waiting for it; report `Saved` when done."""
-
-
-@dataclass(frozen=True, slots=True)
 class Accuse:
     """Look at all ranks of the node: this one broke a rule."""
 
     verdict: Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Testify:
-    """Say that the evidence on this rank is complete."""
+class Happened(Enum):
+    """An event without further content."""
+
+    DIED = "the process that has the session ended"
+    WOKE = "`wake_at` passed, or the limits changed"
+    SUMMONED = "another rank of the node broke a rule: the state of this one is evidence"
+    SENTENCED = "the rank is to blame, and must end"
+    RELEASED = "the rank is not to blame"
+    SAVED = "the evidence is on disk, or could not be written"
 
 
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """SIGCONT, then the configured signal."""
+class Do(Enum):
+    """An effect without further content."""
+
+    LOOK = "read the slot and report `Looked`"
+    INSPECT = "ask the kernel about the process and report `Inspected`"
+    ASK_STACKS = "send the signal that makes the process write its stacks"
+    SAVE_EVIDENCE = "write the evidence without waiting for it; report SAVED when done"
+    TESTIFY = "report that the evidence on this rank is complete"
+    TERMINATE = "send SIGCONT, then the configured signal"
+    KILL = "send SIGKILL"
+    REPORT_UNKILLABLE = "report that the process survived SIGKILL"
+    END = "close the session's connection and forget the rank"
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """SIGKILL."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportUnkillable:
-    """Tell that the process survived SIGKILL."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Close the session's connection and forget the rank."""
-
-
-Event: TypeAlias = (
-    Joined
-    | Closed
-    | Died
-    | Woke
-    | Looked
-    | Condemned
-    | Summoned
-    | Inspected
-    | Dumped
-    | Saved
-    | Sentenced
-    | Released
-)
-Effect: TypeAlias = (
-    Accept
-    | Refuse
-    | Look
-    | Inspect
-    | AskStacks
-    | SaveEvidence
-    | Accuse
-    | Testify
-    | Terminate
-    | Kill
-    | ReportUnkillable
-    | End
-)
+Event: TypeAlias = Joined | Closed | Looked | Condemned | Inspected | Dumped | Happened
+Effect: TypeAlias = Accept | Refuse | Accuse | Do
 Result: TypeAlias = tuple[SessionState, tuple[Effect, ...]]
 
 
@@ -299,40 +218,40 @@ def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
             return _join(state, event, now)
         case Closed(connection):
             return _close(state, connection)
-        case Died():
+        case Happened.DIED:
             return _end(state) if state.phase is not Phase.IDLE else (state, ())
-        case Woke():
+        case Happened.WOKE:
             return _wake(state, now)
         case Looked(view):
             return _look(state, view, now, policy)
         case Condemned(verdict) if state.phase in (Phase.LIVE, Phase.SUSPECT):
             return _accused(state, verdict)
-        case Summoned() if state.phase in (Phase.LIVE, Phase.SUSPECT):
-            return replace(state, phase=Phase.ASKING, verdict=None, wake_at=None), (Inspect(),)
-        case Sentenced() if state.phase in LOOKED_INTO:
+        case Happened.SUMMONED if state.phase in (Phase.LIVE, Phase.SUSPECT):
+            return replace(state, phase=Phase.ASKING, verdict=None, wake_at=None), (Do.INSPECT,)
+        case Happened.SENTENCED if state.phase in LOOKED_INTO:
             return _condemn(state, now, policy)
-        case Released() if state.phase is Phase.RECEIVED:
+        case Happened.RELEASED if state.phase is Phase.RECEIVED:
             return replace(state, phase=Phase.FREE, wake_at=now + AFTERMATH_S), ()
         case Inspected(can_dump) if state.phase is Phase.ASKING:
             if not can_dump or policy.evidence_timeout_s <= 0:
                 return _save(state, now)
             until = now + policy.evidence_timeout_s
             dumping = replace(state, phase=Phase.DUMPING, wake_at=until, give_up_at=until)
-            return dumping, (AskStacks(),)
+            return dumping, (Do.ASK_STACKS,)
         case Dumped(ends_line) if state.phase is Phase.DUMPING:
             quiet_at = now + DUMP_QUIET_S if ends_line else state.give_up_at
             return replace(state, wake_at=min(quiet_at, state.give_up_at)), ()
-        case Saved() if state.phase is Phase.SAVING:
+        case Happened.SAVED if state.phase is Phase.SAVING:
             return _received(state)
         case _:
             return state, ()
 
 
 def _join(state: SessionState, event: Joined, now: float) -> Result:
-    if state.phase is not Phase.IDLE and event.is_holder_alive:
+    if state.phase is not Phase.IDLE and event.has_live_owner:
         reason = "another live process has the session of this rank"
         return state, (Refuse(event.connection, reason),)
-    before: tuple[Effect, ...] = () if state.phase is Phase.IDLE else (End(),)
+    before: tuple[Effect, ...] = () if state.phase is Phase.IDLE else (Do.END,)
     session_id = state.session_id + 1
     joined = SessionState(
         phase=Phase.LIVE,
@@ -354,14 +273,14 @@ def _close(state: SessionState, connection: int) -> Result:
 
 
 def _end(state: SessionState) -> Result:
-    return SessionState(session_id=state.session_id), (End(),)
+    return SessionState(session_id=state.session_id), (Do.END,)
 
 
 def _wake(state: SessionState, now: float) -> Result:
     match state.phase:
         case Phase.LIVE | Phase.SUSPECT:
             late = state.wake_at is not None and now - state.wake_at > FROZEN_S
-            return replace(state, woke_late=late), (Look(),)
+            return replace(state, woke_late=late), (Do.LOOK,)
         case Phase.DUMPING:
             return _save(state, now)
         case Phase.SAVING:
@@ -370,9 +289,9 @@ def _wake(state: SessionState, now: float) -> Result:
             return replace(state, phase=Phase.LIVE, verdict=None, wake_at=now), ()
         case Phase.ENDING:
             killing = replace(state, phase=Phase.KILLING, wake_at=now + ESCALATION_S)
-            return killing, (Kill(),)
+            return killing, (Do.KILL,)
         case Phase.KILLING:
-            return replace(state, phase=Phase.STUCK, wake_at=None), (ReportUnkillable(),)
+            return replace(state, phase=Phase.STUCK, wake_at=None), (Do.REPORT_UNKILLABLE,)
         case _:
             return replace(state, wake_at=None), ()
 
@@ -400,21 +319,21 @@ def _is_same(verdict: Verdict, before: Verdict | None) -> bool:
 
 def _accused(state: SessionState, verdict: Verdict) -> Result:
     asking = replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None)
-    return asking, (Inspect(), Accuse(verdict))
+    return asking, (Do.INSPECT, Accuse(verdict))
 
 
 def _save(state: SessionState, now: float) -> Result:
-    return replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S), (SaveEvidence(),)
+    return replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S), (Do.SAVE_EVIDENCE,)
 
 
 def _received(state: SessionState) -> Result:
-    return replace(state, phase=Phase.RECEIVED, wake_at=None), (Testify(),)
+    return replace(state, phase=Phase.RECEIVED, wake_at=None), (Do.TESTIFY,)
 
 
 def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
     is_final = policy.termination_signal == signal.SIGKILL
     phase = Phase.KILLING if is_final else Phase.ENDING
-    return replace(state, phase=phase, wake_at=now + ESCALATION_S), (Terminate(),)
+    return replace(state, phase=phase, wake_at=now + ESCALATION_S), (Do.TERMINATE,)
 
 
 _PLAIN_LIMITS = frozenset(
@@ -428,12 +347,7 @@ _SECTIONS = "rank_section_timeouts"
 
 
 def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) -> Policy:
-    """Return the rules that a configuration asks for.
-
-    Args:
-        config: The configuration in its plain form.
-        num_warmup_iters: What the rank asked for at init, instead of the configured number.
-    """
+    """Return the rules of a configuration; a rank may give its own number of warm-up steps."""
     settings = dict(config)
     if num_warmup_iters is not None:
         settings["num_warmup_iterations"] = num_warmup_iters
@@ -446,15 +360,9 @@ def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) ->
 
 
 def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change the timeouts of a configuration in place.
+    """Change timeouts of a configuration in place, or return what is wrong with them.
 
-    Args:
-        config: The configuration in its plain form.
-        changes: Some of its timeouts; a section that is not in `config` has no place in the slot
-            and is passed over.
-
-    Returns:
-        What is wrong with `changes`; nothing was changed then. None when all is well.
+    A section that is not in `config` has no word in the slot and is passed over.
     """
     sections = changes.get(_SECTIONS) or {}
     unknown = sorted(changes.keys() - _PLAIN_LIMITS - {_SECTIONS})
@@ -466,10 +374,10 @@ def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) 
     for name, value in (*plain.items(), *sections.items()):
         if not _is_limit(value):
             return f"{name}: {value!r} is no number of seconds"
-    known = dict(config[_SECTIONS])
-    known.update({name: value for name, value in sections.items() if name in known})
+    limits = dict(config[_SECTIONS])
+    limits.update({name: value for name, value in sections.items() if name in limits})
     config.update(plain)
-    config[_SECTIONS] = known
+    config[_SECTIONS] = limits
     return None
 
 

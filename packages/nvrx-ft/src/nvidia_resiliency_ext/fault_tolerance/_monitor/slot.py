@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the layout and the memory of a rank's slot; judges nothing and sends nothing.
 
-A slot is a page or two of shared memory per local rank. The rank writes it (`SlotWriter`, or the
-inlined stores of the client), the monitor and the launcher read it (`read_slot`). Every field is
-one aligned 8-byte word, written by a single store; readers rely on no order between two words.
+A slot is a page or two of shared memory per local rank. The rank writes it (`hotpath.HotPath`), the
+monitor and the launcher read it (`read_slot`). Every field is one aligned 8-byte word, written by a
+single store; readers rely on no order between two words.
 Times are CLOCK_MONOTONIC nanoseconds; 0 means "not yet".
 """
 
@@ -123,9 +123,8 @@ class SlotView:
         return Steps(self.iteration, self.step_count or self.heartbeat_count, last_at)
 
 
-def read_slot(buffer: memoryview, layout: SlotLayout) -> SlotView:
-    """Take one look at a slot."""
-    words = buffer if buffer.format == "q" else buffer[: layout.size_bytes].cast("q")
+def read_slot(words: memoryview, layout: SlotLayout) -> SlotView:
+    """Take one look at a slot, given as 8-byte words."""
     opened = {name: words[at] * _NS for name, at in layout.index.items() if words[at]}
     iteration, first_iteration = words[W_ITERATION], words[W_FIRST_ITERATION]
     return SlotView(
@@ -149,50 +148,17 @@ def _seconds(nanoseconds: int) -> float | None:
     return nanoseconds * _NS if nanoseconds else None
 
 
-class SlotWriter:
-    """Writes one slot, one word per fact; the plain form of what the client does inline."""
-
-    def __init__(self, buffer: memoryview, layout: SlotLayout) -> None:
-        """Write into `buffer`, which must hold at least `layout.size_bytes` bytes."""
-        self.words = buffer[: layout.size_bytes].cast("q") if buffer.format != "q" else buffer
-        self.layout = layout
-
-    def begin(self, session_id: int, now_ns: int, first_iteration: int = NO_ITERATION) -> None:
-        """Start a session: forget everything, then name the session last."""
-        words = self.words
-        words[W_MAGIC] = MAGIC
-        for at in range(W_SESSION_ID, self.layout.words):
-            if at != W_SAVE:
-                words[at] = 0
-        words[W_ITERATION] = words[W_FIRST_ITERATION] = first_iteration
-        words[W_SESSION_START] = words[W_OUT_OF_SECTION_START] = now_ns
-        words[W_SESSION_ID] = session_id
-
-    def heartbeat(self, now_ns: int) -> None:
-        """Record a heartbeat."""
-        words = self.words
-        words[W_HEARTBEAT_LAST] = now_ns
-        words[W_HEARTBEAT_COUNT] += 1
-        if not words[W_HEARTBEAT_FIRST]:
-            words[W_HEARTBEAT_FIRST] = now_ns
-
-    def open(self, section: str, now_ns: int) -> None:
-        """Record that a section was opened."""
-        self.words[self.layout.index[section]] = now_ns
-        if section == STEP and not self.words[W_STEP_FIRST_OPEN]:
-            self.words[W_STEP_FIRST_OPEN] = now_ns
-
-    def close(self, section: str, now_ns: int, *, is_last: bool) -> None:
-        """Record that a section was closed; `is_last` when no other one is open."""
-        if is_last:
-            # Before the section's own word: a rank stopped between the two stores must not look
-            # as if it had been outside sections since the previous stretch.
-            self.words[W_OUT_OF_SECTION_START] = now_ns
-        self.words[self.layout.index[section]] = 0
-
-    def iterate(self, iteration: int) -> None:
-        """Record the training iteration."""
-        self.words[W_ITERATION] = iteration
+def begin_slot(
+    words: memoryview, session_id: int, now_ns: int, first_iteration: int = NO_ITERATION
+) -> None:
+    """Clear a slot for a new session; the session id is written last."""
+    words[W_MAGIC] = MAGIC
+    for at in range(W_SESSION_ID, len(words)):
+        if at != W_SAVE:
+            words[at] = 0
+    words[W_ITERATION] = words[W_FIRST_ITERATION] = first_iteration
+    words[W_SESSION_START] = words[W_OUT_OF_SECTION_START] = now_ns
+    words[W_SESSION_ID] = session_id
 
 
 class SlotMemory:
@@ -206,13 +172,7 @@ class SlotMemory:
 
     @classmethod
     def create(cls, layout: SlotLayout, *, directory: str, name: str) -> SlotMemory:
-        """Make fresh memory that no holder of the descriptor can shrink.
-
-        Args:
-            layout: What it will hold.
-            directory: Private directory for a file where the kernel has no memfd.
-            name: Name of that file; also a label in /proc.
-        """
+        """Make fresh memory that no holder of the descriptor can shrink."""
         fd = shared_memory(name, layout.size_bytes, (directory,))
         try:
             memory = cls(fd, mmap.mmap(fd, layout.size_bytes), layout)
@@ -226,13 +186,8 @@ class SlotMemory:
     def adopt(cls, fd: int, layout: SlotLayout, *, must_be_sealed: bool) -> SlotMemory:
         """Map a descriptor made elsewhere, after checking size, seals and magic.
 
-        Args:
-            fd: The descriptor; owned by the result, or by the caller if this raises.
-            layout: The expected layout.
-            must_be_sealed: Refuse memory that its other holders could shrink.
-
-        Raises:
-            SlotError: It is not a slot of this layout, or it could be truncated.
+        The result owns it; with `SlotError` the caller still does. Sealed memory cannot be shrunk
+        by those who also have the descriptor.
         """
         try:
             if must_be_sealed and fcntl.fcntl(fd, _GET_SEALS) & SEALS != SEALS:

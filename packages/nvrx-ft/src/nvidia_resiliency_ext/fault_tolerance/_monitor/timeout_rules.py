@@ -77,14 +77,7 @@ class Verdict:
 def evaluate(
     view: SlotView, timeouts: Timeouts, session_start: float, now: float
 ) -> Verdict | None:
-    """Return the rule whose deadline passed first, or None while the rank keeps all of them.
-
-    Args:
-        view: A fresh look at the rank's slot.
-        timeouts: The limits in force.
-        session_start: When the monitor accepted the session; used until the rank wrote its own.
-        now: The monotonic clock.
-    """
+    """Return the rule whose deadline passed first, or None while the rank keeps all of them."""
     broken = [v for v in _running(view, timeouts, session_start) if now > v.deadline]
     return min(broken, key=lambda v: v.deadline, default=None)
 
@@ -96,13 +89,6 @@ def next_look(
 
     That is the earliest deadline known now, and no later than the shortest limit from now: what
     the rank begins after this look cannot expire before.
-
-    Args:
-        view: The look just taken.
-        timeouts: The limits in force.
-        session_start: When the monitor accepted the session.
-        now: The monotonic clock.
-        longest_s: Upper bound of the pause.
     """
     shortest = timeouts.smallest()
     at = now + (longest_s if shortest is None else min(longest_s, shortest))

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,11 +53,7 @@ class CycleInfo:
 
     @classmethod
     def from_json(cls, data: bytes) -> CycleInfo:
-        """Return what a file says.
-
-        Raises:
-            ValueError: It is no such file.
-        """
+        """Return what a file says."""
         try:
             fields = json.loads(data)
             return cls(**{**fields, "generation": int(fields["generation"])})
@@ -109,7 +105,7 @@ def _check_job_id(job_id: str) -> None:
 logger = logging.getLogger("nvrx")
 SHUTDOWN_S = 2.0
 _MOST_WAITING = 256
-_MOST_OWED = 64
+_MOST_UNWRITTEN = 64
 _LARGEST_FILE_BYTES = 1 << 20
 
 
@@ -117,8 +113,7 @@ class CycleInfoWriter:
     """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
 
     A file appears and changes as a whole. What cannot be written is said once, and tried again
-    with the next file; the newest 64 files wait. All methods but `shutdown` return
-    at once.
+    with the next file; the newest 64 files wait. All methods but `shutdown` return at once.
 
     Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
     started the job before; `cycle_number`, from 0; `cycle_start_time` and `cycle_end_time` in ISO
@@ -136,14 +131,14 @@ class CycleInfoWriter:
         if not cycle_info_dir:
             raise ValueError("cycle_info_dir is empty; name the directory for files about cycles")
         self._directory = os.path.abspath(cycle_info_dir)
-        self._work = threading.Condition()  # guards the two fields below
-        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
+        # Jobs of the thread; None ends it.
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = False
-        # The fields below are the thread's: the cycle that is open, what files have still to say,
-        # and where the link has still to lead.
+        # The fields below are the thread's: the open cycle, the file that the link leads to, and
+        # the files that could not be written, oldest first.
         self._open: CycleInfo | None = None
-        self._owed: dict[str, CycleInfo] = {}
-        self._link_owed: CycleInfo | None = None
+        self._linked = ""
+        self._unwritten: dict[str, CycleInfo] = {}
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="nvrx-cycle-info", daemon=True)
         self._thread.start()
@@ -241,139 +236,100 @@ class CycleInfoWriter:
             ends_cycle: False leaves an open cycle open, for a writer that takes it up.
         """
         now = iso_utc(time.time())
-        with self._work:
-            if not self._is_ending:
-                if ends_cycle:
-                    self._jobs.append(lambda: self._end_open(now))
-                self._is_ending = True
-                self._work.notify()
+        if ends_cycle:
+            self._hand_over(lambda: self._end_open(now))
+        if not self._is_ending:
+            self._is_ending = True
+            self._jobs.put(None)
         self._thread.join(SHUTDOWN_S)
         if self._thread.is_alive():
             logger.warning("%s does not answer: cycle information is left out", self._directory)
 
     def _hand_over(self, job: Callable[[], None]) -> bool:
-        with self._work:
-            if self._is_ending or len(self._jobs) >= _MOST_WAITING:
-                return False
-            self._jobs.append(job)
-            self._work.notify()
+        if self._is_ending or self._jobs.qsize() >= _MOST_WAITING:
+            return False
+        self._jobs.put(job)
         return True
 
     # The thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            job = self._next_job()
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             try:
                 job()
             except (OSError, ValueError) as error:
                 self._complain(error)
-            self._pay()
-
-    def _next_job(self) -> Callable[[], None] | None:
-        """Wait for something to do; None at the end."""
-        with self._work:
-            while not self._jobs:
-                if self._is_ending:
-                    return None
-                self._work.wait()
-            return self._jobs.popleft()
-
-    def _pay(self) -> None:
-        """Write all that has not been written yet, as far as that succeeds."""
-        if not self._owed and self._link_owed is None:
-            return
-        problem: Exception | None = None
-        try:
-            os.makedirs(self._directory, exist_ok=True)
-        except OSError as error:
-            self._complain(error)
-            return
-        for name, info in list(self._owed.items()):
-            try:
-                self._write(info)
-                del self._owed[name]
-            except (OSError, ValueError) as error:
-                problem = problem or error
-        # Never to a file that is not there.
-        if self._link_owed is not None and _name_of(self._link_owed) not in self._owed:
-            try:
-                self._point_to(self._link_owed)
-                self._link_owed = None
-            except OSError as error:
-                problem = problem or error
-        if problem is not None:
-            self._complain(problem)
-        elif self._has_failed:
-            self._has_failed = False
-            logger.info("cycle information is written again")
-
-    def _owe(self, info: CycleInfo) -> None:
-        """Let a file say this, now or as soon as it can be written."""
-        self._owed.pop(_name_of(info), None)
-        while len(self._owed) >= _MOST_OWED:
-            del self._owed[next(iter(self._owed))]
-        self._owed[_name_of(info)] = info
 
     def _complain(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
             logger.warning("cycle information cannot be written, the job goes on: %s", error)
 
+    def _save(self, info: CycleInfo) -> None:
+        """Write a file, then those that could not be written before; the newest 64 wait."""
+        self._unwritten.pop(_name_of(info), None)
+        self._unwritten[_name_of(info)] = info
+        if len(self._unwritten) > _MOST_UNWRITTEN:
+            del self._unwritten[next(iter(self._unwritten))]
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            for name, waiting in reversed(list(self._unwritten.items())):
+                atomic_write(os.path.join(self._directory, name), waiting.to_json(), mode=0o644)
+                if name == self._linked:
+                    self._point_to(waiting)
+                del self._unwritten[name]
+        except (OSError, ValueError) as error:
+            self._complain(error)
+        else:
+            if self._has_failed:
+                self._has_failed = False
+                logger.info("cycle information is written again")
+
     def _begin(self, info: CycleInfo) -> None:
-        if self._open is not None:
-            self._end_open(info.cycle_start_time)
-        self._open = self._link_owed = info
-        self._owe(info)
+        self._end_open(info.cycle_start_time)
+        self._open, self._linked = info, _name_of(info)
+        self._save(info)
 
     def _take_up(self, info: CycleInfo) -> None:
         try:
-            known = self._read(_name_of(info))
+            begun = self._read(_name_of(info))
         except (FileNotFoundError, ValueError):
             self._begin(info)
             return
-        if known.cycle_end_time:
-            known = known.ended("")
-            self._owe(known)
-        self._open = self._link_owed = known
+        self._open, self._linked = begun, _name_of(begun)
+        if begun.cycle_end_time:
+            self._open = begun.ended("")
+            self._save(self._open)
+        else:
+            self._point_to(begun)
 
     def _point_to(self, info: CycleInfo) -> None:
         link = os.path.join(self._directory, current_name(info.job_id))
         _replace_link(_name_of(info), link)
 
     def _end(self, name: str, at: str) -> None:
-        present = self._open
-        if present is None or _name_of(present) != name:
-            self._owe(self._read(name).ended(at))
-        else:
-            self._end_open(at)
-
-    def _end_once(self, name: str, at: str) -> None:
         if self._open is not None and _name_of(self._open) == name:
             self._end_open(at)
-            return
+        else:
+            self._save(self._read(name).ended(at))
+
+    def _end_once(self, name: str, at: str) -> None:
         try:
-            known = self._read(name)
+            if not self._read(name).cycle_end_time:
+                self._end(name, at)
         except FileNotFoundError:
             return
-        if not known.cycle_end_time:
-            self._owe(known.ended(at))
 
     def _end_open(self, at: str) -> None:
         present, self._open = self._open, None
         if present is not None:
-            self._owe(present.ended(at))
+            self._save(present.ended(at))
 
     def _read(self, name: str) -> CycleInfo:
-        if name in self._owed:
-            return self._owed[name]
+        if name in self._unwritten:
+            return self._unwritten[name]
         path = os.path.join(self._directory, name)
         return CycleInfo.from_json(read_regular_file(path, _LARGEST_FILE_BYTES))
-
-    def _write(self, info: CycleInfo) -> None:
-        atomic_write(os.path.join(self._directory, _name_of(info)), info.to_json(), mode=0o644)
 
 
 def _name_of(info: CycleInfo) -> str:
@@ -530,7 +486,7 @@ class CycleInfoReporter:
         with self._lock:
             self._open_cycle = None
         if ends_cycle:
-            self._writer.shutdown()
+            self._writer.shutdown()  # without the argument, which a caller's own writer may lack
         else:
             self._writer.shutdown(ends_cycle=False)
 

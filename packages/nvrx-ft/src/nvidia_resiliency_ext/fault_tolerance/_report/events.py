@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .failures import HOW_TO_SEE_IT, Failure, FailureLog, FailureRecord, RestartTimes
+from .failures import HOW_TO_SEE_IT, Failure, FailureLog, RestartTimes
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -147,10 +147,10 @@ class EventReporter:
             events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank
         )
 
-    def standby(
+    def prewarm_changed(
         self, slot: int, state: str, seconds: float | None, private_bytes: int | None
     ) -> None:
-        """Record a standby's change of state."""
+        """Record a prewarmed worker's change of state."""
         private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
         self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
@@ -281,16 +281,23 @@ class EventReporter:
             return
         cause, outcome, last_iteration = self._fault
         self._failures.write(
-            FailureRecord(
-                time=self._clock.wall(),
-                host=self._host,
-                cycle=cycle,
-                outcome=outcome.value,
-                cause=cause,
-                last_iteration=last_iteration,
-                others=tuple(self._also_failed),
-                times=self._times,
-            )
+            {
+                "time": self._clock.wall(),
+                "host": self._host,
+                "cycle": cycle,
+                "outcome": outcome.value,
+                "rank": cause.rank,
+                "local_rank": cause.local_rank,
+                "cause": cause.kind,
+                "what": cause.what,
+                "exit_code": cause.exit_code,
+                "signal": cause.signal,
+                "detected_by": cause.detected_by,
+                "detail": dict(cause.detail),
+                "also_failed": self._also_failed,
+                "last_iteration": last_iteration,
+                **self._times.durations(),
+            }
         )
         self._fault = None
 
@@ -318,7 +325,7 @@ class EventReporter:
 
 
 def _origins(workers: Iterable[Started]) -> str:
-    """Return how many workers came from standbys, by how far these were, and how many did not."""
+    """Return how many workers were prewarmed, by how far they were, and how many started cold."""
     counts = {"from ready standbys": 0, "from standbys still importing": 0, "cold": 0}
     for started in workers:
         if started.warm:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure was, in words and fields, and where the launcher writes it down.
 
-Pure. Who failed first is decided here as torchrun does it: by the
-time in the error file, else the time at which the exit was seen.
+The first failure is found as torchrun finds it: by the time in the error file, else the time at
+which the exit was noticed.
 
 The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
 A record that cannot be written never stops the job: it is said once in the log.
@@ -190,41 +190,6 @@ class RestartTimes:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRecord:
-    """How one cycle ended."""
-
-    time: float
-    host: str
-    cycle: int
-    outcome: str
-    cause: Cause
-    last_iteration: int | None
-    others: tuple[str, ...] = ()
-    times: RestartTimes = field(default_factory=RestartTimes)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the JSON form."""
-        detail: Mapping[str, object] = self.cause.detail
-        return {
-            "time": self.time,
-            "host": self.host,
-            "cycle": self.cycle,
-            "outcome": self.outcome,
-            "rank": self.cause.rank,
-            "local_rank": self.cause.local_rank,
-            "cause": self.cause.kind,
-            "what": self.cause.what,
-            "exit_code": self.cause.exit_code,
-            "signal": self.cause.signal,
-            "detected_by": self.cause.detected_by,
-            "detail": dict(detail),
-            "also_failed": list(self.others),
-            "last_iteration": self.last_iteration,
-            **self.times.durations(),
-        }
-
-
 class FailureLog:
     """Appends to `failures.jsonl`; whole lines, so that several launchers may share it."""
 
@@ -232,9 +197,9 @@ class FailureLog:
         self._path = os.path.join(directory, FAILURES_FILE)
         self._complained = False
 
-    def write(self, record: FailureRecord) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Append one line; a failure to do so is logged once."""
-        line = json.dumps(record.to_dict(), default=str).encode() + b"\n"
+        line = json.dumps(record, default=str).encode() + b"\n"
         # Not blocking: in a shared directory the name may be taken by a pipe that nobody reads.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
         try:

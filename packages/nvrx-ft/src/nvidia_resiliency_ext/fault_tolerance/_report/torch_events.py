@@ -51,11 +51,7 @@ class _Event:
 
 
 def check_handler(name: str) -> None:
-    """Refuse the name of a handler that torch does not know; imports torch for unusual ones.
-
-    Raises:
-        ValueError: Nobody has registered it.
-    """
+    """Refuse the name of a handler that torch does not know; imports torch for unusual ones."""
     if name in _BUILT_IN:
         return
     from torch.distributed.elastic.events.handlers import get_logging_handler
@@ -63,9 +59,9 @@ def check_handler(name: str) -> None:
     try:
         get_logging_handler(name)
     except KeyError:
-        known = ", ".join(sorted(_BUILT_IN))
+        names = ", ".join(sorted(_BUILT_IN))
         raise ValueError(
-            f"--event-log-handler {name}: torch knows no handler of this name; it has {known}"
+            f"--event-log-handler {name}: torch knows no handler of this name; it has {names}"
         ) from None
 
 

@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._env import (
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, Topology, cpus_near
+from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, cpus_near
 
 _RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._workers.run_path"
 _LOOK_S = 10.0
@@ -88,11 +88,7 @@ def worker_command(
 
 
 def numa_binding(environ: Mapping[str, str], *, is_strict: bool) -> NumaBinding | None:
-    """Return how workers are bound to NUMA nodes, or None where nobody asks for it.
-
-    Raises:
-        ValueError: They cannot be bound as asked; the message says why.
-    """
+    """Return how workers are bound to NUMA nodes, or None where nobody asks for it."""
     raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
     if not raw:
         return None
@@ -112,13 +108,9 @@ def cpu_binding(
     nproc: int,
     environ: Mapping[str, str],
     gpus: Sequence[str | None],
-    topology: Topology | None = None,
+    topology: MachineTopology | None = None,
 ) -> CpuBinding:
-    """Return how `--numa-binding` binds workers.
-
-    Raises:
-        ValueError: They cannot be bound as asked; the message says why.
-    """
+    """Return how `--numa-binding` binds workers."""
     flag = f"--numa-binding {mode}"
     if mode not in NUMA_MODES:
         raise ValueError(f"{flag}: is not one of {', '.join(NUMA_MODES)}")
@@ -162,12 +154,14 @@ def missing_script(path: str) -> str:
     if not os.path.exists(path):
         if path in ("python", "python3"):
             return f"script {path!r}: leave {path!r} out; the launcher starts Python by itself"
-        return f"script {path!r} does not exist; name a file, or a module with -m"
+        near = f"; did you mean {path}.py?" if os.path.isfile(f"{path}.py") else ""
+        return f"script {path!r} does not exist{near or '; name a file, or a module with -m'}"
     # Python runs a directory or an archive that holds __main__.py.
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
         if not os.path.isfile(path):
-            return f"script {os.path.dirname(path)!r} is a directory without __main__.py"
+            folder = os.path.dirname(path)
+            return f"script {folder!r} is a directory without __main__.py; name a file in it"
     if not os.access(path, os.R_OK):
         return f"script {path!r} cannot be read; change its permissions"
     return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a worker must be started cold, and what a standby worker imports; it starts nothing."""
+"""Why a worker must be started cold, and what a prewarmed worker imports; it starts nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
@@ -94,7 +94,7 @@ def _environment_lines(text: str) -> Iterable[str]:
 
 
 def watch_list() -> dict[str, list[str]]:
-    """Return the rules as the start-up hook of a standby takes them."""
+    """Return the rules as the start-up hook of a prewarmed worker takes them."""
     return {
         "names": list(IMPORT_TIME_NAMES),
         "prefixes": list(IMPORT_TIME_PREFIXES),
@@ -117,14 +117,6 @@ _LARGEST_ENTRY_BYTES = 4 << 20
 _LIBTORCH = "libtorch_cpu"
 
 
-class Settings(Protocol):
-    """What the user chose."""
-
-    @property
-    def prewarm(self) -> str:
-        """`auto`, `on` or `off`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Interpreter:
     """The interpreter in a command line: where it stands and what comes before the entry."""
@@ -138,17 +130,10 @@ def cold_reason(
     command: WorkerCommand,
     env: Mapping[str, str],
     local_envs: Sequence[Mapping[str, str]],
-    settings: Settings,
+    prewarm: str,
 ) -> str | None:
-    """Return why workers of this command must start cold, or None.
-
-    Args:
-        command: The command with the macros of one local rank replaced.
-        env: The environment that all local workers share.
-        local_envs: The whole environment of each, as far as it is known.
-        settings: The user's choice.
-    """
-    if settings.prewarm == "off":
+    """Return why workers of this command must start cold, or None; `prewarm` is the option."""
+    if prewarm == "off":
         return "--ft-prewarm off"
     return (
         _command_reason(command)
@@ -158,9 +143,9 @@ def cold_reason(
     )
 
 
-def go_reason(standby_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
-    """Return why a standby cannot take over a worker's environment, or None."""
-    changed = changed_import_time(standby_env, worker_env)
+def go_reason(prewarmed_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
+    """Return why a prewarmed worker cannot take over a worker's environment, or None."""
+    changed = changed_import_time(prewarmed_env, worker_env)
     if changed:
         return f"{changed[0]} is read at import and differs from the standby's"
     return None
@@ -229,16 +214,18 @@ def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
             if word == "--check-hash-based-pycs":
                 next(words, None)
             continue
-        place = next((i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None)
-        if place is None:
+        position = next(
+            (i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None
+        )
+        if position is None:
             flags.append(word)
             continue
-        if place > 1:
-            flags.append(word[:place])
-        if word[place] in "cm":
-            return Interpreter(index, tuple(flags), "module" if word[place] == "m" else "code")
-        value = word[place + 1 :] or next(words, "")
-        flags.append(f"-{word[place]}{value}")
+        if position > 1:
+            flags.append(word[:position])
+        if word[position] in "cm":
+            return Interpreter(index, tuple(flags), "module" if word[position] == "m" else "code")
+        value = word[position + 1 :] or next(words, "")
+        flags.append(f"-{word[position]}{value}")
     return Interpreter(index, tuple(flags), "code")
 
 
@@ -257,13 +244,13 @@ def _entry_text(command: WorkerCommand) -> str | None:
     return None if path is None else read_text(path)
 
 
-def module_file(name: str, folders: Iterable[str] | None = None) -> str | None:
+def module_file(name: str) -> str | None:
     """Return the source file that `-m name` runs, without importing anything.
 
     Only plain files in the working directory and on this interpreter's path are found.
     """
     parts = name.split(".")
-    for folder in folders if folders is not None else ["", *sys.path]:
+    for folder in ["", *sys.path]:
         base = os.path.join(folder, *parts)
         for path in (f"{base}.py", os.path.join(base, "__main__.py")):
             if os.path.isfile(path):
@@ -282,13 +269,13 @@ def read_text(path: str) -> str | None:
 
 
 def wants_prewarming(worker_pids: Iterable[int]) -> bool:
-    """Return whether any of the workers has libtorch mapped: only then do standbys gain."""
+    """Return whether any of the workers has libtorch mapped: only then does prewarming help."""
     return any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids)
 
 
-# In this order: between two entries a standby looks whether "go" is there already, and a script
-# gets each entry with those before it when it first imports something of it. `torch._dynamo` is
-# what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
+# In this order: between two entries a prewarmed worker looks whether "go" is there already, and a
+# script gets each entry with those before it when it first imports something of it. `torch._dynamo`
+# is what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
 # sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
 # be missing in the installed versions.
 # Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
@@ -316,7 +303,7 @@ def import_list(text: str) -> tuple[str, ...]:
 
 
 def with_optional(names: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return each name with whether a standby may go on when there is no such module."""
+    """Return each name with whether a prewarmed worker may go on when there is no such module."""
     return [(name, name in DEFAULT_IMPORTS and name != "torch") for name in names]
 
 
@@ -350,12 +337,7 @@ _LARGEST_PARSED_CHARACTERS = 200_000
 
 
 def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
-    """Return whether the entry file is certain to import what standbys import.
-
-    Args:
-        command: The workers' command.
-        prewarm_imports: Modules that standbys import; those beside torch count as well.
-    """
+    """Return whether the entry file is certain to import what prewarmed workers import."""
     if not command.is_python:
         return False
     path = module_file(command.entry) if command.is_module else command.entry
@@ -377,8 +359,8 @@ def _imports_any(path: str, heavy: frozenset[str] | set[str], depth: int) -> boo
         return False
     folder = os.path.dirname(path)
     siblings = [os.path.join(folder, *name.split(".")) + ".py" for name in names if name]
-    known = [path for path in siblings if os.path.isfile(path)][:_SIBLINGS]
-    return any(_imports_any(sibling, heavy, depth - 1) for sibling in known)
+    found = [path for path in siblings if os.path.isfile(path)][:_SIBLINGS]
+    return any(_imports_any(sibling, heavy, depth - 1) for sibling in found)
 
 
 def _certain_imports(text: str) -> Iterator[str]:

@@ -53,11 +53,7 @@ def parse_request(line: bytes) -> TimerRequest | None:
 
 
 class FileTimers:
-    """Reads the pipe in the launcher's loop and keeps a timer for each deadline.
-
-    Raises:
-        OSError: The pipe cannot be made.
-    """
+    """Reads the pipe in the launcher's loop and keeps a timer for each deadline."""
 
     def __init__(
         self,

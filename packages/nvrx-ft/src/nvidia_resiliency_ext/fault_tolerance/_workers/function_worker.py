@@ -32,9 +32,6 @@ class FunctionCall:
         directory: A directory that only this user can write.
         function: Importable by name, or defined in `__main__`.
         args: The same for all ranks.
-
-    Raises:
-        pickle.PicklingError: The function or an argument cannot be sent to another process.
     """
 
     def __init__(self, directory: str, function: Callable[..., Any], args: Sequence[Any]) -> None:

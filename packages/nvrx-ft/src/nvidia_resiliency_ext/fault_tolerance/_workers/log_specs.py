@@ -52,9 +52,9 @@ def load_specs(
     flag = f"--logs-specs {name}"
     found = list(entry_points(group=GROUP, name=name))
     if not found:
-        known = ", ".join(sorted(entry_points(group=GROUP).names)) or "none"
+        names = ", ".join(sorted(entry_points(group=GROUP).names)) or "none"
         raise ValueError(
-            f"{flag}: no entry point of this name in group {GROUP}; there are: {known}"
+            f"{flag}: no entry point of this name in group {GROUP}; there are: {names}"
         )
     from torch.distributed.elastic.multiprocessing import Std as TorchStd
 
@@ -92,15 +92,7 @@ class OutputSpecs:
     def outputs(
         self, envs: Sequence[Mapping[str, str]], error_files: Sequence[str]
     ) -> list[tuple[WorkerOutput, dict[str, str]]]:
-        """Return the output and the environment of each worker of a cycle, by local rank.
-
-        Args:
-            envs: Their environments so far.
-            error_files: Where `@record` writes, unless the object says otherwise.
-
-        Raises:
-            LogSpecsError: It fails, or what it says cannot be followed.
-        """
+        """Return the output and the environment of each worker of a cycle, by local rank."""
         given: dict[int, dict[str, Any]] = {rank: dict(env) for rank, env in enumerate(envs)}
         name = type(self.specs).__name__
         try:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
+
+from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 
 _DATA_CACHES = frozenset({"Data", "Unified"})
-_MOST_CPUS = 1 << 16
 
 
 class MachineTopology:
-    """The machine's own word on its CPUs; see `numa.Topology`.
+    """The machine's CPUs and GPUs as /sys, found at `root`, shows them.
 
-    Args:
-        root: Where /sys is.
-        allowed: The CPUs that may be used; None: those of this process.
+    `allowed` are the CPUs that may be used. Methods raise ValueError for what it does not show.
     """
 
     def __init__(self, root: str = "/sys", allowed: Collection[int] | None = None) -> None:
@@ -85,31 +84,14 @@ class MachineTopology:
 
 
 def read_ranges(text: str) -> frozenset[int]:
-    """Return the numbers of a list such as `0-2,4`.
-
-    Raises:
-        ValueError: It is no such list.
-    """
-    found: set[int] = set()
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{text[:80]!r} is no list of numbers")
-        end = int(last or first)
-        if end >= _MOST_CPUS:
-            raise ValueError(f"{text[:80]!r} is no list of CPUs or NUMA nodes")
-        found.update(range(int(first), end + 1))
-    return frozenset(found)
+    """Return the numbers of a list of CPUs or NUMA nodes such as `0-2,4`."""
+    try:
+        return frozenset(parse_ranks(text))
+    except ValueError:
+        raise ValueError(f"{text[:80]!r} is no list of CPUs or NUMA nodes") from None
 
 
 NUMACTL = "numactl"
-
-
-class Binding(Protocol):
-    """How workers are bound."""
-
-    def words(self, local_rank: int) -> tuple[str, ...]:
-        """Return what goes before the command of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,48 +134,13 @@ class CpuBinding:
         return (self.numactl, f"--physcpubind={self.cpus[local_rank]}")
 
 
-class Topology(Protocol):
-    """What a machine says of its CPUs and of where its GPUs sit.
-
-    Every method raises ValueError where the machine does not say.
-    """
-
-    @property
-    def allowed(self) -> frozenset[int]:
-        """The CPUs that may be used at all."""
-
-    def node_of_gpu(self, address: str) -> int:
-        """Return the NUMA node of a GPU; 0 on machines with one."""
-
-    def nodes(self) -> Sequence[int]:
-        """Return all NUMA nodes."""
-
-    def cpus_of_node(self, node: int) -> frozenset[int]:
-        """Return the CPUs of a NUMA node."""
-
-    def socket_of_cpu(self, cpu: int) -> int:
-        """Return the socket of a CPU."""
-
-    def core_of_cpu(self, cpu: int) -> frozenset[int]:
-        """Return the CPUs of the same core."""
-
-    def cache_of_cpu(self, cpu: int) -> frozenset[int]:
-        """Return the CPUs that share the largest cache with one."""
+Binding: TypeAlias = NumaBinding | CpuBinding
 
 
-def cpus_near(mode: str, gpus: Sequence[str], rank: int, topology: Topology) -> frozenset[int]:
-    """Return the CPUs of one local rank, as torchrun chooses them.
-
-    Args:
-        mode: One of `syntax.NUMA_MODES`.
-        gpus: The PCI addresses of the GPUs that workers see, by local rank; those without a rank
-            count, too.
-        rank: Whose CPUs.
-        topology: The machine.
-
-    Raises:
-        ValueError: There are no CPUs to be had; the message says why.
-    """
+def cpus_near(
+    mode: str, gpus: Sequence[str], rank: int, topology: MachineTopology
+) -> frozenset[int]:
+    """Return the CPUs of one local rank, as torchrun chooses them."""
     node = topology.node_of_gpu(gpus[rank])
     near = _usable(node, topology)
     if not near:
@@ -203,23 +150,23 @@ def cpus_near(mode: str, gpus: Sequence[str], rank: int, topology: Topology) -> 
     if mode == "socket":
         return _cpus_of_socket(topology.socket_of_cpu(min(near)), topology)
     sharing = [gpu for gpu in range(len(gpus)) if topology.node_of_gpu(gpus[gpu]) == node]
-    place = sharing.index(rank)
+    position = sharing.index(rank)
     if mode == "exclusive":
         cores = _grouped(near, topology.core_of_cpu)
         if len(cores) < len(sharing):
             raise ValueError(
                 f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
             )
-        return frozenset().union(*_share(cores, place, len(sharing)))
+        return frozenset().union(*_share(cores, position, len(sharing)))
     caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)
-    return caches[place % len(caches)]
+    return caches[position % len(caches)]
 
 
-def _usable(node: int, topology: Topology) -> frozenset[int]:
+def _usable(node: int, topology: MachineTopology) -> frozenset[int]:
     return topology.cpus_of_node(node) & topology.allowed
 
 
-def _cpus_of_socket(socket: int, topology: Topology) -> frozenset[int]:
+def _cpus_of_socket(socket: int, topology: MachineTopology) -> frozenset[int]:
     found: frozenset[int] = frozenset()
     for node in topology.nodes():
         cpus = _usable(node, topology)
@@ -239,8 +186,10 @@ def _grouped(
     return [frozenset(groups[first]) for first in sorted(groups)]
 
 
-def _share(cores: Sequence[frozenset[int]], place: int, sharers: int) -> Sequence[frozenset[int]]:
+def _share(
+    cores: Sequence[frozenset[int]], position: int, sharers: int
+) -> Sequence[frozenset[int]]:
     """Return the cores of one of several sharers; the first ones get what is left over."""
     each, left_over = divmod(len(cores), sharers)
-    start = place * each + min(place, left_over)
-    return cores[start : start + each + (place < left_over)]
+    start = position * each + min(position, left_over)
+    return cores[start : start + each + (position < left_over)]

@@ -3,8 +3,8 @@
 
 A worker writes into a file or into what it inherited, and into a pipe of the launcher only where
 the user asked for cycle logs: a launcher that is stopped blocks a rank whose pipe is full. The
-console copy (`--tee`) follows the
-files; the kernel says when they grow (inotify), and where it cannot, a timer looks.
+console copy (`--tee`) follows the files; the kernel says when they grow, and where it cannot, a
+timer looks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import enum
 import errno
 import logging
 import os
+import select
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.shared_utils.directory_notices import FileNotices
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-from .output_copies import FilteredFile, offer
 
 logger = logging.getLogger("nvrx")
 
@@ -31,7 +32,8 @@ MAX_READS = 16
 LAST_WORDS_S = 1.0
 MEGABYTE = 1_000_000
 LOOK_INTERVAL_S = 0.1
-_IN_MODIFY = 0x2
+# What a pipe that polls as writable takes without blocking (PIPE_BUF on Linux).
+CHUNK_BYTES = 4096
 
 
 class LogDirectoryError(NvrxError):
@@ -127,7 +129,7 @@ def console_output(directory: str) -> WorkerOutput:
     """Return the streams of a worker whose files have no room: the launcher's own."""
 
     def target(descriptor: int) -> Target:
-        # Named, and not inherited: a standby that was made for files would keep its placeholder.
+        # Named, and not inherited: a process prewarmed for files would keep its placeholder.
         return Target(open_pipe=lambda: os.dup(descriptor))
 
     return WorkerOutput(target(1), target(2), os.path.join(directory, "error.json"))
@@ -150,24 +152,12 @@ class OutputFiles:
 
     @classmethod
     def beneath(cls, log_dir: str, name: str) -> OutputFiles:
-        """Make a folder for this launch in the user's log directory and prove it is writable.
-
-        Raises:
-            LogDirectoryError: with the path, the reason and the remedy.
-        """
+        """Make a folder for this launch in the user's log directory and prove it is writable."""
         root = os.path.join(os.path.abspath(log_dir), name)
-        probe = os.path.join(root, ".probe")
         try:
             os.makedirs(root, exist_ok=True)
-            # An empty file can be made on a full disk; a block of data cannot.
-            with open(probe, "wb") as file:
-                file.write(b"\0" * PROBE_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
-            os.unlink(probe)
+            _write_probe(root, syncs=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(probe)
             with contextlib.suppress(OSError):
                 os.rmdir(root)
             raise LogDirectoryError(log_dir, error) from None
@@ -181,27 +171,15 @@ class OutputFiles:
         return cls(tempfile.mkdtemp(prefix="nvrx-logs-"))
 
     def missing_space(self) -> str:
-        """Return why workers cannot write here now, or an empty text.
-
-        It writes a block of data and does not wait for the disk: a restart must not.
-        """
-        probe = os.path.join(self.root, ".probe")
+        """Return why workers cannot write here now, or an empty text; a restart may ask."""
         try:
-            with open(probe, "wb", buffering=0) as file:
-                written = file.write(b"\0" * PROBE_BYTES)
-            os.unlink(probe)
+            _write_probe(self.root, syncs=False)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(probe)
             return error.strerror or str(error)
-        return "" if written == PROBE_BYTES else os.strerror(errno.ENOSPC)
+        return ""
 
     def worker_directory(self, cycle: int, local_rank: int) -> str:
-        """Make and return the folder of one worker in one cycle.
-
-        Raises:
-            LogDirectoryError: when it cannot be made any more.
-        """
+        """Make and return the folder of one worker in one cycle."""
         path = os.path.join(self.root, f"attempt_{cycle}", str(local_rank))
         try:
             os.makedirs(path, exist_ok=True)
@@ -210,13 +188,22 @@ class OutputFiles:
         return path
 
 
-def open_target(target: Target) -> int | None:
-    """Open the file of a stream for appending, or return None when it is inherited.
+def _write_probe(folder: str, *, syncs: bool) -> None:
+    """Write a block of data and remove it: an empty file can be made on a full disk."""
+    probe = os.path.join(folder, ".probe")
+    try:
+        with open(probe, "wb", buffering=0) as file:
+            if file.write(b"\0" * PROBE_BYTES) != PROBE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if syncs:
+                os.fsync(file.fileno())
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
 
-    Raises:
-        LogDirectoryError: when the file cannot be made.
-        OSError: when there are no descriptors for a pipe.
-    """
+
+def open_target(target: Target) -> int | None:
+    """Open the file of a stream for appending, or return None when it is inherited."""
     if target.open_pipe is not None:
         return target.open_pipe()
     if target.path is None:
@@ -226,6 +213,86 @@ def open_target(target: Target) -> int | None:
         return os.open(target.path, flags, 0o644)
     except OSError as error:
         raise LogDirectoryError(target.path, error) from None
+
+
+def offer(name: str, data: bytes, wait_s: float) -> int:
+    """Write what the console takes, and return how many bytes that was.
+
+    A console that is closed or gone takes everything: nobody is there to miss it.
+    """
+    console = getattr(sys, name)
+    try:
+        fd = console.fileno()
+    except (OSError, ValueError, AttributeError):
+        return _offer_text(console, data)
+    deadline = time.monotonic() + wait_s
+    poller = select.poll()
+    poller.register(fd, select.POLLOUT)
+    taken = 0
+    while taken < len(data):
+        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ready:
+            return taken
+        if not ready[0][1] & select.POLLOUT:
+            return len(data)
+        try:
+            taken += os.write(fd, data[taken : taken + CHUNK_BYTES])
+        except BlockingIOError:
+            return taken
+        except OSError:
+            return len(data)
+    return taken
+
+
+def _offer_text(console: object, data: bytes) -> int:
+    """Write to a stream without descriptor, such as a notebook's."""
+    write = getattr(console, "write", None)
+    if write is not None:
+        with contextlib.suppress(OSError, ValueError):
+            write(data.decode("utf-8", "replace"))
+    return len(data)
+
+
+class FilteredFile:
+    """The lines that were wanted, of one stream of all workers of a cycle.
+
+    A file that cannot be written costs its lines and one message, never the job.
+    """
+
+    def __init__(self, path: str, texts: Sequence[str]) -> None:
+        self._path = path
+        self._texts = [text.encode(errors="surrogateescape") for text in texts]
+        self._fd = -1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._fd = os.open(path, flags, 0o644)
+        except OSError as error:
+            self._give_up(error)
+
+    def wants(self, line: bytes) -> bool:
+        """Return whether a line, without its prefix, belongs here."""
+        return any(text in line for text in self._texts)
+
+    def write(self, lines: bytes, _wait_s: float) -> int:
+        """Write whole lines; return how many bytes are done with, which is all of them."""
+        left = lines
+        while left and self._fd >= 0:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except OSError as error:
+                self._give_up(error)
+        return len(lines)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("%s is not written any more: %s", self._path, error.strerror or error)
+        self.close()
 
 
 class _Followed:
@@ -293,23 +360,22 @@ class _Followed:
 class Tee:
     """Copies what workers append to their files to the launcher's own streams and other files.
 
-    `fileno` is readable when a file grew; None where the kernel has no inotify, then `look`
-    is due every `LOOK_INTERVAL_S`. A console that does not read holds up the copy and nothing
-    else: what it did not take stays in the files. One thread only.
+    `fileno` is readable when a file grew. A console that does not read holds up the copy alone:
+    what it did not take stays in the files. One thread only.
     """
 
     def __init__(self, again: Callable[[], None] = lambda: None) -> None:
         self._again = again
-        self._followed: dict[int, _Followed] = {}
+        self._followed: list[_Followed] = []
         # Files of the cycle before, at which nobody writes any more, that are not copied yet.
         self._ended: list[_Followed] = []
-        self._next_key = -1
         self._copies: dict[str, FilteredFile] = {}
-        self._inotify = _inotify_open()
+        self._notices = FileNotices()
+        self._has_unnoticed = False
 
-    def fileno(self) -> int | None:
-        """Return the inotify descriptor, or None."""
-        return self._inotify
+    def fileno(self) -> int:
+        """Return the descriptor of the files' notices; -1 where the kernel has none."""
+        return self._notices.fileno()
 
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
         """Begin to copy `path` to the console; each line gets `prefix`."""
@@ -334,26 +400,23 @@ class Tee:
         offer: Callable[[bytes, float], int],
         wants: Callable[[bytes], bool],
     ) -> None:
-        followed = _Followed(path, prefix.encode(errors="surrogateescape"), sink, offer, wants)
-        key = _inotify_watch(self._inotify, path) if self._inotify is not None else None
-        # A file has one watch, however often it is followed.
-        if key is None or key in self._followed:
-            key, self._next_key = self._next_key, self._next_key - 1
-        self._followed[key] = followed
+        prefixed = prefix.encode(errors="surrogateescape")
+        followed = _Followed(path, prefixed, sink, offer, wants)
+        self._followed.append(followed)
+        self._has_unnoticed |= not self._notices.watch(path)
+        # What was written before the watch began is not reported.
+        if self._has_unnoticed or followed.unread():
+            self._again()
 
     def look(self) -> float | None:
-        """Copy what is new; call it when `fileno` is readable or the interval is over.
-
-        Returns:
-            Seconds after which it should be called again without being asked, or None.
-        """
-        if self._inotify is not None:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._inotify, READ_BYTES)
+        """Copy what is new; return seconds after which to look again, None: when a file grew."""
+        self._notices.clear()
         waits = [self._copy_ended(followed) for followed in list(self._ended)]
         # What ranks wrote before a restart comes before what they wrote after it.
         held = {followed.sink for followed in self._ended}
-        waits += [self._copy(f) for f in self._followed.values() if f.sink not in held]
+        waits += [self._copy(f) for f in self._followed if f.sink not in held]
+        if self._has_unnoticed:
+            waits.append(LOOK_INTERVAL_S)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _copy_ended(self, followed: _Followed) -> float | None:
@@ -368,7 +431,7 @@ class Tee:
     def _forget(self, followed: _Followed) -> None:
         self._ended.remove(followed)
         os.close(followed.fd)
-        sinks = {other.sink for other in (*self._ended, *self._followed.values())}
+        sinks = {other.sink for other in (*self._ended, *self._followed)}
         for path in self._copies.keys() - sinks:
             self._copies.pop(path).close()
 
@@ -402,11 +465,10 @@ class Tee:
         self._complete(deadline)
 
     def _take_for_ended(self) -> None:
-        for key, followed in self._followed.items():
-            self._ended.append(followed)
-            if self._inotify is not None and key >= 0:
-                _inotify_unwatch(self._inotify, key)
-        self._followed.clear()
+        self._ended += self._followed
+        self._followed = []
+        self._notices.unwatch_all()
+        self._has_unnoticed = False
 
     def _complete(self, deadline: float) -> None:
         """Copy what is left of ended files until the deadline, and let go of them."""
@@ -436,9 +498,7 @@ class Tee:
     def close(self) -> None:
         """Copy the rest and release the descriptors."""
         self.finish()
-        if self._inotify is not None:
-            os.close(self._inotify)
-            self._inotify = None
+        self._notices.close()
 
 
 def _all(_line: bytes) -> bool:
@@ -447,27 +507,3 @@ def _all(_line: bytes) -> bool:
 
 def _size_text(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= MEGABYTE else f"{count} bytes"
-
-
-def _inotify_open() -> int | None:
-    import ctypes
-
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        fd = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-    except (OSError, AttributeError):
-        return None
-    return fd if fd >= 0 else None
-
-
-def _inotify_watch(fd: int, path: str) -> int | None:
-    import ctypes
-
-    watch = int(ctypes.CDLL(None).inotify_add_watch(fd, os.fsencode(path), _IN_MODIFY))
-    return watch if watch >= 0 else None
-
-
-def _inotify_unwatch(fd: int, watch: int) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).inotify_rm_watch(fd, watch)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stopping workers, worker by worker: ask, then force, then give up. Pure.
+"""The workers of a cycle: start, exits, and the stop of each: ask, then force, then give up.
 
-Each worker has its own deadline: one that ignores SIGTERM delays nobody else, and one that
-survives SIGKILL (state D) is given up after a bound instead of being waited for.
-
-Each worker leads a session and a process group of its own and dies with the launcher. A worker
-comes from a standby that is activated, or from a fresh interpreter; from then on both are the
-same to this module.
+Each worker has its own deadline: one that ignores SIGTERM delays no other, and one that survives
+SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own and
+dies with the launcher, whether it comes from a prewarmed worker or from a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
@@ -157,7 +153,7 @@ class WorkerSpec:
 class Started:
     """A process that is now a worker, and how it was started.
 
-    A standby that had not finished its imports is no warm start, though its worker gains time: then
+    One that had not finished its imports is no warm start, though its worker gains time: then
     `cold_reason` is `STILL_IMPORTING`.
     """
 
@@ -167,8 +163,11 @@ class Started:
     saved_s: float = 0.0
 
 
-class Starter(Protocol):
-    """Makes workers out of specs."""
+class Starter:
+    """Starts a fresh process for each worker; the kernel ends it with the launcher if asked to."""
+
+    def __init__(self, *, die_with_parent: bool = True) -> None:
+        self._die_with_parent = die_with_parent
 
     def begin(self) -> None:
         """Record that the workers of a cycle are about to start."""
@@ -176,30 +175,12 @@ class Starter(Protocol):
     def done(self) -> None:
         """Record that all of them are started."""
 
-    def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
+    def never_began(self, _local_rank: int, *, is_stopped: bool) -> str | None:  # noqa: ARG002
         """Return why an exited process never became a worker, or None if it was one."""
-
-    def start_again(
-        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
-    ) -> Started:
-        """Start a worker anew whose process never became one."""
+        return None
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
         """Start one worker; the descriptors replace inherited streams and stay the caller's."""
-
-
-class ColdStarter:
-    """Starts a fresh process for each worker; the kernel ends it with the launcher if asked to."""
-
-    def __init__(self, *, die_with_parent: bool = True) -> None:
-        self._die_with_parent = die_with_parent
-
-    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
-        """Start the command of `spec`.
-
-        Raises:
-            ChildStartError: the command cannot be executed.
-        """
         child = start_child(
             spec.argv,
             env=spec.env,
@@ -210,20 +191,10 @@ class ColdStarter:
         )
         return Started(child, warm=False)
 
-    def begin(self) -> None:
-        """Nothing to prepare."""
-
-    def done(self) -> None:
-        """Nothing follows."""
-
-    def never_began(self, _local_rank: int, *, is_stopped: bool) -> str | None:  # noqa: ARG002
-        """A fresh process is a worker from its first moment."""
-        return None
-
     def start_again(
         self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, _reason: str
     ) -> Started:
-        """Start the command once more."""
+        """Start a worker anew whose process never became one."""
         return self.start(spec, stdout_fd, stderr_fd)
 
 
@@ -243,16 +214,7 @@ class Listener:
 
 
 class WorkerGroup:
-    """The workers of one cycle on one event loop; restarted cycle after cycle.
-
-    Args:
-        loop: Where exits and deadlines are waited for.
-        clock: The clock of the loop.
-        tee: Copies files to the console for streams that ask for it.
-        listener: Who is notified of exits and stops.
-        reports_leftovers: Whether processes that workers left in their groups are named in the
-            log before they are killed.
-    """
+    """The workers of one cycle on one event loop; restarted cycle after cycle."""
 
     def __init__(
         self,
@@ -268,7 +230,7 @@ class WorkerGroup:
         self._tee = tee
         self._listener = listener
         self._reports_leftovers = reports_leftovers
-        self._starter: Starter = ColdStarter()
+        self._starter = Starter()
         self._specs: dict[int, WorkerSpec] = {}
         self._started: dict[int, Started] = {}
         self._running: set[int] = set()
@@ -286,12 +248,7 @@ class WorkerGroup:
         return [self._started[rank].child.pid for rank in sorted(self._running)]
 
     def start(self, specs: Sequence[WorkerSpec], starter: Starter) -> None:
-        """Start one worker per spec.
-
-        Raises:
-            ChildStartError: a command cannot be executed; those started before run on.
-            LogDirectoryError: a log file cannot be made.
-        """
+        """Start one worker per spec."""
         self._forget()
         self._starter = starter
         starter.begin()
@@ -310,7 +267,7 @@ class WorkerGroup:
         self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
 
     def _start_again(self, local_rank: int, reason: str) -> bool:
-        """Start a worker whose standby failed; return False when even that cannot be done."""
+        """Start a worker whose prewarmed process failed; return False if that cannot be done."""
         spec = self._specs[local_rank]
         try:
             with contextlib.ExitStack() as opened:

@@ -15,33 +15,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import run_abort
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
+from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-    Handler = Callable[[int, FrameType | None], Any]
-    from types import CodeType, FrameType
-
-    F = TypeVar("F", bound=Callable[..., object])
-    from types import FrameType, TracebackType
-
-    from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep
-    from nvidia_resiliency_ext.inprocess.state import FrozenState
+Handler = Callable[[int, FrameType | None], Any]
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class InterruptSignal:
-    """The handler stands from `install` to `withdraw`, both called by the main thread.
-
-    Raises:
-        RuntimeError: Every real-time signal is in use.
-    """
+    """Own an unused real-time signal while the main thread can be interrupted."""
 
     def __init__(self, handler: Handler) -> None:
         self.number = unused_realtime_signal()
@@ -62,10 +51,7 @@ class InterruptSignal:
         _thread.interrupt_main(self.number)  # type: ignore[arg-type]  # real-time: no name
 
     def withdraw(self) -> None:
-        """Give the signal back; the handler may be called once more meanwhile.
-
-        One that the function has put in our handler's place stays.
-        """
+        """Give the signal back; a handler that the function has put in the place of ours stays."""
         # What was sent is delivered or taken here: by default it would end the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {self.number})
         try:
@@ -140,11 +126,7 @@ _RAISED, _LOST, _LEFT = "raised", "lost", "left"
 
 
 def require_main_thread(what: str) -> None:
-    """Refuse any thread but the main one.
-
-    Raises:
-        RuntimeError: The calling thread is another one.
-    """
+    """Raise a RuntimeError in any thread but the main one."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             f"{what} must be called on the main thread: only that thread can be interrupted for a "
@@ -153,10 +135,10 @@ def require_main_thread(what: str) -> None:
 
 
 class AtomicLock:
-    """Lock held by a block that must not be interrupted, and by an interrupting thread.
+    """Re-entrant lock held by blocks that must not be interrupted, and by an interrupting thread.
 
-    Re-entrant. Who waits comes next, even if another thread takes it over and over. A main thread
-    that waits for it can be interrupted.
+    A thread that waits comes next, even if another one takes the lock over and over. A main thread
+    that waits can be interrupted.
     """
 
     __slots__ = ("_acquire", "_is_own", "_is_waited_for", "_release", "_turn")
@@ -196,12 +178,7 @@ class AtomicLock:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """How an interruption went.
-
-    Attributes:
-        first_s: Seconds until the main thread had the exception; `None` if it left by itself.
-        left_s: Seconds until it had left.
-    """
+    """Times of one interruption in seconds; `first_s` is None if the main thread left by itself."""
 
     first_s: float | None
     left_s: float
@@ -219,11 +196,7 @@ class _Entry:
 
 
 class MainThreadInterrupter:
-    """Where the main thread can be interrupted: between `enter` and `leave`.
-
-    Raises:
-        RuntimeError: It was made on another thread than the main one.
-    """
+    """Interrupt the main thread between `enter` and `leave`."""
 
     def __init__(self) -> None:
         require_main_thread("MainThreadInterrupter")
@@ -237,9 +210,8 @@ class MainThreadInterrupter:
     def inside(self) -> _Inside:
         """Return a context manager around what may be interrupted.
 
-        `RankShouldRestart` leaves it if, and only if, it was interrupted while the main thread
-        was inside; it takes the place of a result and of an `Exception`. Only what the function
-        raises that is no `Exception`, such as `SystemExit`, goes before it.
+        `RankShouldRestart` leaves it if, and only if, it was interrupted inside, in place of a
+        result or an `Exception`; what is no `Exception`, such as `SystemExit`, goes before it.
         """
         return _Inside(self)
 
@@ -255,11 +227,7 @@ class MainThreadInterrupter:
 
     @deferred_section
     def enter(self) -> None:
-        """Begin to be interruptible.
-
-        Raises:
-            RuntimeError: Not on the main thread, or already inside.
-        """
+        """Begin to be interruptible."""
         require_main_thread("the wrapped function")
         if self._entry is not None:
             raise RuntimeError("the main thread is already inside")
@@ -275,11 +243,7 @@ class MainThreadInterrupter:
 
     @deferred_section
     def leave(self) -> str | None:
-        """Stop being interruptible; from the first statement on nothing is raised any more.
-
-        Returns:
-            The message of the interruption that there was, raised or not.
-        """
+        """Stop being interruptible; return the interruption's message, if there was one."""
         entry, self._entry = self._entry, None
         try:
             with self._lock:  # whoever is sending has sent
@@ -303,10 +267,7 @@ class MainThreadInterrupter:
     def begin(self, message: str) -> InterruptRequest | None:
         """Raise in the main thread, and return when it has the exception or has left.
 
-        The caller holds the atomic lock, and gives it back before it sees the main thread out.
-
-        Returns:
-            `None` if the main thread was not inside, and nothing was done.
+        None if the main thread was not inside. The caller holds the atomic lock meanwhile.
         """
         with self._lock:
             entry = self._entry
@@ -428,23 +389,9 @@ class _Inside:
 ABORT_DEADLINE_S = 20.0
 
 
-class Pausable(Protocol):
-    """What stamps progress."""
-
-    def pause(self) -> object:
-        """Stamp no more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where the time of a termination went, in seconds.
-
-    Attributes:
-        lock_s: Until no atomic block was running.
-        raise_s: Until the main thread had the exception; 0 if it left by itself.
-        unwind_s: Until it was out of the function; 0 if it was out already.
-    """
+    """Seconds that a termination took; `unwind_s` is 0 if the main thread was out already."""
 
     lock_s: float
     abort_s: float
@@ -459,35 +406,26 @@ def terminate(  # noqa: PLR0913 - one of each part
     state: FrozenState,
     interrupter: MainThreadInterrupter,
     lock: AtomicLock,
-    watchdog: Pausable,
+    pause_watchdog: Callable[[], object],
     message: str,
     *,
     quiet_s: float,
-    deadline_s: float = ABORT_DEADLINE_S,
 ) -> Phases:
     """Unblock the main thread and make it leave; from a helper thread, returns when it is out.
 
-    Args:
-        abort: What unblocks it.
-        state: Given to the abort.
-        interrupter: Where the main thread is.
-        lock: Held by atomic blocks.
-        watchdog: Paused before the exception is raised.
-        message: Argument of the exception.
-        quiet_s: How long the first unwinding is left in peace.
-        deadline_s: How long the abort may take; what is late is left to itself.
+    The first unwinding is left in peace for `quiet_s`; an abort that is late is left to itself.
     """
     start = time.monotonic()
     with lock:
         locked = time.monotonic()
         try:
-            steps = () if abort is None else run_abort(abort, state, deadline_s)
+            steps = () if abort is None else run_abort(abort, state, ABORT_DEADLINE_S)
         except Exception:
             # Whatever the user's object does: the main thread must come out.
             logger.exception("the abort failed")
             steps = ()
         aborted = time.monotonic()
-        watchdog.pause()
+        pause_watchdog()
         interruption = interrupter.begin(message)
     raised = None if interruption is None else interruption.see_out(quiet_s, lock)
     first_s = 0.0 if raised is None or raised.first_s is None else raised.first_s

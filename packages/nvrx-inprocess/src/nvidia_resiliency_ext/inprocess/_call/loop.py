@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import logging
 import os
@@ -16,9 +17,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess._call.interrupt import RankShouldRestart
+from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -26,7 +28,8 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
-from nvidia_resiliency_ext.inprocess._protocol.decision import is_searched
+from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, is_searched
 from nvidia_resiliency_ext.inprocess._unblock.gloo import let_go_of_gloo_connections
 from nvidia_resiliency_ext.inprocess._unblock.groups import forget_unfinished, patient_destruction
 from nvidia_resiliency_ext.inprocess._unblock.waits import patient_rendezvous
@@ -34,32 +37,23 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_int
 from nvidia_resiliency_ext.inprocess.exception import HealthCheckError, InternalError
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
-from nvidia_resiliency_ext.inprocess.state import Mode
+from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
 
 from . import watchdog
-from .interrupt import terminate
+from .interrupt import AtomicLock, MainThreadInterrupter, terminate
 from .report import (
     KEPT_REPORTS,
     Phase,
+    RestartRecord,
     RestartReport,
     Stopwatch,
     describe_interruption,
     detection_s,
 )
-from .watchdog import EventQueue, YoungGarbage
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
-    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess.state import FrozenState, State
-
-    from .interrupt import AtomicLock, MainThreadInterrupter
-    from .report import RestartRecord
-    from .settings import Settings
-    from .watchdog import Watchdog
+from .settings import Settings
+from .watchdog import EventQueue, Watchdog, old_objects_frozen
 
 logger = logging.getLogger("nvrx")
 
@@ -80,16 +74,7 @@ _Event = TypeVar("_Event", Completed, Decided, Interrupted)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a loop works with; all are the caller's to close.
-
-    Attributes:
-        base_store: What `rank_assignment` gets.
-        page: What the monitor sees of this rank.
-        lock: What `atomic()` holds.
-        events: Events from the monitor.
-        inject: Puts the call's wrapper into the function's arguments.
-        send_departure_notice: Record this rank's departure in the store when it has no monitor.
-    """
+    """What a loop works with; all are the caller's to close."""
 
     base_store: Any
     link: MonitorLink
@@ -118,7 +103,7 @@ class CallLoop:
         self._parts = parts
         self._restart_health_check = restart_health_check
         self._pid = os.getpid()
-        self._watch = Stopwatch(time.monotonic)
+        self._watch = Stopwatch()
         self._reported_at: float | None = None
         self._stopping = threading.Lock()  # guards the two below
         self._entered = self._stopping_in = -1
@@ -134,13 +119,9 @@ class CallLoop:
         self.reports: deque[RestartReport] = deque(maxlen=KEPT_REPORTS)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call `fn` until all ranks have completed it; return its value, None where inactive.
-
-        Raises:
-            BaseException: what this rank leaves with; the others go on without it.
-        """
+        """Call `fn` until all ranks have completed it; return its value, None where inactive."""
         self._is_run = True
-        with YoungGarbage() as garbage, patient_rendezvous(), patient_destruction():
+        with old_objects_frozen(), patient_rendezvous(), patient_destruction():
             try:
                 self._assign(set())
                 while True:
@@ -149,7 +130,7 @@ class CallLoop:
                     if done is not None:
                         break
                     self._restart()
-                    garbage.collect()
+                    gc.collect()  # what the interrupted function left in cycles
             except BaseException as error:
                 if not self._is_child:
                     self._leave(error)
@@ -362,7 +343,7 @@ class CallLoop:
             self.state.freeze(),
             self._parts.interrupter,
             self._parts.lock,
-            self._parts.watchdog,
+            self._parts.watchdog.pause,
             cause,
             quiet_s=self._settings.soft_timeout.total_seconds(),
         )
@@ -411,11 +392,7 @@ class CallLoop:
     # A restart -------------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        """Go from the interrupted iteration to the next.
-
-        Raises:
-            BaseException: this rank does not go on.
-        """
+        """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
         state, parts, settings = self.state, self._parts, self._settings
         limit_s = settings.barrier_timeout.total_seconds()
         event = parts.events.wait(self._stopped, limit_s)

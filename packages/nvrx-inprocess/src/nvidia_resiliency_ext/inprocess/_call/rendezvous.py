@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
@@ -28,15 +28,14 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     LAST_PORT,
     STORE_VARIABLE,
     Endpoint,
-    ForeignValueError,
-    StoreLostError,
     cycle_prefix,
     find_endpoint,
     job_name,
-    parse_number,
+    require_number,
 )
 from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.store import (
     BarrierOverflow,
     BarrierTimeout,
@@ -44,11 +43,9 @@ from nvidia_resiliency_ext.inprocess.store import (
     TCPStore,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess.state import State
-
-    from .settings import Settings
+from .settings import Settings
 
 logger = logging.getLogger("nvrx")
 
@@ -83,13 +80,7 @@ class CallStore(StoreMixin, TorchPrefixStore):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What a call meets in.
-
-    Attributes:
-        store: This rank's connection, with the call's prefix.
-        monitor_settings: What the node's monitor needs to take part.
-        call: The call's number in its launch cycle.
-    """
+    """The store with the call's prefix, what the monitor needs, and the call's number."""
 
     store: Any
     monitor_settings: MonitorSettings
@@ -99,10 +90,7 @@ class Rendezvous:
     def send_departure_notice(
         self, initial_rank: int, iteration: int, participants: frozenset[int]
     ) -> None:
-        """Record in the store that this rank, which has no monitor, does not continue.
-
-        Best effort: an error is logged.
-        """
+        """Record in the store that this rank, which has no monitor, leaves; an error is logged."""
         kind = Interruption.MONITOR_PROCESS_EXCEPTION
 
         def notify() -> None:
@@ -118,12 +106,7 @@ class Rendezvous:
 
 
 def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Check arguments of `TCPStore`: not all of them are used, but none may be a mistake.
-
-    Raises:
-        TypeError: there is no such argument, or it has another type.
-        ValueError: it is out of range.
-    """
+    """Check arguments of `TCPStore`: not all of them are used, but none may be a mistake."""
     try:
         inspect.signature(TCPStore).bind(**kwargs)
     except TypeError as error:
@@ -140,11 +123,7 @@ def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def require_valid_rank(state: State) -> int:
-    """Return the rank, which has a place among those that are to come; else all would wait for it.
-
-    Raises:
-        ValueError: `RANK` and `WORLD_SIZE` of the environment do not fit each other.
-    """
+    """Return the rank; a ValueError if all would wait in vain for its place."""
     assert state.rank is not None
     if state.rank >= state.world_size:
         raise ValueError(
@@ -159,13 +138,7 @@ def require_valid_rank(state: State) -> int:
 def hold_rendezvous(
     settings: Settings, state: State, environ: Mapping[str, str] = os.environ
 ) -> Rendezvous:
-    """Connect to the job's store and wait until all ranks have come.
-
-    Raises:
-        BarrierTimeout: they have not, within `barrier_timeout`.
-        StoreLostError: there is no store.
-        Exception: what the user's `store_factory` raises.
-    """
+    """Connect to the job's store and wait until all ranks have come."""
     kwargs = dict(settings.store_kwargs or {})
     if settings.store_factory is TCPStore:
         endpoint = find_endpoint(environ, kwargs.get("host_name"), kwargs.get("port"))
@@ -193,11 +166,7 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
     """Wait until all ranks are in the same call; return its number and its keys.
 
     A rank that failed before, or was waited for in vain, has made another number of tries than the
-    others. So all come to the latest call that any of them has begun: the others have given up
-    those before it.
-
-    Raises:
-        BarrierTimeout: they have not come, within `limit`.
+    others. So all come to the latest call that any of them has begun.
     """
     global _next_call  # noqa: PLW0603 - a process takes part in one call after the other
     assert state.rank is not None
@@ -240,7 +209,7 @@ def _take_number(access: StoreAccess, key: str, least: int) -> int:
     """Return the number of the latest call, which is at least `least` from now on."""
     standing = access.peek(key) or ""
     while True:
-        latest = _number(key, standing)
+        latest = require_number(key, standing) if standing else -1
         if latest >= least:
             return latest
         wanted = str(least)
@@ -251,16 +220,9 @@ def _take_number(access: StoreAccess, key: str, least: int) -> int:
 
 def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:
     key = f"{prefix}{_LATEST_CALL}"
-    if _number(key, access.peek(key) or "") > number:
+    if require_number(key, access.peek(key) or "0") > number:
         raise _LaterCallError
     return False
-
-
-def _number(key: str, text: str) -> int:
-    number = parse_number(text) if text else -1
-    if number is None:
-        raise ForeignValueError(key, text)
-    return number
 
 
 def _warn_of_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:

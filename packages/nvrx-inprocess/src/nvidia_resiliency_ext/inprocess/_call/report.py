@@ -6,21 +6,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess import _inputs
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 from nvidia_resiliency_ext.shared_utils.events import EventLog, InprocRestart
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-
-    from .settings import Settings
+from .settings import Settings
 
 KEPT_REPORTS = 32
 _AT_ONCE = timedelta(0)
@@ -91,8 +89,7 @@ class RestartReport:
 class Stopwatch:
     """Measure the phases of the current restart; they may overlap only by being nested."""
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self._monotonic = monotonic
+    def __init__(self) -> None:
         self._seconds: dict[Phase, float] = {}
 
     def add(self, phase: Phase, seconds: float) -> None:
@@ -102,11 +99,11 @@ class Stopwatch:
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
         """Count what the body takes, whether it raises or not."""
-        start = self._monotonic()
+        start = time.monotonic()
         try:
             yield
         finally:
-            self.add(phase, self._monotonic() - start)
+            self.add(phase, time.monotonic() - start)
 
     def take(self) -> dict[str, float]:
         """Return the durations in the phases' order, and begin anew."""
@@ -130,12 +127,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 
 
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
-    """Return in words what happened to which ranks, and which ranks are lost.
-
-    Examples: `rank 1: process was killed or crashed; rank 1 is lost`, and, of a hang, `rank 1 runs
-    in train.py:41 in load; rank 0 waited for it (rank 0: no progress for 60 s (soft_timeout), or
-    waited for a rank that made none)`.
-    """
+    """Return in words what happened to which ranks, and which ranks are lost."""
     ranks: dict[Interruption, set[int]] = {}
     for record in decision.records:
         ranks.setdefault(record.interruption, set()).add(record.rank)
@@ -164,7 +156,7 @@ class RestartRecord:
     def __init__(self, call: int) -> None:
         self._call = call
         self._log = EventLog.join(src="wrapper")
-        self._cycle = _inputs.launch_cycle()
+        self._cycle = _inputs.optional_number("TORCHELASTIC_RESTART_COUNT")
 
     def add(self, report: RestartReport, rank: int) -> None:
         """Record a restart. One rank does it for all."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
 from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
@@ -23,9 +24,6 @@ from nvidia_resiliency_ext.inprocess.rank_assignment import (
 )
 from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankFilter
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +89,7 @@ _ORDERS = (
 
 
 def check_settings(settings: Settings, *, is_distributed_available: bool) -> None:
-    """Check all arguments.
-
-    Raises:
-        TypeError: An argument has the wrong type; the message begins with its name.
-        ValueError: Arguments do not fit together; the message has the relation and the values.
-    """
+    """Raise a TypeError or ValueError that names the argument, or the relation that is broken."""
     _check_types(settings)
     _check_relations(settings)
     _check_renumbering(settings)

@@ -16,21 +16,18 @@ import gc
 import select
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
 from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
 from nvidia_resiliency_ext.shared_utils.rank_activity import Frame, stack_of
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
 
 _SEM_T_BYTES = 64  # at least; 32 with glibc on 64 bit
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,19 +40,11 @@ _add_pending_call.restype = ctypes.c_int
 _semaphores: list[_Semaphore] = []
 
 
-class Stamped(Protocol):
-    """What keeps the stamp."""
-
-    def stamp_auto(self) -> object:
-        """Note that the main thread runs bytecode now."""
-        ...
-
-
 class Watchdog:
-    """A thread that has the main thread show, once per interval, that it makes progress."""
+    """Call `stamp` once per interval as long as the main thread runs bytecode."""
 
-    def __init__(self, target: Stamped, interval_s: float) -> None:
-        self._target = target
+    def __init__(self, stamp: Callable[[], object], interval_s: float) -> None:
+        self._stamp = stamp
         self._interval_s = interval_s
         self._semaphore = _Semaphore()
         self._stopped = threading.Event()
@@ -67,7 +56,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin, with a stamp."""
-        self._target.stamp_auto()
+        self._stamp()
         self._thread.start()
         self._is_started = True
 
@@ -76,30 +65,22 @@ class Watchdog:
         with self._lock:
             if not self._is_paused:
                 self._is_paused = True
-                self._target.stamp_auto()
+                self._stamp()
 
     def resume(self) -> None:
         """Go on after `pause`, with a stamp; harmless when not paused."""
         with self._lock:
             if self._is_paused:
                 self._is_paused = False
-                self._target.stamp_auto()
+                self._stamp()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the thread; harmless when repeated.
-
-        Returns:
-            Whether it has ended.
-        """
+        """End the thread and return whether it has ended; harmless when repeated."""
         self._stopped.set()
         self._semaphore.post()
         if self._is_started:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _stamp_unless_held(self) -> None:
-        if not self._is_paused and not self._stopped.is_set():
-            self._target.stamp_auto()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
@@ -107,8 +88,12 @@ class Watchdog:
                 continue
             # As long as the main thread runs no bytecode, this is where the thread stays.
             self._semaphore.wait()
-            with self._lock:
-                self._stamp_unless_held()
+            self._stamp_unless_held()
+
+    def _stamp_unless_held(self) -> None:
+        with self._lock:
+            if not self._is_paused and not self._stopped.is_set():
+                self._stamp()
 
 
 class _Semaphore:
@@ -134,31 +119,18 @@ class _Semaphore:
             pass  # a signal of the process came to this thread
 
 
-class YoungGarbage:
-    """Context manager of a call: what existed before it is not searched again until it ends."""
-
-    def __init__(self) -> None:
-        self._froze = False
-
-    def __enter__(self) -> YoungGarbage:  # noqa: PYI034  # Self is not in Python 3.10
-        # Somebody else's frozen objects could not be told apart from ours afterwards.
-        self._froze = gc.get_freeze_count() == 0
-        if self._froze:
-            gc.freeze()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._froze:
+@contextlib.contextmanager
+def old_objects_frozen() -> Iterator[None]:
+    """Keep what existed before a call out of garbage collections until it ends."""
+    # Somebody else's frozen objects could not be told apart from ours afterwards.
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
             gc.unfreeze()
-
-    def collect(self) -> None:
-        """Free what the interrupted function left in cycles: one pass, be it whole or not."""
-        gc.collect()
 
 
 _MOST_FRAMES = 64
@@ -206,18 +178,12 @@ T = TypeVar("T")
 
 
 class EventQueue(Generic[T]):
-    """A list that any thread adds to and the main thread waits on; closed by its owner.
+    """List that any thread adds to and the main thread waits on.
 
-    Args:
-        monotonic: Returns seconds.
-        slice_s: How long it waits at most before `between` is called again.
-        between: Called at the start of each slice, such as to show that the thread lives.
+    A wait is cut into slices of `slice_s`; `between` is called at the start of each.
     """
 
-    def __init__(
-        self, monotonic: Callable[[], float], slice_s: float, between: Callable[[], object]
-    ) -> None:
-        self._monotonic = monotonic
+    def __init__(self, slice_s: float, between: Callable[[], object]) -> None:
         self._slice_s = slice_s
         self._between = between
         self._events: collections.deque[T] = collections.deque()
@@ -238,7 +204,7 @@ class EventQueue(Generic[T]):
 
     def wait(self, look: Callable[[], T | None], limit_s: float | None) -> T | None:
         """Return what `look` finds, as soon as it finds something; None when the time is up."""
-        deadline = None if limit_s is None else self._monotonic() + limit_s
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         poll = select.poll()
         poll.register(self._wake_up, select.POLLIN)
         while True:
@@ -249,7 +215,7 @@ class EventQueue(Generic[T]):
                 return found
             left_s = self._slice_s
             if deadline is not None:
-                left_s = min(left_s, deadline - self._monotonic())
+                left_s = min(left_s, deadline - time.monotonic())
                 if left_s <= 0:
                     return None
             poll.poll(left_s * 1000)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rank's connection to the monitor of its node, for one call.
 
-What the rank says is kept until the next iteration, so that a new monitor can be told all of it.
-Sending never decides anything: a connection that breaks is seen by the link's thread, which finds
-or starts another monitor and says everything again.
+Messages are kept until the next iteration, so that a new monitor can be sent all of them. A
+connection that breaks is seen by the link's thread, which finds or starts another monitor.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from nvidia_resiliency_ext.inprocess._monitor import messages, start
-from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.messages import Event, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
-from nvidia_resiliency_ext.inprocess._monitor.timeouts import Patience, Silence
+from nvidia_resiliency_ext.inprocess._monitor.timeouts import Silence
 from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
+from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -34,13 +35,6 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
     send_with_fds,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
-    from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
-    from nvidia_resiliency_ext.inprocess.attribution import Interruption
 
 logger = logging.getLogger("nvrx")
 
@@ -59,12 +53,7 @@ class _UnansweredError(InternalError):
 
 
 class MonitorLink:
-    """One rank's side of one call.
-
-    Attributes:
-        monitor_pid: Process of the monitor that serves us.
-        is_abandoned: There is none any more, and there will be none.
-    """
+    """One rank's side of one call; `is_abandoned` once there will be no monitor any more."""
 
     def __init__(
         self,
@@ -88,7 +77,6 @@ class MonitorLink:
         self._parts: list[str] = []
         self._losses: list[float] = []
         self._thread: threading.Thread | None = None
-        self._patience = Patience.within(settings.heartbeat_timeout_s)
         self._monitor: PidHandle | None = None
         self.monitor_pid: int | None = None
         self.is_abandoned = False
@@ -100,13 +88,16 @@ class MonitorLink:
         return os.getpid() != self._pid
 
     def attach(self, initial_rank: int, world_size: int) -> None:
-        """Come to the monitor of this node, which is started if there is none.
-
-        Raises:
-            InternalError: It does not answer within 10 s, or refuses this rank.
-        """
+        """Connect to the monitor of this node within 10 s; it is started if there is none."""
         self._initial_rank, self._world_size = initial_rank, world_size
-        sock = self._connect_patiently(Deadline.after(messages.START_LIMIT_S))
+        deadline = Deadline.after(messages.START_LIMIT_S)
+        try:
+            sock = self._connect_until(deadline, _UnansweredError)
+        except _UnansweredError as error:
+            raise InternalError(
+                f"{error}; end the process that listens there (`ss -xlp` names it), and start the"
+                " ranks again"
+            ) from error
         with self._lock:
             self._sock = sock
         self._thread = threading.Thread(target=self._run, name="nvrx-link", daemon=True)
@@ -137,15 +128,9 @@ class MonitorLink:
         self._report(messages.Arrived(self._iteration, call, place))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
-        """Say that we leave the call, and wait until the monitor has it, 5 s at most.
+        """Send that this rank leaves the call; return whether the monitor has it within 5 s.
 
-        Args:
-            is_lost: The others have to do without us; otherwise the call is over.
-            is_discarded: By rank assignment, on all ranks alike: nobody expects us in the next
-                iteration, so that it need not be interrupted.
-
-        Returns:
-            Whether the monitor has it.
+        A rank that rank assignment has discarded, on all ranks alike, interrupts no iteration.
         """
         if self._is_inherited:
             return False
@@ -210,20 +195,15 @@ class MonitorLink:
                 return
 
     def _listen(self) -> None:
-        """Receive messages until the monitor's connection ends.
-
-        Raises:
-            OSError: Its connection has ended.
-            NvrxError: The same, or it says nothing or nonsense.
-        """
+        """Receive messages until the monitor's connection ends with an OSError or NvrxError."""
         sock, handle = self._sock, self._monitor
         assert sock is not None
         reader = FrameReader()
-        silence = Silence(self._patience, time.monotonic())
+        silence = Silence(self._settings.heartbeat_timeout_s, time.monotonic())
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         while True:
-            if not poll.poll(self._patience.interval_s * 1000):
+            if not poll.poll(silence.interval_s * 1000):
                 silence.missed(time.monotonic())
                 self._check_silence(handle, silence)
                 continue
@@ -244,10 +224,7 @@ class MonitorLink:
             self._pass_on(message)
 
     def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
-        """Ask the monitor whether it is there, or end it when it has not answered for too long.
-
-        One that is left alive would go on later, and take us for stuck.
-        """
+        """Probe the monitor, or kill it after too long: later it could take us for stuck."""
         is_stopped = handle is not None and start.is_stopped(handle.pid)
         if not silence.is_over(is_stopped=is_stopped):
             with self._lock:
@@ -286,29 +263,21 @@ class MonitorLink:
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
         if len(self._losses) > _MOST_LOSSES:
             return self._give_up(f"{_MOST_LOSSES} monitors of this node ended within a minute")
-        deadline = Deadline.after(max(self._settings.heartbeat_timeout_s, messages.START_LIMIT_S))
-        pause_s = _SHORTEST_PAUSE_S
-        while not self._closed.is_set():
-            try:
-                sock = self._connect(
-                    Deadline.after(min(deadline.remaining(), messages.START_LIMIT_S))
-                )
-            except InternalError as error:
-                if deadline.expired():
-                    return self._give_up(str(error))
-                logger.warning("%s", error)
-                self._closed.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            with self._lock:
-                if self._closed.is_set():
-                    sock.close()
-                    return False
-                self._sock = sock
-                for message in self._reports:
-                    self._send(message)
-            return True
-        return False
+        limit_s = max(self._settings.heartbeat_timeout_s, messages.START_LIMIT_S)
+        try:
+            sock = self._connect_until(Deadline.after(limit_s), InternalError)
+        except InternalError as error:
+            return self._give_up(str(error))
+        if sock is None:
+            return False
+        with self._lock:
+            if self._closed.is_set():
+                sock.close()
+                return False
+            self._sock = sock
+            for message in self._reports:
+                self._send(message)
+        return True
 
     def _give_up(self, text: str) -> bool:
         if not self._closed.is_set():
@@ -316,21 +285,22 @@ class MonitorLink:
             self._pass_on(messages.StoreLost(f"this rank has no monitor any more: {text}"))
         return False
 
-    def _connect_patiently(self, deadline: Deadline) -> socket.socket:
-        """Connect; again when a monitor ends in between, as one may at any moment."""
+    def _connect_until(
+        self, deadline: Deadline, retried: type[InternalError]
+    ) -> socket.socket | None:
+        """Connect, again after errors of a kind until the deadline; None when closed meanwhile."""
         pause_s = _SHORTEST_PAUSE_S
-        while True:
+        while not self._closed.is_set():
+            left_s = min(deadline.remaining(), messages.START_LIMIT_S)
             try:
-                return self._connect(deadline)
-            except _UnansweredError as error:
+                return self._connect(Deadline.after(left_s))
+            except retried as error:
                 if deadline.remaining() <= pause_s:
-                    raise InternalError(
-                        f"{error}; end the process that listens there (`ss -xlp` names it),"
-                        " and start the ranks again"
-                    ) from error
+                    raise
                 logger.warning("%s", error)
-                self._closed.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
 
     def _connect(self, deadline: Deadline) -> socket.socket:
         needs_torch = self._settings.store_factory != CONNECT

@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import FROM_RANK, TO_RANK
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
-
 
 logger = logging.getLogger("nvrx")
 
@@ -42,11 +37,7 @@ class Processes:
         return any(handle.fileno() is None for handle in self._held.values())
 
     def hold(self, pid: int, start_ticks: int | None = None) -> int:
-        """Hold a process from now on; return when it was started.
-
-        Raises:
-            ProcessLookupError: It does not run, or another process has its number.
-        """
+        """Hold a process from now on, return its start; a ProcessLookupError if it does not run."""
         held = self._held.get(pid)
         if held is not None:
             return held.start_ticks
@@ -93,12 +84,7 @@ _MAX_FDS = 4  # that wait to be taken
 
 
 class Connection:
-    """A rank's connection in the loop.
-
-    Attributes:
-        pid: Process at the other end, as the kernel says.
-        on_over: Called once when the connection has ended; it is closed by then.
-    """
+    """A rank's connection in the loop; `on_over` is called once when it has ended and is closed."""
 
     def __init__(self, loop: EventLoop, sock: socket.socket, pid: int) -> None:
         """Take over an accepted socket."""

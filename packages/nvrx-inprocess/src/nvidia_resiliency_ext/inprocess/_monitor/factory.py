@@ -12,15 +12,12 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
 
 _MAIN_ALIAS = "__nvrx_main__"
 _TAG = "$"
@@ -31,11 +28,7 @@ class UnnameableError(NvrxError, TypeError):
 
 
 def name_of(function: Callable[..., object], what: str = "store_factory") -> tuple[str, str]:
-    """Return `module:qualname` of a function or class, and its source file ("" for unknown).
-
-    Raises:
-        UnnameableError: It has no such name, as a lambda or what is made inside a function.
-    """
+    """Return `module:qualname` of a function or class, and its source file ("" for unknown)."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
@@ -51,11 +44,7 @@ def name_of(function: Callable[..., object], what: str = "store_factory") -> tup
 
 
 def load_named(name: str, file: str = "") -> Callable[..., Any]:
-    """Return what `name_of` named in another process.
-
-    Raises:
-        UnnameableError: It is not there.
-    """
+    """Return the function or class that `name_of` named in another process."""
     module_name, _, qualname = name.partition(":")
     found: Any = _load_module(module_name, file)
     for part in qualname.split("."):
@@ -67,11 +56,7 @@ def load_named(name: str, file: str = "") -> Callable[..., Any]:
 
 
 def dump_kwargs(kwargs: Mapping[str, object], what: str = "store_kwargs") -> str:
-    """Return arguments as text.
-
-    Raises:
-        UnnameableError: One is no plain value, timedelta or path.
-    """
+    """Return arguments as text: plain values, timedeltas and paths."""
     try:
         return json.dumps(dict(kwargs), default=_to_plain, separators=(",", ":"))
     except (TypeError, ValueError) as error:
@@ -81,11 +66,7 @@ def dump_kwargs(kwargs: Mapping[str, object], what: str = "store_kwargs") -> str
 
 
 def load_kwargs(text: str) -> dict[str, Any]:
-    """Return the arguments of a text.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return the arguments of a text."""
     kwargs = json.loads(text, object_hook=_from_plain)
     if not isinstance(kwargs, dict):
         raise ValueError("arguments must be a mapping")  # noqa: TRY004 - of the text

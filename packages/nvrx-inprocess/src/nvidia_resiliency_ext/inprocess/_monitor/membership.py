@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
+"""Decide for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
 
-Events go in as method calls, effects come out as values. Whatever comes twice has no second
-effect, so a monitor that took over may be told everything again.
+Events go in as method calls, effects come out as values. An event that comes twice has no second
+effect, so a new monitor may be sent everything again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Event, Interrupted
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, ObservedActivity
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import Event
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, ObservedActivity
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +70,10 @@ Effect = Complete | Interrupt | Arrive | Follow | CatchUp | Notify
 
 @dataclass(slots=True)
 class Member:
-    """A rank of this node.
+    """A rank of this node, and the iteration that it began last; -1 before the first.
 
-    Attributes:
-        iteration: What it began last; -1 before the first.
-        world_size: The number of ranks in that iteration.
-        ended: Why it takes no further part, if so.
-        is_discarded: It has no number in the iteration after the one it began last.
-        is_settled: It left a call that needs it no more.
-        observed: What it was doing before it was ended for a hard timeout.
+    `ended` is why it takes no further part; `is_settled` when it left a call that needs it no more;
+    `observed` is what it was doing before it was ended for a hard timeout.
     """
 
     initial_rank: int
@@ -137,9 +126,6 @@ class Membership:
 
     The *position* is the first iteration that is not decided as far as is known here. It is
     where a rank that has ended must be accounted for.
-
-    Attributes:
-        members: The ranks of this node, by initial rank.
     """
 
     def __init__(self, world_size: int) -> None:

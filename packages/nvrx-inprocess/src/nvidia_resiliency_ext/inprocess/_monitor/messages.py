@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells its monitor about one call; values only, nothing is read or opened here.
+"""Messages between ranks and their monitor; values only.
 
-What ranks and their monitor say to each other; values only.
-
-Each direction has its own closed set. A rank begins with `Hello`, its page attached, and then
-tells what it does; every message may come twice, after a monitor was replaced.
+Each direction has its own closed set. A rank begins with `Hello`, its page attached; every message
+may come twice, after a monitor was replaced.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-
 
 START_LIMIT_S = 10.0
 """How long a rank waits for its monitor."""
@@ -27,19 +21,8 @@ START_LIMIT_S = 10.0
 class MonitorSettings:
     """Times and names of one call of a wrapped function; equal on all ranks.
 
-    Attributes:
-        prefix: What stands before every key of the call.
-        store_factory: `module:qualname` of what makes the store.
-        store_file: Source file of that module, for one that cannot be imported by name.
-        store_kwargs: Arguments of the factory, as text (`factory.dump_kwargs`).
-        log_file: Absolute path of the rank's log file, "" for none; `{rank}` is filled in.
-        pid_file: Absolute path of the rank's pid file, "" for none; `{rank}` is filled in.
-        heartbeat_timeout_s: Age of a lease at which a node counts as lost.
-        soft_timeout_s: Age of a stamp at which a restart is asked for.
-        hard_timeout_s: Age of a stamp at which the process is killed.
-        barrier_timeout_s: How long ranks wait for each other.
-        last_call_wait_s: How long faults are collected after the first one.
-        termination_grace_s: From SIGTERM to SIGKILL.
+    `store_factory` is a `module:qualname`, `store_file` its source file, `store_kwargs` the text of
+    `factory.dump_kwargs`. `{rank}` is filled in in the absolute paths `log_file` and `pid_file`.
     """
 
     prefix: str
@@ -76,10 +59,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank connects, for the first time or again, with its last `Begun` and its page.
-
-    With a `dump_signal`, at which it writes its stacks, the file for them is attached, too.
-    """
+    """Connect, for the first time or again; the page and any stack file are attached."""
 
     version: int
     settings: MonitorSettings
@@ -106,11 +86,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The rank is ready for the next iteration.
-
-    `call` is what its main thread was in when it was interrupted, a `rank_activity.Call` or
-    `WAITED`, and `place` the line of the program; both are empty where that is not known.
-    """
+    """The rank is ready for the next iteration, and was in this `call` at this `place`."""
 
     iteration: int
     call: str = ""
@@ -119,10 +95,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The rank leaves the call: lost for the others, or because the call is over.
-
-    Who is discarded by rank assignment has no number in the next iteration: nobody misses it.
-    """
+    """The rank leaves the call: lost, discarded by rank assignment, or because it is over."""
 
     is_lost: bool
     is_discarded: bool

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share memory between a rank and its monitor: stamps in 8-byte words, and a file for stacks.
 
-The rank creates the page and writes it; the monitor only reads, through `pread`, so that nothing
-that the rank does to the memory can hurt it. Every word is written by one store, and a reader
-relies on no order between two words. Times are CLOCK_MONOTONIC nanoseconds.
-
-The stacks of a rank that is about to be killed are written by `faulthandler` in a signal handler
-that needs neither the GIL nor memory, into a file without a name that the monitor holds too.
+The rank writes, each word by one store; the monitor only reads, through `pread`, so that nothing
+that the rank does to the memory can hurt it. `faulthandler` writes the stacks of a rank that is
+about to be killed, in a signal handler that needs neither the GIL nor memory.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -37,10 +34,6 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
     stack_of,
 )
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _MAGIC = 0x4E56_5258_4950_0001
 _W_MAGIC, _W_AUTO, _W_MANUAL, _W_UNPROTECTED, _W_PHASE, _W_EPOCH = range(6)
@@ -69,13 +62,9 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """What one look at a page showed.
+    """One look at a page, in seconds of the monotonic clock; `epoch` changes with every `rearm`.
 
-    Attributes:
-        auto_s: When the main thread last ran, in seconds of the monotonic clock.
-        manual_s: The last ping of this iteration, `None` before the first.
-        phase: Where in the call the rank is.
-        epoch: Changes with every `rearm`.
+    `manual_s` is the last ping of this iteration, None before the first.
     """
 
     auto_s: float
@@ -86,10 +75,7 @@ class Stamps:
 
 
 class ProgressPage:
-    """The rank's side of the page.
-
-    `stamp_auto` and `stamp_manual` are one store each: no lock, no system call but the clock's.
-    """
+    """The rank's side of the page; `stamp_auto` and `stamp_manual` are one store each."""
 
     __slots__ = ("_lock", "_mapping", "_words", "fd", "stamp_manual")
 
@@ -109,11 +95,7 @@ class ProgressPage:
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Make a page that no holder of its descriptor can shrink.
-
-        Raises:
-            OSError: There is no memory or no descriptor.
-        """
+        """Make a page that no holder of its descriptor can shrink."""
         fd = shared_memory(_NAME, _SIZE_BYTES, _directories())
         try:
             return cls(fd)
@@ -126,12 +108,7 @@ class ProgressPage:
         self._words[_W_AUTO] = _now_ns()
 
     def stamp(self, auto_s: float | None, manual_s: float | None) -> None:
-        """Note stamps that were made elsewhere, in seconds of the monotonic clock.
-
-        Args:
-            auto_s: When the main thread last ran; the page keeps what it has where that is unknown.
-            manual_s: The last ping, None for none in this iteration.
-        """
+        """Store stamps made elsewhere, in seconds; an unknown automatic one leaves the page's."""
         if auto_s is not None:
             self._words[_W_AUTO] = round(auto_s / _NS)
         self._words[_W_MANUAL] = 0 if manual_s is None else round(manual_s / _NS)
@@ -154,20 +131,10 @@ class ProgressPage:
     def phase(self, phase: Phase) -> None:
         self._words[_W_PHASE] = phase
 
-    @property
-    def unprotected(self) -> int:
-        """How many blocks without timeouts are open; they nest."""
-        depth: int = self._words[_W_UNPROTECTED]
-        return depth
-
-    @unprotected.setter
-    def unprotected(self, depth: int) -> None:
-        self._words[_W_UNPROTECTED] = max(depth, 0)
-
     def disable_timeouts(self) -> None:
         """Open a block without timeouts."""
         with self._lock:
-            self.unprotected += 1
+            self._words[_W_UNPROTECTED] += 1
 
     def enable_timeouts(self) -> None:
         """Close a block without timeouts; time counts from now on when it was the last."""
@@ -176,7 +143,7 @@ class ProgressPage:
             words[_W_AUTO] = now = _now_ns()
             if words[_W_MANUAL]:
                 words[_W_MANUAL] = now
-            self.unprotected -= 1
+            words[_W_UNPROTECTED] = max(words[_W_UNPROTECTED] - 1, 0)
 
     def close(self) -> None:
         """Give the descriptor back; the memory itself goes with the object, stamps stay legal."""
@@ -191,11 +158,7 @@ class PageView:
     __slots__ = ("fd",)
 
     def __init__(self, fd: int) -> None:
-        """Take over a descriptor.
-
-        Raises:
-            PageError: It is no page; the descriptor is closed.
-        """
+        """Take over a descriptor; a PageError, and closed, if it is no page."""
         self.fd = fd
         try:
             self.read()
@@ -204,11 +167,7 @@ class PageView:
             raise
 
     def read(self) -> Stamps:
-        """Take one look.
-
-        Raises:
-            PageError: The memory was shrunk or overwritten.
-        """
+        """Read the page; a PageError if the memory was shrunk or overwritten."""
         try:
             data = os.pread(self.fd, _SIZE_BYTES, 0)
         except OSError as error:
@@ -251,12 +210,7 @@ _WRAPPER = "/inprocess/_call/loop.py"
 
 
 class StackDump:
-    """The rank's side, for one call.
-
-    Attributes:
-        number: The signal; 0 when there is none to lend, or no file.
-        fd: The file; -1 when there is none.
-    """
+    """The rank's stack file and the signal that writes it; 0 and -1 where there is none."""
 
     def __init__(self) -> None:
         self.number, self.fd = 0, -1

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor's log files and pid files; both are ours alone and follow no symbolic link.
-
-The monitor's program: lets ranks in, serves their calls, and ends when nobody needs it.
-"""
+"""The monitor's program: let ranks in, serve their calls, end when no rank is left."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ import socket
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TextIO
 
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
@@ -30,21 +28,15 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig, setup_logg
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TextIO
-
-
 _FORMAT = "%(asctime)s [%(levelname)s] %(message)s"
 _PID_BYTES = 32
 _OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Journal:
-    """The monitor's log files and pid files.
+    """The monitor's log files and pid files; ours alone, they follow no symbolic link.
 
-    Without a log file, and without a directory for node-local logs, it is silent. A file that
-    cannot be written costs its lines and nothing else.
+    Without a log file, and without a directory for node-local logs, it is silent.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -156,7 +148,7 @@ class Monitor:
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = ServingContext(self._loop, self._processes, self._journal, directory.path)
+        self._host = ServingContext(self._loop, self._processes, self._journal)
         self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):

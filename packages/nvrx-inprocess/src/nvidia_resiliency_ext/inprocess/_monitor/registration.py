@@ -1,89 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small file in the node's directory: which process is which rank, for a monitor that follows.
-
-The store has the same list for other nodes. This one also says when each process was started, so
-that nobody signals a process that took over a number.
-
-This node among the nodes of a call: its entry in the store, its lease, the lease it watches.
-"""
+"""This node among the nodes of a call: its entry in the store, its lease, the lease it watches."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
-import os
 import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S
+from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S, MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
-from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
-    from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-
-
-logger = logging.getLogger("nvrx")
-_MAX_BYTES = 1 << 20
-
-
-class StateFile:
-    """The file of one call."""
-
-    def __init__(self, directory: str, prefix: str) -> None:
-        name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
-        self._path = os.path.join(directory, f"ranks-{name}.json")
-
-    def read(self) -> dict[int, tuple[int, int]]:
-        """Return process number and start of each initial rank; empty if there is no such file."""
-        try:
-            fields = json.loads(read_regular_file(self._path, _MAX_BYTES))
-            return {int(rank): (int(pid), int(ticks)) for rank, (pid, ticks) in fields.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            logger.warning("monitor_process: %s cannot be used: %s", self._path, error)
-            return {}
-
-    def write(self, ranks: Mapping[int, tuple[int, int]]) -> None:
-        """Replace the file; a disk that is full costs a follower some knowledge, no more."""
-        try:
-            atomic_write(self._path, json.dumps(dict(ranks)).encode(), fsync=False)
-        except OSError as error:
-            logger.warning("monitor_process: %s cannot be written: %s", self._path, error)
-
-    def remove(self) -> None:
-        """Remove it, if it is there."""
-        try:
-            os.unlink(self._path)
-        except OSError as error:
-            logger.debug("monitor_process: %s stays: %s", self._path, error)
-
 
 # One look at the neighbour in so many is left out, as an outcome costs operations as well.
 _LEFT_OUT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A rank of this node that another monitor served, and that has not come to this one.
-
-    Attributes:
-        start_ticks: When that was started; `None` for unknown: it must not be signalled.
-    """
-
-    rank: int
-    pid: int
-    start_ticks: int | None
-    has_left: bool
+_HAS_LEFT = 0  # in place of the start of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +33,6 @@ class Registration:
     def __init__(
         self,
         settings: MonitorSettings,
-        directory: str,
         store_worker: StoreWorker,
         lost: Callable[[Iterable[int]], None],
     ) -> None:
@@ -114,10 +46,7 @@ class Registration:
             settings.heartbeat_timeout_s + START_LIMIT_S,
         )
         self._participants: Collection[int] = ()
-        self._state_file = StateFile(directory, settings.prefix)
-        self._ranks: dict[int, tuple[int, int | None]] = {}
-        self._recorded = self._state_file.read()
-        self._was_recorded = bool(self._recorded)
+        self._ranks: dict[int, tuple[int, int]] = {}
         self._node_id: int | None = None
         self._is_asking = False
         self._is_writing = False
@@ -131,14 +60,12 @@ class Registration:
         rank: int,
         pid: int,
         start_ticks: int,
-        adopt: Callable[[Adopted], None],
+        adopt: Callable[..., None],
     ) -> None:
-        """A rank of this node has come."""
+        """Register a rank of this node; `adopt` gets those that an earlier monitor served."""
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)
-        self._recorded[rank] = (pid, start_ticks)
-        self._state_file.write(self._recorded)
         if self._node_id is not None:
             self._register()
         elif not self._is_asking:
@@ -149,8 +76,10 @@ class Registration:
 
     def left(self, rank: int) -> None:
         """Remove a rank that left the call, so that a later monitor does not watch it."""
-        if self._recorded.pop(rank, None) is not None and self._recorded:
-            self._state_file.write(self._recorded)
+        pid, _ = self._ranks[rank]
+        self._ranks[rank] = (pid, _HAS_LEFT)
+        if self._node_id is not None:
+            self._register()
 
     def tick(self, now: float, participants: Collection[int]) -> float:
         """Renew the lease and look at the next one, when it is time; return when that is next."""
@@ -169,23 +98,16 @@ class Registration:
             )
         return self._beat_s
 
-    def close(self) -> None:
-        """Forget the ranks of this node."""
-        self._state_file.remove()
-
-    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[[Adopted], None]) -> None:
+    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[..., None]) -> None:
         nodes = tuple(nodes)
         own = next((node for node in nodes if not self._ranks.keys().isdisjoint(node.ranks)), None)
         self._node_id = min(self._ranks) if own is None else own.node_id
         self._ring.update({node.node_id: node.ranks for node in nodes})
         if own is not None:
-            for rank, pid in zip(own.ranks, own.pids, strict=True):
+            for rank, (pid, start_ticks) in own.processes.items():
                 if rank not in self._ranks:
-                    known_pid, ticks = self._recorded.get(rank, (None, None))
-                    ticks = ticks if known_pid == pid else None
-                    self._ranks[rank] = (pid, ticks)
-                    has_left = self._was_recorded and rank not in self._recorded
-                    adopt(Adopted(rank, pid, ticks, has_left))
+                    self._ranks[rank] = (pid, start_ticks)
+                    adopt(rank, pid, start_ticks, has_left=start_ticks == _HAS_LEFT)
         self._register()
 
     def _register(self) -> None:
@@ -195,9 +117,7 @@ class Registration:
         assert self._node_id is not None
         self._is_writing = True
         self._is_behind = False
-        ranks = tuple(sorted(self._ranks))
-        pids = tuple(self._ranks[rank][0] for rank in ranks)
-        node = NodeEntry(self._node_id, ranks, pids, os.uname().nodename)
+        node = NodeEntry(self._node_id, dict(sorted(self._ranks.items())))
         self._store_worker.submit(
             lambda store: store.register_node(node), lambda _: self._registered()
         )

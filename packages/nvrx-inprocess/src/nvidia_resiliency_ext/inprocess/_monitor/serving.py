@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve one call of a node's ranks: pass events to `Membership` and carry out its effects.
 
-`membership` and `timeouts` decide. All of it runs in the loop's thread; only the threads of
-`store_threads` use the store.
+All of it runs in the loop's thread; only the threads of `store_threads` use the store.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import ObservedActivity, encode_decision
-from nvidia_resiliency_ext.inprocess.attribution import Interruption
+from nvidia_resiliency_ext.inprocess._protocol.decision import (
+    Decision,
+    ObservedActivity,
+    encode_decision,
+)
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
     Activity,
     Call,
+    Kernel,
     Stack,
     classify,
     in_words,
@@ -28,22 +36,14 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
 from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 
 from . import membership, messages, timeouts
+from .connections import Connection, Processes
+from .messages import MonitorSettings
 from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
 from .registration import Registration
-from .store_threads import OutcomeListener, OutcomeReader, StoreWorker, read_outcome, store_name
+from .store_threads import OutcomeReader, StoreWorker, read_outcome, store_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
-    from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
-
-    from .connections import Connection, Processes
-    from .messages import MonitorSettings
     from .program import Journal
-    from .registration import Adopted
 
 
 logger = logging.getLogger("nvrx")
@@ -59,7 +59,6 @@ class ServingContext:
     loop: EventLoop
     processes: Processes
     journal: Journal
-    directory: str
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class _RankSession:
     """What there is of a rank beside its place in the membership."""
 
     pid: int
-    start_ticks: int | None
+    start_ticks: int
     since_s: float
     page: PageView | None = None
     connection: Connection | None = None
@@ -104,25 +103,18 @@ class Serving:
         self._host = host
         self._settings = settings
         self._world_size = world_size
-        self._limits = timeouts.Limits(
-            soft_s=settings.soft_timeout_s,
-            hard_s=settings.hard_timeout_s,
-            grace_s=settings.termination_grace_s,
-            interval_s=settings.interval_s,
-        )
         self._membership = membership.Membership(world_size)
         self._sessions: dict[int, _RankSession] = {}
         self._lost_text: str | None = None
         self._store_name = store_name(settings)
         self._nobody_since_s: float | None = None
         self._look_s = -math.inf
-        self._listener = OutcomeListener(
-            self._outcome, self._last_call_over, self._decided, self._store_lost
-        )
-        self._store_worker = StoreWorker(settings, host.loop.post, self._store_lost)
-        self._outcome_reader = OutcomeReader(settings, host.loop.post, self._listener)
+        self._store_worker = StoreWorker(settings, host.loop.post, self.store_lost)
+        self._outcome_reader = OutcomeReader(settings, host.loop.post, self)
         self._registration = Registration(
-            settings, host.directory, self._store_worker, self._do_lost
+            settings,
+            self._store_worker,
+            lambda ranks: self._do(self._membership.lost(ranks)),
         )
 
     # --- what the program calls ---
@@ -204,7 +196,6 @@ class Serving:
         """Give everything back."""
         self._store_worker.close()
         self._outcome_reader.close()
-        self._registration.close()
         for session in self._sessions.values():
             session.close_page()
             if session.connection is not None:
@@ -234,7 +225,8 @@ class Serving:
             return
         if isinstance(message, messages.Left):
             logger.info("monitor_process: initial rank %d leaves", rank)
-            self._registration.left(rank)
+            if message.is_lost:
+                self._registration.left(rank)
             self._do(
                 self._membership.left(
                     rank, is_lost=message.is_lost, is_discarded=message.is_discarded
@@ -293,11 +285,11 @@ class Serving:
         is_interrupted = self._membership.is_interrupted(self._membership.members[rank].iteration)
         since_s = session.watch.interrupted_s
         before = replace(session.watch, interrupted_s=(since_s or now) if is_interrupted else None)
-        found = timeouts.evaluate(before, stamps, self._limits, now)
+        found = timeouts.evaluate(before, stamps, self._settings, now)
         if timeouts.HardTimeout() in found.effects:
             # Nobody is killed on one look.
             again = session.look()
-            found = timeouts.evaluate(before, again or stamps, self._limits, time.monotonic())
+            found = timeouts.evaluate(before, again or stamps, self._settings, time.monotonic())
         session.watch = found.watch
         for effect in found.effects:
             self._apply(rank, session, effect)
@@ -305,8 +297,6 @@ class Serving:
 
     def _apply(self, rank: int, session: _RankSession, effect: timeouts.Effect) -> None:
         if isinstance(effect, timeouts.SendSignals):
-            if session.start_ticks is None:
-                return  # the number may be another process's by now
             names = ", ".join(number.name for number in effect.signals)
             logger.warning("monitor_process: %s to target_pid=%d", names, session.pid)
             self._host.processes.signal(session.pid, effect.signals)
@@ -344,11 +334,7 @@ class Serving:
         return observed
 
     def _activity_of(self, rank: int, message: messages.Arrived) -> ObservedActivity | None:
-        """Return what a rank did when it was interrupted, by its word and by the kernel's.
-
-        Raises:
-            ValueError: Its word is unknown.
-        """
+        """Return what a rank did when it was interrupted, by its word and by the kernel's."""
         session = self._sessions[rank]
         kernel, session.kernel = session.kernel, None
         if message.call == messages.WAITED:
@@ -364,7 +350,8 @@ class Serving:
 
     # --- what the store says ---
 
-    def _outcome(self, iteration: int, is_completed: bool) -> None:
+    def outcome(self, iteration: int, *, is_completed: bool) -> None:
+        """Take the outcome of an iteration."""
         if not is_completed and iteration == self._membership.position:
             # Before anybody is told: whoever is interrupted does something else.
             for rank, session in self._sessions.items():
@@ -377,12 +364,14 @@ class Serving:
         )
         self._do(self._membership.outcome(iteration, is_completed=is_completed))
 
-    def _last_call_over(
+    def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float
     ) -> None:
+        """Take the records of an iteration for which no more faults are waited for."""
         self._do(self._membership.last_call_over(iteration, records, waited_s))
 
-    def _decided(self, iteration: int, decision: Decision) -> None:
+    def decided(self, iteration: int, decision: Decision) -> None:
+        """Take the decision of an iteration."""
         logger.info(
             "monitor_process: iteration %d is decided, %d ranks go on",
             iteration,
@@ -390,7 +379,8 @@ class Serving:
         )
         self._do(self._membership.decided(iteration, decision))
 
-    def _store_lost(self, text: str) -> None:
+    def store_lost(self, text: str) -> None:
+        """Tell the ranks that no iteration can be decided any more."""
         if self._lost_text is not None or self._membership.is_over:
             return
         text = f"{self._store_name}: {text}"
@@ -409,52 +399,38 @@ class Serving:
         silent_s = max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now))
         if silent_s > limit_s:
             name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
-            self._store_lost(f"it has not answered for {limit_s:g} s ({name})")
-
-    def _do_lost(self, ranks: Iterable[int]) -> None:
-        self._do(self._membership.lost(ranks))
+            self.store_lost(f"it has not answered for {limit_s:g} s ({name})")
 
     # --- effects ---
 
     def _do(self, effects: Iterable[membership.Effect]) -> None:
         for effect in effects:
-            self._do_one(effect)
+            match effect:
+                case membership.Notify(initial_rank, event):
+                    self._notify(initial_rank, event)
+                case membership.Follow(iteration, participants):
+                    self._outcome_reader.follow(iteration, participants)
+                case membership.CatchUp(iteration):
+                    read = functools.partial(read_outcome, iteration=iteration, listener=self)
+                    self._store_worker.submit(read, lambda notify: notify())
+                case membership.Complete(iteration, arrival):
+                    self._write(IterationStore.complete, iteration=iteration, arrival=arrival)
+                case membership.Interrupt(iteration, records, who):
+                    if not self._membership.is_anybody_inside:
+                        self._outcome_reader.skip_records(iteration)
+                    report = IterationStore.interrupt
+                    self._write(report, iteration=iteration, records=records, participants=who)
+                case membership.Arrive(iteration, arrival, who, has_reported):
+                    self._write(
+                        IterationStore.arrive,
+                        iteration=iteration,
+                        arrival=arrival,
+                        participants=who,
+                        has_reported=has_reported,
+                    )
 
-    def _do_one(self, effect: membership.Effect) -> None:
-        if isinstance(effect, membership.Notify):
-            self._notify(effect.initial_rank, effect.event)
-        elif isinstance(effect, membership.Follow):
-            self._outcome_reader.follow(effect.iteration, effect.participants)
-        elif isinstance(effect, membership.Interrupt):
-            interrupt = effect
-            if not self._membership.is_anybody_inside:
-                self._outcome_reader.skip_records(interrupt.iteration)
-            self._store_worker.submit(
-                lambda store: store.interrupt(
-                    interrupt.iteration, interrupt.records, interrupt.participants
-                )
-            )
-        elif isinstance(effect, membership.Arrive):
-            arrive = effect
-            self._store_worker.submit(
-                lambda store: store.arrive(
-                    arrive.iteration,
-                    arrive.arrival,
-                    arrive.participants,
-                    has_reported=arrive.has_reported,
-                )
-            )
-        elif isinstance(effect, membership.Complete):
-            complete = effect
-            self._store_worker.submit(
-                lambda store: store.complete(complete.iteration, complete.arrival)
-            )
-        else:
-            iteration = effect.iteration
-            self._store_worker.submit(
-                lambda store: read_outcome(store, iteration, self._listener),
-                lambda notify: notify(),
-            )
+    def _write(self, operation: Callable[..., object], **arguments: Any) -> None:
+        self._store_worker.submit(functools.partial(operation, **arguments))
 
     def _notify(self, rank: int, event: messages.Event) -> None:
         if isinstance(event, messages.Decided):
@@ -471,21 +447,20 @@ class Serving:
 
     # --- parts ---
 
-    def _adopt(self, found: Adopted) -> None:
+    def _adopt(self, rank: int, pid: int, start_ticks: int, *, has_left: bool) -> None:
         """Take in a rank that another monitor of this node served, and that has not come yet."""
-        rank = found.rank
         if rank in self._sessions:
             return
         self._membership.attach(rank)
-        self._sessions[rank] = _RankSession(found.pid, found.start_ticks, time.monotonic())
-        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, found.pid)
-        if found.has_left:
+        self._sessions[rank] = _RankSession(pid, start_ticks, time.monotonic())
+        logger.info("monitor_process: takes over initial rank %d, target_pid=%d", rank, pid)
+        if has_left:
             self._do(self._membership.left(rank, is_lost=True))
             return
         try:
-            self._host.processes.hold(found.pid, found.start_ticks)
+            self._host.processes.hold(pid, start_ticks)
         except OSError:
-            self.process_ended(found.pid)
+            self.process_ended(pid)
 
     @property
     def _has_present(self) -> bool:

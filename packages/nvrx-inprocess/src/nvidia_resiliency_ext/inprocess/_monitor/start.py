@@ -16,10 +16,9 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S
 from nvidia_resiliency_ext.inprocess.exception import InternalError
@@ -32,11 +31,8 @@ from nvidia_resiliency_ext.shared_utils.os_utils import (
     private_dir,
     remove_tree_at,
 )
-from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
+from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_places
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 logger = logging.getLogger("nvrx")
 _PREFIX = "nvrx-ip-"
@@ -59,14 +55,12 @@ class NodeDirectory:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> NodeDirectory:
-        """Return the directory of this job on this node, and make it if it is not there.
-
-        Raises:
-            OSError: No place will have it.
-        """
+        """Return the directory of this job on this node, and make it if it is not there."""
         name = _PREFIX + _identity(environ)
         last_error: OSError | None = None
-        for parent in _parents(environ):
+        # The launcher removes its directory also when the monitor was killed.
+        launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
+        for parent in trusted_places(environ, launchers):
             path = os.path.join(parent, name)
             if len(os.fsencode(os.path.join(path, _SOCKET))) > MAX_SOCKET_PATH_BYTES:
                 continue
@@ -109,12 +103,7 @@ class NodeDirectory:
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock.
-
-        Raises:
-            DeadlineExceededError: Somebody else holds it all the time.
-            OSError: The directory cannot be used.
-        """
+        """Hold the lock; a DeadlineExceededError if another process holds it all the time."""
         fd = self._lock(timeout_s)
         try:
             yield
@@ -228,29 +217,6 @@ def _namespace(kind: str) -> str:
         return ""
 
 
-def _parents(environ: Mapping[str, str]) -> list[str]:
-    """Return the directories in which a name of ours stays ours."""
-    # The launcher's is removed with all that is in it, also when the monitor was killed.
-    launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
-    own = [environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
-    candidates = [launchers, *own, "/tmp", "/dev/shm"]  # noqa: S108
-    parents: list[str] = []
-    for candidate in candidates:
-        if not candidate or not os.path.isabs(candidate):
-            continue
-        parent = os.path.realpath(candidate)
-        try:
-            status = os.stat(parent)
-        except OSError:
-            continue
-        is_sticky = bool(status.st_mode & stat.S_ISVTX)
-        is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        is_trusted = is_sticky or (is_closed and status.st_uid in (os.geteuid(), 0))
-        if stat.S_ISDIR(status.st_mode) and is_trusted and parent not in parents:
-            parents.append(parent)
-    return parents
-
-
 END_LIMIT_S = 1.0
 """How long a monitor that was killed may take to be gone."""
 _STOPPED = frozenset("Tt")
@@ -259,11 +225,7 @@ _PIPE_BYTES = 65536
 
 
 def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False) -> None:
-    """Start the monitor of this node, unless it runs, and do not wait until it is ready.
-
-    Raises:
-        InternalError: It cannot be started.
-    """
+    """Start the monitor of this node, unless it runs, and do not wait until it is ready."""
     deadline = Deadline.after(START_LIMIT_S)
     connect_or_start(deadline, environ, needs_torch=needs_torch).close()
 
@@ -271,13 +233,7 @@ def ensure_started(environ: Mapping[str, str] = os.environ, *, needs_torch: bool
 def connect_or_start(
     deadline: Deadline, environ: Mapping[str, str] = os.environ, *, needs_torch: bool = False
 ) -> socket.socket:
-    """Return a connection to the monitor of this node; one of its ranks starts it.
-
-    It listens from the moment it is started, and answers as soon as it can.
-
-    Raises:
-        InternalError: It cannot be started.
-    """
+    """Return a connection to the monitor of this node; one of its ranks starts it."""
     try:
         directory = NodeDirectory.find(environ)
         sock = directory.connect()
@@ -308,12 +264,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) -> None:
-    """Run `boot.py` in a process without a parent; its `main` lists the orders.
-
-    Raises:
-        InternalError: It cannot be started.
-        OSError: No descriptors are left.
-    """
+    """Run `boot.py` in a process without a parent; its `main` lists the orders."""
     if not sys.executable:
         raise InternalError("this interpreter does not know its own path, to start another one")
     paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]

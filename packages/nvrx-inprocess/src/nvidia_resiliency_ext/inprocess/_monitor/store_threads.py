@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Use the store from two threads of the monitor: one writes, one waits for outcomes.
 
-The event loop never calls the store: it submits operations, and results return as calls in its own
-thread. A store that hangs holds up these threads only; `busy_s` tells for how long.
+Results return as calls in the event loop's thread. A store that hangs holds up these threads only.
 """
 
 from __future__ import annotations
@@ -14,20 +13,17 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
-    from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-    from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
-
+    from .serving import Serving
 
 logger = logging.getLogger("nvrx")
 CONNECT = f"{__name__}:connect_store"
@@ -39,18 +35,16 @@ def open_iteration_store(settings: MonitorSettings) -> IterationStore:
     """Connect to the store of a call; called in the thread that will use it."""
     if settings.store_factory != CONNECT:
         warm_up()
-    from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-
     make = factory.load_named(settings.store_factory, settings.store_file)
     return IterationStore(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
 
 
 def connect_store(host: str, port: int) -> Any:
     """Connect to a TCPStore that is served; without torch, where that is possible."""
-    from nvidia_resiliency_ext.inprocess._store.plain import PlainStore, StrangeStoreError
+    from nvidia_resiliency_ext.shared_utils.store_client import StoreClient, StrangeStoreError
 
     try:
-        return PlainStore(host, port, _CONNECT_LIMIT)
+        return StoreClient(host, port, _CONNECT_LIMIT)
     except StrangeStoreError as error:
         logger.info("monitor_process: %s; torch's own client is used", error)
     warm_up()
@@ -85,23 +79,26 @@ class _Operation:
 
 
 class StoreWorker:
-    """Owns one thread with one store connection, and the operations that wait for it."""
+    """Own one thread with one store connection, and the operations that wait for it."""
 
     def __init__(
         self,
         settings: MonitorSettings,
         post: Callable[[Callable[[], None]], None],
         lost: Callable[[str], None],
+        name: str = "nvrx-store",
     ) -> None:
         self._settings = settings
         self._post = post
         self._lost = lost
         self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._started_s: float | None = time.monotonic()
+        self._broken_s: float | None = None
         self._pending = 0  # operations not done; written by the loop's thread only
         self._has_failed = False
         self._store: IterationStore | None = None
-        self._thread = threading.Thread(target=self._run, name="nvrx-store", daemon=True)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -115,24 +112,25 @@ class StoreWorker:
         return 0 if self._has_failed else self._pending
 
     def busy_s(self, now: float) -> float:
-        """Return for how long the operation of this moment has been running."""
+        """Return for how long connecting, or the present operation, has been running."""
         started_s = self._started_s
         return 0.0 if started_s is None else now - started_s
+
+    def broken_s(self, now: float) -> float:
+        """Return for how long there has been no connection, after one broke."""
+        broken_s = self._broken_s
+        return 0.0 if broken_s is None else now - broken_s
 
     def submit(
         self, run: Callable[[IterationStore], Any], done: Callable[[Any], None] | None = None
     ) -> None:
-        """Have an operation done after those that wait.
-
-        Args:
-            run: The operation; it may run twice, if the connection breaks.
-            done: Called in the loop's thread with the result.
-        """
+        """Queue an operation, which may run twice; `done` gets its result in the loop's thread."""
         self._pending += 1
         self._waiting.put(_Operation(run, done))
 
     def close(self) -> None:
         """Let the thread end after what waits."""
+        self._closed.set()
         self._waiting.put(None)
 
     def _run(self) -> None:
@@ -153,7 +151,7 @@ class StoreWorker:
             self._started_s = None
             self._store = None
         # Not before: by then the connections are closed, which the error's frames held.
-        if lost:
+        if lost and not self._closed.is_set():
             self._post(lambda: self._lost(lost))
 
     def _perform(self, operation: _Operation) -> Any:
@@ -163,8 +161,10 @@ class StoreWorker:
         except Exception as error:  # noqa: BLE001 - stores raise all sorts
             # A connection may break without the store being lost; all operations may be repeated.
             logger.info("monitor_process: the store is connected to again: %s", error)
-            self._store = open_iteration_store(self._settings)
-            return operation.run(self._store)
+        self._broken_s = time.monotonic()
+        self._store = open_iteration_store(self._settings)
+        self._broken_s = None
+        return operation.run(self._store)
 
     def _finish(self, operation: _Operation, result: Any) -> None:
         self._pending -= 1
@@ -175,83 +175,37 @@ class StoreWorker:
 _LONGEST_WAIT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeListener:
-    """Callbacks for an iteration's outcome; called in the loop's thread."""
-
-    outcome: Callable[[int, bool], None]
-    last_call_over: Callable[[int, tuple[InterruptionRecord, ...], float], None]
-    decided: Callable[[int, Decision], None]
-    lost: Callable[[str], None]
-
-
-class OutcomeReader:
-    """Owns one thread with one store connection that follows iterations in turn."""
+class OutcomeReader(StoreWorker):
+    """Follow iterations in turn, with a thread and a connection of its own."""
 
     def __init__(
         self,
         settings: MonitorSettings,
         post: Callable[[Callable[[], None]], None],
-        listener: OutcomeListener,
+        listener: Serving,
     ) -> None:
-        self._settings = settings
-        self._post = post
         self._listener = listener
-        self._closed = threading.Event()
-        self._broken_s: float | None = None
         self._skipped = -1
-        self._to_follow: queue.SimpleQueue[tuple[int, frozenset[int]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="nvrx-outcomes", daemon=True)
-        self._thread.start()
-
-    def broken_s(self, now: float) -> float:
-        """Return for how long there has been no connection, after one broke."""
-        broken_s = self._broken_s
-        return 0.0 if broken_s is None else now - broken_s
+        super().__init__(settings, post, listener.store_lost, "nvrx-outcomes")
 
     def follow(self, iteration: int, participants: frozenset[int]) -> None:
         """Follow an iteration after those before it."""
-        self._to_follow.put((iteration, participants))
+        self.submit(lambda store: self._follow(store, iteration, participants))
 
     def skip_records(self, iteration: int) -> None:
         """Skip reading the records of an iteration that no rank of this node waits for."""
         self._skipped = iteration
 
-    def close(self) -> None:
-        """Let the thread end, after the wait that it sits in at the latest."""
-        self._closed.set()
-        self._to_follow.put(None)
-
-    def _run(self) -> None:
-        try:
-            store = open_iteration_store(self._settings)
-            while (order := self._to_follow.get()) is not None and not self._closed.is_set():
-                try:
-                    self._follow(store, *order)
-                except Exception as error:  # noqa: BLE001 - stores raise all sorts
-                    if self._closed.is_set():
-                        break
-                    # A connection may break without the store being lost.
-                    logger.info("monitor_process: the store is connected to again: %s", error)
-                    self._broken_s = time.monotonic()
-                    store = open_iteration_store(self._settings)
-                    self._broken_s = None
-                    self._follow(store, *order)
-        except Exception as error:
-            if not self._closed.is_set():
-                logger.debug("monitor_process: the store is lost", exc_info=True)
-                text = f"{type(error).__name__}: {error}"
-                self._post(lambda: self._listener.lost(text))
-
     def _follow(self, store: IterationStore, iteration: int, participants: frozenset[int]) -> None:
+        listener = self._listener
         outcome = None
         while outcome is None:
             if self._closed.is_set():
                 return
             outcome = store.outcome(iteration, _LONGEST_WAIT_S)
         since_s = time.monotonic()
-        is_completed = outcome.name == "COMPLETED"
-        self._post(lambda: self._listener.outcome(iteration, is_completed))
+        is_completed = outcome is Outcome.COMPLETED
+        self._post(lambda: listener.outcome(iteration, is_completed=is_completed))
         if is_completed:
             return
         left_s = self._settings.last_call_wait_s - (time.monotonic() - since_s)
@@ -262,33 +216,27 @@ class OutcomeReader:
         read = store.first_records if is_skipped else store.records
         records = tuple(read(iteration))
         waited_s = time.monotonic() - since_s
-        self._post(lambda: self._listener.last_call_over(iteration, records, waited_s))
-        decision = None
-        while decision is None:
+        self._post(lambda: listener.last_call_over(iteration, records, waited_s))
+        while (decision := store.decision(iteration, self._settings.heartbeat_interval_s)) is None:
             if self._closed.is_set():
                 return
-            decision = store.decision(iteration, self._settings.heartbeat_interval_s)
-            if decision is None:
-                # Whoever counted last may have died before it decided.
-                store.look(iteration, participants)
-        found = decision
-        self._post(lambda: self._listener.decided(iteration, found))
+            # Whoever counted last may have died before it decided.
+            store.look(iteration, participants)
+        self._post(functools.partial(listener.decided, iteration, decision))
 
 
-def read_outcome(
-    store: IterationStore, iteration: int, listener: OutcomeListener
-) -> Callable[[], None]:
+def read_outcome(store: IterationStore, iteration: int, listener: Serving) -> Callable[[], None]:
     """Read an iteration's outcome without waiting; return a call that reports it."""
     outcome = store.outcome(iteration, 0.0)
     if outcome is None:
         return lambda: None
-    if outcome.name == "COMPLETED":
-        return lambda: listener.outcome(iteration, True)
+    if outcome is Outcome.COMPLETED:
+        return lambda: listener.outcome(iteration, is_completed=True)
     records = tuple(store.records(iteration))
     decision = store.decision(iteration, 0.0)
 
     def notify() -> None:
-        listener.outcome(iteration, False)
+        listener.outcome(iteration, is_completed=False)
         listener.last_call_over(iteration, records, 0.0)
         if decision is not None:
             listener.decided(iteration, decision)

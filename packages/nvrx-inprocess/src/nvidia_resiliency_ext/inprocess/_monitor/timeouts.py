@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide from stamps, leases and silence which rank, node or monitor is lost. Pure.
 
-`evaluate` takes what is remembered of a rank, its page and the time, and returns what to remember,
-what to do and when to look again. A lease is a counter: only its change between the observer's own
-looks counts, never its value or another host's clock. Time in which the observer could not look
-counts against nobody. A monitor that ended closes its connections; one that is stopped or stuck
-does not: its ranks probe it, and add up the time without an answer.
+A lease is a counter: only its change between the observer's own looks counts, never its value or
+another host's clock. Time in which the observer could not look counts against nobody.
 """
 
 from __future__ import annotations
@@ -13,35 +10,15 @@ from __future__ import annotations
 import enum
 import math
 import signal
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.inprocess._monitor.page import Phase
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from nvidia_resiliency_ext.inprocess._monitor.page import Stamps
-
+from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 
 _SHORTEST_GRACE_S = 0.05
 _STACKS_S = 0.5
 _KILL_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The times of one call, in seconds."""
-
-    soft_s: float
-    hard_s: float
-    grace_s: float
-    interval_s: float
-
-    @property
-    def gap_s(self) -> float:
-        """Time between two looks from which on we, and maybe the rank, were held up."""
-        return max(self.soft_s / 2, 2 * self.interval_s)
 
 
 class _Step(enum.Enum):
@@ -55,12 +32,8 @@ class _Step(enum.Enum):
 class Watch:
     """What is remembered of a rank between two looks.
 
-    Attributes:
-        epoch: Epoch of the page at the last look.
-        calm_s: Stamps from before this moment count as made at it.
-        is_soft_notified: The soft timeout of this epoch was told.
-        is_pardoned: We were held up, and no fresh stamp was seen since.
-        asked_s: When the rank was asked for its stacks, which it may stamp after.
+    Stamps from before `calm_s` count as made at it. `is_pardoned`: we were held up, and no fresh
+    stamp was seen since. `asked_s`: when the rank was asked for its stacks.
     """
 
     epoch: int = -1
@@ -113,27 +86,15 @@ _KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of one look.
-
-    Attributes:
-        due_s: When something may be due next; infinite for nothing.
-    """
+    """What to remember and to do after one look, and when something may be due next."""
 
     watch: Watch
     effects: tuple[Effect, ...] = ()
     due_s: float = math.inf
 
 
-def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evaluation:
-    """Judge one rank by one look at its page.
-
-    Args:
-        watch: What the last verdict said to remember; for an interrupted iteration with
-            `interrupted_s` filled in.
-        stamps: The look.
-        limits: The times.
-        now: Seconds of the monotonic clock.
-    """
+def evaluate(watch: Watch, stamps: Stamps, limits: MonitorSettings, now: float) -> Evaluation:
+    """Evaluate one rank by one look at its page."""
     if watch.is_being_killed:
         return _go_on_killing(replace(watch, looked_s=now), limits, now)
     if stamps.epoch != watch.epoch:
@@ -143,19 +104,19 @@ def evaluate(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Evalua
     watch = _pardon(watch, stamps, limits, now)
     base_s = _last_sign(watch, stamps)
     is_interrupted = watch.interrupted_s is not None
-    if now >= base_s + limits.hard_s:
+    if now >= base_s + limits.hard_timeout_s:
         # At the barrier, too: who waits there makes stamps, and the others wait for who does not.
         return _hard_timeout(watch, limits, now)
     watch = replace(watch, asked_s=None)
     if is_interrupted or watch.is_soft_notified:
-        return Evaluation(watch, due_s=base_s + limits.hard_s)
-    if now >= base_s + limits.soft_s:
+        return Evaluation(watch, due_s=base_s + limits.hard_timeout_s)
+    if now >= base_s + limits.soft_timeout_s:
         watch = replace(watch, is_soft_notified=True)
-        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_s)
-    return Evaluation(watch, due_s=base_s + limits.soft_s)
+        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_timeout_s)
+    return Evaluation(watch, due_s=base_s + limits.soft_timeout_s)
 
 
-def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
+def _hard_timeout(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
     """Have the rank write its stacks; end it when it has had time for that and made no stamp."""
     if watch.asked_s is None:
         return Evaluation(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
@@ -166,14 +127,12 @@ def _hard_timeout(watch: Watch, limits: Limits, now: float) -> Evaluation:
     return Evaluation(watch, (HardTimeout(), _TERM), now + _grace(limits))
 
 
-def _pardon(watch: Watch, stamps: Stamps, limits: Limits, now: float) -> Watch:
-    """Start the time again if we were held up: what held us up may have held the rank, too.
-
-    Only once until the rank is heard of again, or a busy machine would hide a hang for ever.
-    """
+def _pardon(watch: Watch, stamps: Stamps, limits: MonitorSettings, now: float) -> Watch:
+    """Start the time again, once per stamp, if we were held up: the rank may have been, too."""
     fresh_s = max(stamps.auto_s, stamps.manual_s or 0.0)
     is_pardoned = watch.is_pardoned and fresh_s <= watch.calm_s
-    if now - watch.looked_s > limits.gap_s and not is_pardoned:
+    gap_s = max(limits.soft_timeout_s / 2, 2 * limits.interval_s)
+    if now - watch.looked_s > gap_s and not is_pardoned:
         return replace(watch, looked_s=now, calm_s=now, is_pardoned=True)
     return replace(watch, looked_s=now, is_pardoned=is_pardoned)
 
@@ -187,7 +146,7 @@ def _last_sign(watch: Watch, stamps: Stamps) -> float:
     return min(base_s, max(stamps.manual_s, watch.calm_s, interrupted_s))
 
 
-def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Evaluation:
+def _go_on_killing(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
     if watch.step is _Step.TERMINATED:
         due_s = watch.step_s + _grace(limits)
         if now < due_s:
@@ -202,8 +161,8 @@ def _go_on_killing(watch: Watch, limits: Limits, now: float) -> Evaluation:
     return Evaluation(replace(watch, step=_Step.GIVEN_UP, step_s=now), effects, now + _KILL_AGAIN_S)
 
 
-def _grace(limits: Limits) -> float:
-    return max(limits.grace_s, _SHORTEST_GRACE_S)
+def _grace(limits: MonitorSettings) -> float:
+    return max(limits.termination_grace_s, _SHORTEST_GRACE_S)
 
 
 @dataclass(slots=True)
@@ -236,10 +195,7 @@ class Ring:
         return self._known.issuperset(ranks)
 
     def unknown(self, ranks: Collection[int], now: float) -> list[int]:
-        """Take in that all nodes were asked for; return ranks that are on none for too long.
-
-        They ended after all had met, and before any monitor heard of them.
-        """
+        """Return ranks that were on none of the nodes, just asked for, for too long."""
         passed_s = min(now - self._asked_s, 2 * self._interval_s)
         self._asked_s = now
         known, before = self._known, self._unknown_s
@@ -298,36 +254,18 @@ _SHORTEST_MUTE_S = 60.0
 _QUESTIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Limits for a monitor that sends nothing, in seconds.
+class Silence:
+    """Count for how long one monitor has sent nothing.
 
-    Attributes:
-        stopped_s: One that the kernel says is stopped.
+    Another one is needed after `stopped_s` if the kernel shows it as stopped: early enough before
+    other nodes give this one up.
     """
 
-    stopped_s: float
-    mute_s: float
-
-    @classmethod
-    def within(cls, heartbeat_timeout_s: float) -> Patience:
-        """Return what leaves time for another monitor before other nodes give this one up."""
-        return cls(
-            stopped_s=max(heartbeat_timeout_s / 3, _SHORTEST_STOPPED_S),
-            mute_s=max(heartbeat_timeout_s, _SHORTEST_MUTE_S),
-        )
-
-    @property
-    def interval_s(self) -> float:
-        """How long to wait for something to be said before asking again."""
-        return self.stopped_s / _QUESTIONS
-
-
-class Silence:
-    """How long one monitor has said nothing."""
-
-    def __init__(self, patience: Patience, now: float) -> None:
-        self._patience = patience
+    def __init__(self, heartbeat_timeout_s: float, now: float) -> None:
+        self._stopped_s = max(heartbeat_timeout_s / 3, _SHORTEST_STOPPED_S)
+        self._mute_s = max(heartbeat_timeout_s, _SHORTEST_MUTE_S)
+        # How long to wait for a message before asking again.
+        self.interval_s = self._stopped_s / _QUESTIONS
         self._looked_s = now
         self.seconds = 0.0
 
@@ -337,15 +275,11 @@ class Silence:
         self.seconds = 0.0
 
     def missed(self, now: float) -> None:
-        """It has said nothing since the last look.
-
-        What held us up may have held it, too: no look counts for more than two intervals.
-        """
+        """Count time without a message; no look counts for more than two intervals."""
         passed_s = now - self._looked_s
         self._looked_s = now
-        self.seconds += min(passed_s, 2 * self._patience.interval_s)
+        self.seconds += min(passed_s, 2 * self.interval_s)
 
     def is_over(self, *, is_stopped: bool) -> bool:
         """Return whether another monitor is needed."""
-        patience = self._patience
-        return self.seconds >= (patience.stopped_s if is_stopped else patience.mute_s)
+        return self.seconds >= (self._stopped_s if is_stopped else self._mute_s)

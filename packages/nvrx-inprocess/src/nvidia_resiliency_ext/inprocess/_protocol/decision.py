@@ -29,13 +29,7 @@ _SEARCHED = _TIMEOUTS | {Interruption.EXCEPTION}
 
 @dataclass(frozen=True, slots=True)
 class ObservedActivity:
-    """What a rank's main thread was doing when its iteration was interrupted.
-
-    Attributes:
-        activity: Whether it waited for its peers, or worked.
-        place: Line of the program, such as `train.py:41 in load`, or "".
-        words: The same for people, follows "rank 2"; "" for one that waits.
-    """
+    """What a rank's main thread did when its iteration was interrupted; `words` follow "rank 2"."""
 
     activity: Activity
     place: str = ""
@@ -48,11 +42,7 @@ class ObservedActivity:
 
     @classmethod
     def from_text(cls, text: str) -> ObservedActivity:
-        """Return what `to_text` made a word of.
-
-        Raises:
-            ValueError: The word is none of `to_text`.
-        """
+        """Return what `to_text` encoded; a ValueError for anything else."""
         activity, place, words = text[: 8 * _LONGEST_PART].split(",")
         unquote = urllib.parse.unquote
         # What is shown in logs is one line, whoever wrote it.
@@ -79,11 +69,6 @@ def find_hang(
     """Return whom a hang is blamed on, None when it was no hang or nothing is known.
 
     An exception is a hang's only where a collective raised it, so that its rank counts as waiting.
-
-    Args:
-        records: What was reported, of initial ranks.
-        observed: What ranks were doing, by initial rank.
-        world_size: Ranks that took part.
     """
     records = list(records)
     if not is_searched(records):
@@ -116,11 +101,7 @@ _MOST_RANKS = 1 << 20
 class Arrival:
     """How a participant has reached the end of an iteration.
 
-    Attributes:
-        rank: Its number in this iteration, if it goes on.
-        world_size: How many numbers there are, if it goes on.
-        is_out: It was discarded or leaves. Without number and not out: it has ended.
-        observed: What it was doing when the iteration was interrupted, where that was looked at.
+    It goes on with its number among `world_size`, is discarded or leaves (`is_out`), or has ended.
     """
 
     initial_rank: int
@@ -139,10 +120,7 @@ class Arrival:
 class Decision:
     """The ranks that continue, those that ended, and the records.
 
-    Attributes:
-        participants: How each participant has arrived, by initial rank.
-        terminated: Numbers of this iteration that nobody has who goes on.
-        hang: Whom a hang is blamed on, if it was one.
+    `terminated` are the numbers of this iteration that no rank has which goes on.
     """
 
     participants: tuple[Arrival, ...]
@@ -192,11 +170,7 @@ def encode_decision(decision: Decision) -> str:
 
 
 def decode_decision(text: str, key: str = "decision") -> Decision:
-    """Decode a decision.
-
-    Raises:
-        ForeignValueError: it is the text of none.
-    """
+    """Decode a decision; a ForeignValueError for anything else."""
     try:
         fields = json.loads(text)
         world_size = fields["world_size"]
@@ -227,11 +201,7 @@ def encode_records(records: Iterable[InterruptionRecord]) -> str:
 
 
 def decode_records(text: str, key: str = "records") -> tuple[InterruptionRecord, ...]:
-    """Decode records.
-
-    Raises:
-        ForeignValueError: it is no such text.
-    """
+    """Decode records; a ForeignValueError for anything else."""
     try:
         return _parse_record_fields(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

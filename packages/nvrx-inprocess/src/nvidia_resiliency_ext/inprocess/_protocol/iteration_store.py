@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
 from nvidia_resiliency_ext.inprocess._store.names import (
     ForeignValueError,
     IterationKeys,
     iteration_keys,
-    lease_key,
-    nodes_key,
-    oldest_key,
-    parse_number,
+    require_number,
 )
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
@@ -45,9 +42,6 @@ from .lists import (
     parse_records,
 )
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 _LEASE_WAIT_S = 1.0
 KEPT_OUTCOMES = 8
 """Of so many iterations the outcome and the decision are kept."""
@@ -66,7 +60,7 @@ _INTERRUPTED = Outcome.INTERRUPTED.value + ";"
 class IterationStore:
     """The protocol's keys of one call, in a store."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: Any, prefix: str) -> None:
         self._access = StoreAccess(store)
         self._prefix = prefix
         # What never changes once it stands, for the latest iteration.
@@ -91,10 +85,7 @@ class IterationStore:
     def interrupt(
         self, iteration: int, records: Sequence[InterruptionRecord], participants: frozenset[int]
     ) -> Outcome:
-        """Report interruptions of initial ranks; return the outcome, which may be another one.
-
-        Reports that come after the decision change nothing in it.
-        """
+        """Report interruptions of initial ranks; return the outcome, which may be another one."""
         keys = self._keys(iteration)
         text = format_records(records)
         # The first report travels with the outcome: one operation, and it is known to all.
@@ -123,13 +114,9 @@ class IterationStore:
         *,
         has_reported: bool = False,
     ) -> None:
-        """Say in which form a participant reached the end; the last one makes the decision.
+        """Record in which form a participant reached the end; the last one makes the decision.
 
-        Args:
-            iteration: Which.
-            arrival: Who, and how.
-            participants: Of whom there is to be an arrival.
-            has_reported: A record of this rank was written, so that it is counted already.
+        `has_reported` tells that a record of this rank was written, so that it is counted already.
         """
         keys = self._keys(iteration)
         self._access.append(keys.arrivals, format_arrival(arrival))
@@ -141,10 +128,7 @@ class IterationStore:
             self._count_reported(iteration, 1, participants)
 
     def look(self, iteration: int, participants: frozenset[int]) -> Decision | None:
-        """Do what others would have done had they not ended in between.
-
-        Whoever waits for an outcome or a decision in vain calls it now and then.
-        """
+        """Do what others would have done had they not ended; for a monitor that waits in vain."""
         keys = self._keys(iteration)
         self._settle_completion(keys)
         return self._settle_decision(keys, participants)
@@ -199,29 +183,26 @@ class IterationStore:
         """Announce a node and its lease, or a new monitor of it."""
         # The lease first: whoever reads of the node may then ask for it.
         self.renew_lease(node.node_id)
-        self._access.append(nodes_key(self._prefix), format_node(node))
+        self._access.append(f"{self._prefix}nodes", format_node(node))
 
     def nodes(self) -> list[NodeEntry]:
         """Return all nodes that were announced, by number."""
-        key = nodes_key(self._prefix)
+        key = f"{self._prefix}nodes"
         return parse_nodes(self._access.peek(key) or "", key)
 
     def renew_lease(self, node_id: int) -> None:
         """Say that a node lives."""
-        self._access.add(lease_key(self._prefix, node_id), 1)
+        self._access.add(f"{self._prefix}lease_{node_id}", 1)
 
     def leases(self, node_ids: Iterable[int]) -> dict[int, int]:
         """Return the leases of nodes that were announced; they only ever grow."""
         wanted = list(node_ids)
-        keys = [lease_key(self._prefix, node_id) for node_id in wanted]
+        keys = [f"{self._prefix}lease_{node_id}" for node_id in wanted]
         texts = self._access.get_all(keys, _LEASE_WAIT_S)
         leases = {}
         for node_id, key, text in zip(wanted, keys, texts, strict=True):
             if text is not None:
-                lease = parse_number(text)
-                if lease is None:
-                    raise ForeignValueError(key, text)
-                leases[node_id] = lease
+                leases[node_id] = require_number(key, text)
         return leases
 
     def forget(self, iteration: int) -> None:
@@ -230,26 +211,18 @@ class IterationStore:
             self._access.delete(key)
 
     def _forget_old(self, iteration: int) -> None:
-        """Remove what is of no use once an iteration has been decided.
-
-        Everybody who has arrived in it is done with the lists of the one before. Outcomes and
-        decisions stay for a while, for nodes that were given up and do not know it.
-        """
+        """Remove the lists of the last iteration, outcome and decision of a much older one."""
         if iteration > 0:
             self.forget(iteration - 1)
         if iteration >= KEPT_OUTCOMES:
-            self._access.set(oldest_key(self._prefix), str(iteration - KEPT_OUTCOMES + 1))
+            self._access.set(f"{self._prefix}oldest", str(iteration - KEPT_OUTCOMES + 1))
             old = self._keys(iteration - KEPT_OUTCOMES)
             self._access.delete(old.outcome)
             self._access.delete(old.decision)
 
     def _is_forgotten(self, iteration: int) -> bool:
-        key = oldest_key(self._prefix)
-        text = self._access.peek(key)
-        oldest = 0 if text is None else parse_number(text)
-        if oldest is None:
-            raise ForeignValueError(key, text or "")
-        return iteration < oldest
+        key = f"{self._prefix}oldest"
+        return iteration < require_number(key, self._access.peek(key) or "0")
 
     def _keys(self, iteration: int) -> IterationKeys:
         return iteration_keys(self._prefix, iteration)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the lists of an iteration, whether they are whole, and what follows; no I/O.
+"""Encode, decode and evaluate the lists of an iteration; no I/O.
 
-A list is a text to which everybody appends entries that end in `;`. The same entry may stand in it
-twice: after the loss of a monitor its successor says again what was said.
+A list is a text to which monitors append entries that end in `;`. The same entry may stand in it
+twice, after the loss of a monitor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +25,18 @@ _MOST_RANKS_OF_A_NODE = 4096
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """A node as its monitor has announced it.
+    """A node as its monitor has announced it; its number is its smallest initial rank.
 
-    Attributes:
-        node_id: The smallest initial rank of the node.
+    `processes` has by rank the process and its start in clock ticks, 0 once the rank has left.
     """
 
     node_id: int
-    ranks: tuple[int, ...]
-    pids: tuple[int, ...]
-    host: str
+    processes: Mapping[int, tuple[int, int]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The initial ranks of the node."""
+        return tuple(self.processes)
 
 
 def format_arrival(arrival: Arrival) -> str:
@@ -48,11 +50,7 @@ def format_arrival(arrival: Arrival) -> str:
 
 
 def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
-    """Return the arrivals of a list.
-
-    Raises:
-        ForeignValueError: it holds something else.
-    """
+    """Return the arrivals of a list; a ForeignValueError for anything else."""
     return [_parse_arrival(entry, key) for entry in _entries(text, key)]
 
 
@@ -82,11 +80,7 @@ def format_records(records: Iterable[InterruptionRecord]) -> str:
 
 
 def parse_records(text: str, key: str = "interruption_records") -> list[InterruptionRecord]:
-    """Return the records of a list.
-
-    Raises:
-        ForeignValueError: it holds something else.
-    """
+    """Return the records of a list; a ForeignValueError for anything else."""
     records = []
     for entry in _entries(text, key):
         number, _, name = entry.partition(":")
@@ -169,16 +163,12 @@ def _in_order(records: Iterable[InterruptionRecord]) -> tuple[InterruptionRecord
 
 def format_node(node: NodeEntry) -> str:
     """Return a node as a line of the list of nodes."""
-    fields = [node.node_id, list(node.ranks), list(node.pids), node.host]
+    fields = [node.node_id, [[rank, *process] for rank, process in node.processes.items()]]
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
 def parse_nodes(text: str, key: str = "nodes") -> list[NodeEntry]:
-    """Return the nodes of the list, by number; the last entry of a number counts.
-
-    Raises:
-        ForeignValueError: it holds something else.
-    """
+    """Return the nodes of the list, by number; the last entry of a number counts."""
     found: dict[int, NodeEntry] = {}
     for line in text.splitlines():
         node = _parse_node(line, key)
@@ -192,13 +182,17 @@ def _parse_node(line: str, key: str) -> NodeEntry:
     except (ValueError, RecursionError):
         fields = None
     match fields:
-        case [int(node_id), [*ranks], [*pids], str(host)] if len(ranks) == len(
-            pids
-        ) <= _MOST_RANKS_OF_A_NODE and all(
-            _is_number(number) for number in (node_id, *ranks, *pids)
+        case [node_id, [*processes]] if (
+            _is_number(node_id)
+            and len(processes) <= _MOST_RANKS_OF_A_NODE
+            and all(map(_is_process, processes))
         ):
-            return NodeEntry(node_id, tuple(ranks), tuple(pids), host)
+            return NodeEntry(node_id, {rank: (pid, start) for rank, pid, start in processes})
     raise ForeignValueError(key, line)
+
+
+def _is_process(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))  # noqa: PLR2004
 
 
 def _is_number(value: Any) -> bool:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange the keys of all living ranks through a torch `Store`, with four operations per rank.
 
-Every rank appends one entry, `<rank> <keys as JSON>` and a newline, and adds to a counter. The rank
-that counts to the number of ranks writes one record, with each distinct list of keys once and its
-ranks as runs; every rank reads that record only. If that rank dies in between, a waiting rank
-writes the record. Keys of earlier assignments are deleted, so the store does not grow.
+Every rank appends one entry and adds to a counter. The rank that counts to the number of ranks
+writes one record, with each distinct list of keys once and its ranks as runs; every rank reads
+that record only. If that rank dies in between, a waiting rank writes the record.
 """
 
 from __future__ import annotations
@@ -14,46 +13,25 @@ import json
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvidia_resiliency_ext.inprocess.exception import RestartError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    Runs = list[tuple[tuple[str, ...], range]]
+Runs = list[tuple[tuple[str, ...], range]]
 
 MAX_ENTRY_BYTES = 4096
-_SHOWN = 100
 _MAX_DIGITS = 9
 _ENTRY = re.compile(rf"([0-9]{{1,{_MAX_DIGITS}}}) (\[.*\])", re.ASCII)
 
 
-class ForeignKeysError(RestartError):
-    """A value in the store is not what a rank of this job wrote."""
-
-    def __init__(self, key: str, value: str) -> None:
-        super().__init__(key, value)
-        self.key = key
-        self.value = value
-
-    def __str__(self) -> str:
-        shown = self.value if len(self.value) <= _SHOWN else f"{self.value[:_SHOWN]}..."
-        return f"{self.key!r} in the store holds {shown!r}, which no rank of this job wrote"
-
-
 def entry(rank: int, keys: Sequence[str]) -> str:
-    """Return the line of one rank.
-
-    Raises:
-        ValueError: It is longer than `MAX_ENTRY_BYTES`.
-    """
+    """Return the line of one rank; a ValueError if it is longer than `MAX_ENTRY_BYTES`."""
     line = f"{rank} {json.dumps(list(keys))}\n"  # ASCII, and without newlines in strings
     if len(line) > MAX_ENTRY_BYTES:
         raise ValueError(
@@ -63,26 +41,18 @@ def entry(rank: int, keys: Sequence[str]) -> str:
 
 
 def parse(where: str, text: str) -> dict[int, str]:
-    """Return each rank's keys in the list, as JSON; the first entry of a rank counts.
-
-    Raises:
-        ForeignKeysError: A line is no entry.
-    """
+    """Return each rank's keys in the list, as JSON; the first entry of a rank counts."""
     found: dict[int, str] = {}
     for line in text.split("\n")[:-1]:
         match = _ENTRY.fullmatch(line)
         if match is None or len(line) >= MAX_ENTRY_BYTES:
-            raise ForeignKeysError(where, line)
+            raise ForeignValueError(where, line)
         found.setdefault(int(match[1]), match[2])
     return found
 
 
 def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
-    """Return the record of these ranks, which must all be found.
-
-    Raises:
-        ForeignKeysError: Somebody's keys are not a list of strings.
-    """
+    """Return the record of these ranks, which must all be found."""
     indices: dict[str, int] = {}
     runs: list[list[int]] = []
     for rank in ranks:
@@ -97,11 +67,7 @@ def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
 
 
 def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
-    """Return keys and the ranks that have them, ascending, from a record of exactly these ranks.
-
-    Raises:
-        ForeignKeysError: It is no such record.
-    """
+    """Return keys and the ranks that have them, ascending, from a record of exactly these ranks."""
     record = _loads(where, text)
     try:
         keys = [tuple(each) for each in record["keys"]]
@@ -110,14 +76,14 @@ def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
             for start, count, index in record["runs"]
         ]
     except (TypeError, ValueError, KeyError, IndexError):
-        raise ForeignKeysError(where, text) from None
+        raise ForeignValueError(where, text) from None
     if not all(type(key) is str for key in chain.from_iterable(keys)):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     # Sizes first: a record that claims more ranks than there are is not expanded.
     if sum(len(run) for _, run in runs) != len(ranks):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     if list(chain.from_iterable(run for _, run in runs)) != list(ranks):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     return runs
 
 
@@ -130,7 +96,7 @@ def _natural(value: Any) -> int:
 def _keys(where: str, text: str) -> list[str]:
     keys = _loads(where, text)
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise ForeignKeysError(where, text)
+        raise ForeignValueError(where, text)
     return keys
 
 
@@ -138,7 +104,7 @@ def _loads(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ForeignKeysError(where, text) from None
+        raise ForeignValueError(where, text) from None
 
 
 _LOOK_EVERY_S = 5.0
@@ -193,13 +159,7 @@ class Caller:
 def gather(
     store: Any, caller: Caller, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
 ) -> Runs:
-    """Return the keys of all ranks, and which ranks have them, ascending by rank.
-
-    Raises:
-        exception.TimeoutError: Some have not called in time; the message names them.
-        ForeignKeysError: Something in the store was not written by this.
-        ValueError: The keys are too long.
-    """
+    """Return the keys of all ranks, and which have them; a TimeoutError names missing ranks."""
     line = entry(caller.rank, keys)
     if len(ranks) == 1:
         return [(tuple(keys), range(caller.rank, caller.rank + 1))]
@@ -264,7 +224,7 @@ class _Gathering:
         try:
             return value.decode("ascii")
         except UnicodeDecodeError:
-            raise ForeignKeysError(key, repr(value[:100])) from None
+            raise ForeignValueError(key, repr(value[:100])) from None
 
 
 def _keys_of(name: str) -> tuple[str, str, str]:

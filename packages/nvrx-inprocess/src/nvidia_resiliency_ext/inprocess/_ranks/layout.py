@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from nvidia_resiliency_ext.inprocess._inputs import check_integer
+from nvidia_resiliency_ext.inprocess.state import State
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-
-    from nvidia_resiliency_ext.inprocess.state import State
-
-    Members = dict[tuple[str, ...], list[Iterable[int]]]
+Members = dict[tuple[str, ...], list[Iterable[int]]]
 
 
 class LayerFlag(enum.Flag):
@@ -66,10 +62,7 @@ class Layer:
         self.check()
 
     def check(self) -> None:
-        """Refuse values that make no layer.
-
-        Raises: as the class.
-        """
+        """Raise as the class does for values that make no layer."""
         check_integer("min_ranks", self.min_ranks, least=0)
         if self.max_ranks is not None:
             check_integer("max_ranks", self.max_ranks, least=0)
@@ -90,12 +83,7 @@ class Layer:
 class Branch:
     """Ranks that have their keys in common down to one layer.
 
-    Attributes:
-        depth: Its layer; 0 is the root.
-        parent: The branch above; `None` for the root.
-        children: The branches below, none on the last layer.
-        active: How many of its ranks are active.
-        reserves: Places of inactive ranks, the one to take first last; also some that were.
+    `reserves` are positions of inactive ranks, the one to take first last; also some that were.
     """
 
     __slots__ = (
@@ -123,14 +111,8 @@ class Branch:
 class Layout:
     """Branches and positions of all ranks.
 
-    Attributes:
-        levels: The branches of each layer in depth-first order.
-        ranks: By position, the rank at the call.
-        bottom: By position, the branch on the last layer.
-
-    Raises:
-        ValueError: Somebody has another number of keys.
-        RuntimeError: Not all ranks have the same key on layer 0.
+    `levels` has the branches of each layer, `ranks` by position the rank at the call, and `bottom`
+    by position the branch on the last layer.
     """
 
     def __init__(self, depth: int, runs: Iterable[tuple[Sequence[str], Iterable[int]]]) -> None:
@@ -170,6 +152,13 @@ def above(branch: Branch, depth: int) -> Branch:
     while branch.depth > depth and branch.parent is not None:
         branch = branch.parent
     return branch
+
+
+def lineage(branch: Branch | None) -> Iterator[Branch]:
+    """Yield the branch and those above it, up to the root."""
+    while branch is not None:
+        yield branch
+        branch = branch.parent
 
 
 def _check_root(members: Iterable[tuple[str, ...]]) -> None:
@@ -226,11 +215,7 @@ def failing(
 
 
 def shift(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int | None, int]:
-    """Return the new rank and world size when everybody moves up and keeps the order.
-
-    Returns:
-        The rank, `None` for one that is terminated, and how many live on.
-    """
+    """Return rank and world size when survivors move up in order; no rank for a terminated one."""
     lost = _existing(world_size, terminated)
     below = bisect_left(lost, rank)
     is_lost = below < len(lost) and lost[below] == rank
@@ -238,11 +223,7 @@ def shift(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int 
 
 
 def fill(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int | None, int]:
-    """Return the new rank and world size when the last ranks take the numbers that got free.
-
-    Returns:
-        The rank, `None` for one that is terminated, and how many live on.
-    """
+    """Return rank and world size when the last ranks take the free numbers; None for a lost one."""
     lost = _existing(world_size, terminated)
     remaining = world_size - len(lost)
     below = bisect_left(lost, rank)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, count
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
-from .layout import Branch, Layer, LayerFlag, Layout, above, moves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+from .layout import Branch, Layer, LayerFlag, Layout, above, lineage, moves
 
 INACTIVE = -1
 
@@ -26,9 +22,7 @@ INACTIVE = -1
 class TreePlan:
     """The numbers of all ranks, as losses change them.
 
-    Attributes:
-        order: By rank, its position; from the first assignment on in depth-first order.
-        numbers: By position, the active rank, or `INACTIVE`.
+    `order` has by rank its position; `numbers` by position the active rank, or `INACTIVE`.
     """
 
     def __init__(self, layers: Sequence[Layer], layout: Layout) -> None:
@@ -40,11 +34,11 @@ class TreePlan:
         self.order = sorted(range(size), key=layout.ranks.__getitem__)
         self.alive = bytearray(b"\1") * size
         self.numbers = [INACTIVE] * size
-        self.holders: list[int] = []
+        self.active_positions: list[int] = []
         for span in self._activate(layout.root, size):
-            first = len(self.holders)
+            first = len(self.active_positions)
             self.numbers[span.start : span.stop] = range(first, first + len(span))
-            self.holders.extend(span)
+            self.active_positions.extend(span)
         self._add_reserves(position for position in range(size) if self.numbers[position] < 0)
         self._is_first = True
 
@@ -56,22 +50,14 @@ class TreePlan:
     @property
     def active_world_size(self) -> int:
         """How many ranks are active."""
-        return len(self.holders)
+        return len(self.active_positions)
 
     def lose(
         self,
         terminated: Collection[int],
         world_size_filter: Callable[[int], int] | None = None,
     ) -> None:
-        """Go on without some ranks.
-
-        Args:
-            terminated: Ranks in the present numbering; others are ignored.
-            world_size_filter: Maps the number of active ranks to one that is wanted.
-
-        Raises:
-            AssertionError: The filter wants more active ranks than there are, or less than none.
-        """
+        """Go on without ranks; the filter maps the number of active ranks to one that is wanted."""
         size = self.world_size
         losses = self._end([self.order[rank] for rank in terminated if 0 <= rank < size])
         self._close(self._backfill(self._call_reserves(losses)))
@@ -107,10 +93,9 @@ class TreePlan:
         if self._reserve_depth == len(self._layers):
             return
         for position in positions:
-            branch: Branch | None = self.layout.bottom[position]
-            while branch is not None and branch.depth >= self._reserve_depth:
-                branch.reserves.append(position)
-                branch = branch.parent
+            for branch in lineage(self.layout.bottom[position]):
+                if branch.depth >= self._reserve_depth:
+                    branch.reserves.append(position)
 
     def _end(self, positions: Iterable[int]) -> dict[int, int]:
         """End ranks, and branches with too few others; return lost numbers by position."""
@@ -125,12 +110,10 @@ class TreePlan:
             if number >= 0:
                 self.numbers[position] = INACTIVE
                 losses[position] = number
-            branch: Branch | None = self.layout.bottom[position]
-            while branch is not None:
+            for branch in lineage(self.layout.bottom[position]):
                 branch.living -= 1
                 branch.active -= number >= 0
                 touched[branch.depth].add(branch)
-                branch = branch.parent
 
         for position in set(positions):
             end(position)
@@ -156,14 +139,12 @@ class TreePlan:
         return left
 
     def _reserve_for(self, position: int) -> tuple[Branch, int] | None:
-        branch: Branch | None = self.layout.bottom[position]
-        while branch is not None and branch.depth >= self._reserve_depth:
-            reserves = branch.reserves
-            while reserves:
-                if self.is_reserve(reserves[-1]):
-                    return branch, reserves[-1]
-                reserves.pop()
-            branch = branch.parent
+        for branch in lineage(self.layout.bottom[position]):
+            # Above, and on layers without the flag, there are none.
+            while branch.reserves:
+                if self.is_reserve(branch.reserves[-1]):
+                    return branch, branch.reserves[-1]
+                branch.reserves.pop()
         return None
 
     def rank_of(self, position: int) -> int | None:
@@ -176,11 +157,9 @@ class TreePlan:
 
     def _take(self, position: int, number: int) -> None:
         self.numbers[position] = number
-        self.holders[number] = position
-        branch: Branch | None = self.layout.bottom[position]
-        while branch is not None:
+        self.active_positions[number] = position
+        for branch in lineage(self.layout.bottom[position]):
             branch.active += 1
-            branch = branch.parent
 
     def _backfill(self, losses: dict[int, int]) -> list[int]:
         """Give lost numbers to the last active ranks; return the numbers that stay free."""
@@ -196,9 +175,9 @@ class TreePlan:
             movers = heapq.nlargest(len(lost), held)[::-1]
             lost.sort()
             for number, mover in zip(lost, movers, strict=False):
-                position = self.holders[mover]
+                position = self.active_positions[mover]
                 self.numbers[position] = number
-                self.holders[number] = position
+                self.active_positions[number] = position
             gaps += movers + lost[len(movers) :]
         return gaps
 
@@ -207,10 +186,10 @@ class TreePlan:
         if not gaps:
             return
         for gap in gaps:
-            self.holders[gap] = INACTIVE
+            self.active_positions[gap] = INACTIVE
         first = min(gaps)
-        moved = [position for position in self.holders[first:] if position >= 0]
-        self.holders[first:] = moved
+        moved = [position for position in self.active_positions[first:] if position >= 0]
+        self.active_positions[first:] = moved
         for number, position in enumerate(moved, first):
             self.numbers[position] = number
 
@@ -220,14 +199,12 @@ class TreePlan:
             raise AssertionError(
                 f"world_size_filter must return 0 to {self.active_world_size}, not {wanted!r}"
             )
-        retired = sorted(self.holders[wanted:])
-        del self.holders[wanted:]
+        retired = sorted(self.active_positions[wanted:])
+        del self.active_positions[wanted:]
         for position in retired:
             self.numbers[position] = INACTIVE
-            branch: Branch | None = self.layout.bottom[position]
-            while branch is not None:
+            for branch in lineage(self.layout.bottom[position]):
                 branch.active -= 1
-                branch = branch.parent
         self._add_reserves(retired)
 
 

@@ -11,16 +11,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
-from .names import ForeignValueError, StoreLostError
-from .plain import WaitExpiredError
+from .names import ForeignValueError
 from .sockets import is_listening
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 MAX_VALUE_BYTES = 1 << 24
 
@@ -39,22 +36,17 @@ _Answer = TypeVar("_Answer")
 class StoreAccess:
     """Operations of one thread on a store.
 
-    After a `StoreLostError` it asks the store nothing more: an answer that comes late would be
-    taken for that of the next question.
+    After a `StoreLostError` it sends nothing more: a late answer would be taken for the next one.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store: Any = store
+    def __init__(self, store: Any) -> None:
+        self._store = store
         self._is_extended = _is_extended(store)
         self._lost: str | None = None
         self.operations = 0
 
     def add(self, key: str, step: int) -> int:
-        """Add to a counter and return its new value.
-
-        Raises:
-            ForeignValueError: it is no number.
-        """
+        """Add to a counter and return its new value; a ForeignValueError if it is no number."""
         try:
             return int(self._call(lambda: self._store.add(key, step)))
         except ValueError:
@@ -66,10 +58,7 @@ class StoreAccess:
             raise
 
     def append(self, key: str, text: str) -> None:
-        """Add to the end of a value; concurrent additions all stand in it.
-
-        In a store that cannot append by itself, the same text twice in a row may stand once.
-        """
+        """Append to a value; in stores that cannot, the same text twice in a row may stand once."""
         if self._is_extended:
             self._call(lambda: self._store.append(key, text))
             return
@@ -92,10 +81,7 @@ class StoreAccess:
         return standing
 
     def swap(self, key: str, expected: str, wanted: str) -> str:
-        """Set a key whose value is `expected`, or, if that is empty, missing; return what stands.
-
-        Only the expected value "" sets a missing key.
-        """
+        """Set a key whose value is `expected`, or missing if that is ""; return what stands."""
         return self._text(key, self._call(lambda: self._store.compare_set(key, expected, wanted)))
 
     def set(self, key: str, text: str) -> None:
@@ -138,10 +124,7 @@ class StoreAccess:
         return True
 
     def get_all(self, keys: Sequence[str], timeout_s: float) -> list[str | None]:
-        """Return values of keys that are there; None for those that are not after `timeout_s`.
-
-        It is one operation if all are there.
-        """
+        """Return values of keys; None for those that are not there after `timeout_s`."""
         if not keys:
             return []
         found = self._limited(timeout_s, lambda: self._store.multi_get(list(keys)))
@@ -206,10 +189,7 @@ class StoreAccess:
 
 
 def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
-    """Return whether a store's error means that a wait expired.
-
-    The network's own timeouts use the same words, but come at other times.
-    """
+    """Tell an expired wait from the network's own timeouts, which use the same words."""
     if isinstance(error, (WaitExpiredError, ConnectionError)):
         return isinstance(error, WaitExpiredError)
     name = type(error).__name__

@@ -12,18 +12,14 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
+from nvidia_resiliency_ext.inprocess.state import State
 
 from .access import StoreAccess
-from .names import ForeignValueError, parse_number
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-    from nvidia_resiliency_ext.inprocess.state import State
+from .names import ForeignValueError, require_number
 
 _PREFIX = "inprocess_barrier_prefix"
 _LONGEST_SLICE_S = 10.0
@@ -42,17 +38,6 @@ class BarrierOverflow(BarrierError):  # noqa: N818 - the name is given
     """More ranks arrived than belong there."""
 
 
-class _BarrierKeys:
-    """The keys of one barrier."""
-
-    def __init__(self, kind: str, group_name: str) -> None:
-        base = f"{_PREFIX}:{kind}:{group_name}"
-        self.name = group_name
-        self.arrived = f"{base}:arrived"
-        self.count = f"{base}:count"
-        self.done = f"{base}:last_worker_arrived"
-
-
 def pass_barrier(  # noqa: PLR0913 - as the mixin has them
     access: StoreAccess,
     ranks: Collection[int],
@@ -67,16 +52,14 @@ def pass_barrier(  # noqa: PLR0913 - as the mixin has them
 
     `look` is called once per slice of the wait; True ends it, as if all had arrived.
     """
-    keys = _BarrierKeys("barrier", group_name)
-    count = access.add(keys.arrived, len(ranks))
+    arrived, _, done = _barrier_keys("barrier", group_name)
+    count = access.add(arrived, len(ranks))
     if count > rendezvous_count:
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
-        access.set(keys.done, _DONE)
-    elif _is_no_wait(timeout):
-        raise _too_late(group_name, count, rendezvous_count, timeout)
-    elif not _wait(access, keys, timeout, timeout_chunk, look):
-        raise _too_late(group_name, access.add(keys.arrived, 0), rendezvous_count, timeout)
+        access.set(done, _DONE)
+    elif not _wait(access, done, timeout, timeout_chunk, look):
+        raise _too_late(group_name, access.add(arrived, 0), rendezvous_count, timeout)
 
 
 def pass_reentrant_barrier(
@@ -88,55 +71,37 @@ def pass_reentrant_barrier(
     timeout_chunk: timedelta | None,
 ) -> None:
     """Arrive for `ranks`, perhaps not for the first time, and wait until all have arrived."""
-    keys = _BarrierKeys("reentrant_barrier", group_name)
+    arrived, count, done = _barrier_keys("reentrant_barrier", group_name)
 
     def look() -> bool:
-        arrived = len(_arrived(access, keys))
-        if arrived > rendezvous_count:
-            raise _overflow(group_name, arrived, rendezvous_count)
-        if arrived == rendezvous_count:
-            access.set(keys.done, _DONE)
-        return arrived == rendezvous_count
+        number = len(_read_ranks(access, arrived))
+        if number > rendezvous_count:
+            raise _overflow(group_name, number, rendezvous_count)
+        if number == rendezvous_count:
+            access.set(done, _DONE)
+        return number == rendezvous_count
 
-    access.append(keys.arrived, "".join(f"{rank}," for rank in ranks))
-    arrivals = access.add(keys.count, len(ranks))
-    if arrivals >= rendezvous_count and look():
+    access.append(arrived, "".join(f"{rank}," for rank in ranks))
+    if access.add(count, len(ranks)) >= rendezvous_count and look():
         return
-    # Who only arrives, for another rank say, asks the store nothing more.
-    if _is_no_wait(timeout):
-        raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
-    if not _wait(access, keys, timeout, timeout_chunk, look):
-        arrived = len(_arrived(access, keys))
-        raise _too_late(group_name, arrived, rendezvous_count, timeout)
+    if not _wait(access, done, timeout, timeout_chunk, look):
+        raise _too_late(group_name, len(_read_ranks(access, arrived)), rendezvous_count, timeout)
 
 
-def is_rank_at_reentrant_barrier(access: StoreAccess, rank: int, group_name: str) -> bool:
-    """Return whether a rank, or somebody for it, has arrived."""
-    return rank in _arrived(access, _BarrierKeys("reentrant_barrier", group_name))
+def _barrier_keys(kind: str, group_name: str) -> tuple[str, str, str]:
+    base = f"{_PREFIX}:{kind}:{group_name}"
+    return f"{base}:arrived", f"{base}:count", f"{base}:last_worker_arrived"
 
 
-def parse_ranks(text: str, key: str) -> set[int]:
-    """Return the ranks of a text such as `3,5,`.
-
-    Raises:
-        ForeignValueError: it is no such text.
-    """
-    ranks = set()
-    for part in text.removesuffix(",").split(",") if text else ():
-        rank = parse_number(part)
-        if rank is None:
-            raise ForeignValueError(key, text)
-        ranks.add(rank)
-    return ranks
-
-
-def _arrived(access: StoreAccess, keys: _BarrierKeys) -> set[int]:
-    return parse_ranks(access.peek(keys.arrived) or "", keys.arrived)
+def _read_ranks(access: StoreAccess, key: str) -> set[int]:
+    """Return the ranks of a text such as `3,5,`; a ForeignValueError for anything else."""
+    text = access.peek(key) or ""
+    return {require_number(key, part) for part in text.removesuffix(",").split(",") if text}
 
 
 def _wait(
     access: StoreAccess,
-    keys: _BarrierKeys,
+    done: str,
     timeout: timedelta | None,
     timeout_chunk: timedelta | None,
     look: Callable[[], bool],
@@ -147,13 +112,9 @@ def _wait(
         slice_s = min(slice_s, timeout_chunk.total_seconds())
     deadline = time.monotonic() + limit_s
     while (left_s := deadline - time.monotonic()) > 0:
-        if access.wait(keys.done, min(left_s, slice_s)) or look():
+        if access.wait(done, min(left_s, slice_s)) or look():
             return True
-    return access.check(keys.done)
-
-
-def _is_no_wait(timeout: timedelta | None) -> bool:
-    return timeout is not None and timeout <= timedelta(0)
+    return access.check(done)
 
 
 def _overflow(group_name: str, count: int, rendezvous_count: int) -> BarrierOverflow:
@@ -249,7 +210,8 @@ class StoreMixin:
             rank: The rank.
             group_name: Name of the barrier.
         """
-        return is_rank_at_reentrant_barrier(self._access(), rank, group_name)
+        arrived, _, _ = _barrier_keys("reentrant_barrier", group_name)
+        return rank in _read_ranks(self._access(), arrived)
 
     def initial_barrier(
         self,
@@ -309,7 +271,8 @@ class StoreMixin:
 
     def get_initial_ranks(self, ranks: Iterable[int]) -> list[int]:
         """Return the initial ranks of ranks; waits until all are known."""
-        return [_number(key, text) for key, text in self._texts(f"initial_rank_{r}" for r in ranks)]
+        found = self._texts(f"initial_rank_{rank}" for rank in ranks)
+        return [require_number(key, text) for key, text in found]
 
     def set_active_rank(self, rank: int, active_rank: int | None) -> None:
         """Store the active rank of a rank.
@@ -327,7 +290,7 @@ class StoreMixin:
             world_size: Number of ranks in the current iteration.
         """
         found = self._texts(f"active_rank_{rank}" for rank in range(world_size))
-        return [None if text == "null" else _number(key, text) for key, text in found]
+        return [None if text == "null" else require_number(key, text) for key, text in found]
 
     def send_heartbeat(self, rank: int) -> None:
         """Store the time of this host as the last heartbeat of a rank."""
@@ -436,10 +399,10 @@ class StoreMixin:
 
     def get_terminated_ranks(self) -> set[int]:
         """Return the ranks that will not take part any more."""
-        return parse_ranks(self._access().peek(_TERMINATED) or "", _TERMINATED)
+        return _read_ranks(self._access(), _TERMINATED)
 
     def _access(self) -> StoreAccess:
-        return StoreAccess(cast("Store", self))
+        return StoreAccess(self)
 
     def _texts(self, keys: Iterable[str]) -> list[tuple[str, str]]:
         wanted = list(keys)
@@ -459,13 +422,6 @@ def _expired(key: str, limit_s: float) -> Exception:
     from torch.distributed import DistStoreError
 
     return cast("Exception", DistStoreError(f"{key} was not set within {limit_s:g} s"))
-
-
-def _number(key: str, text: str) -> int:
-    number = parse_number(text)
-    if number is None:
-        raise ForeignValueError(key, text)
-    return number
 
 
 def _seconds(key: str, text: str) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .sockets import is_ours
 
@@ -22,24 +23,14 @@ _NAMELESS = ("", "none")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a store listens.
-
-    Attributes:
-        host: Name or address.
-        port: Its port.
-        is_served: Somebody else serves it already: nobody here has to.
-    """
+    """Where a store listens; `is_served` if somebody else serves it already."""
 
     host: str
     port: int
     is_served: bool
 
     def is_here(self) -> bool:
-        """Return whether its address is one of this host.
-
-        Raises:
-            ConfigError: its name means no address.
-        """
+        """Return whether its address is one of this host; a ConfigError if its name means none."""
         try:
             return is_ours(self.host)
         except OSError as error:
@@ -56,11 +47,7 @@ class Endpoint:
 def find_endpoint(
     environ: Mapping[str, str], host: str | None = None, port: int | None = None
 ) -> Endpoint:
-    """Return the endpoint of the environment, else that of the arguments and `MASTER_*`.
-
-    Raises:
-        ConfigError: something is missing, or no endpoint.
-    """
+    """Return the endpoint of the environment, else that of the arguments and `MASTER_*`."""
     text = environ.get(STORE_VARIABLE)
     if text:
         return _parse_endpoint(text)
@@ -70,11 +57,7 @@ def find_endpoint(
 def named_endpoint(
     environ: Mapping[str, str], host: str | None = None, port: int | None = None
 ) -> Endpoint:
-    """Return the endpoint of the arguments; what is missing comes from `MASTER_*`.
-
-    Raises:
-        ConfigError: that is missing, too, or no endpoint.
-    """
+    """Return the endpoint of the arguments; what is missing comes from `MASTER_*`."""
     if host is None:
         host = environ.get("MASTER_ADDR")
         if not host:
@@ -104,18 +87,11 @@ def job_name(environ: Mapping[str, str]) -> str:
     )
 
 
-def cycle_name(environ: Mapping[str, str]) -> str:
-    """Return a name of the launch cycle: how often Slurm and the launcher have started again."""
-    counts = (
-        environ.get("SLURM_RESTART_COUNT") or "0",
-        environ.get("TORCHELASTIC_RESTART_COUNT") or "0",
-    )
-    return ".".join(_plain(count) for count in counts)
-
-
 def cycle_prefix(environ: Mapping[str, str]) -> str:
     """Return what stands before all keys of this job in this launch cycle."""
-    return f"nvrx/{job_name(environ)}/{cycle_name(environ)}/"
+    counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    cycle = ".".join(_plain(environ.get(name) or "0") for name in counters)
+    return f"nvrx/{job_name(environ)}/{cycle}/"
 
 
 def _parse_endpoint(text: str) -> Endpoint:
@@ -146,14 +122,10 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IterationKeys:
-    """Keys of one iteration.
+    """Keys of one iteration; outcome, all_reported and decision are set once.
 
-    Attributes:
-        outcome: `completed`, or `interrupted;` and the records of the first who said so; set once.
-        interruption_records: List of the records that came after the first.
-        reported: How many ranks have reported, or arrived and do not go on.
-        all_reported: Set, to all records, when every participant has.
-        arrivals: List of who has arrived, in which form.
+    `outcome` is `completed`, or `interrupted;` and the first records; `reported` counts ranks that
+    have reported, or arrived and do not go on; `all_reported` has all records.
     """
 
     outcome: str
@@ -183,26 +155,7 @@ def iteration_keys(prefix: str, iteration: int) -> IterationKeys:
     return IterationKeys(*(below + name for name in IterationKeys.__slots__))
 
 
-def nodes_key(prefix: str) -> str:
-    """Return the key of the list of nodes."""
-    return f"{prefix}nodes"
-
-
-def lease_key(prefix: str, node_id: int) -> str:
-    """Return the key of a node's lease, a counter."""
-    return f"{prefix}lease_{node_id}"
-
-
-def oldest_key(prefix: str) -> str:
-    """Return the key of the oldest iteration of which outcome and decision are kept."""
-    return f"{prefix}oldest"
-
-
 _SHOWN = 200
-
-
-class StoreLostError(NvrxError):
-    """The store does not answer: its host is gone, or the way to it."""
 
 
 class NobodyListensError(StoreLostError):
@@ -210,11 +163,7 @@ class NobodyListensError(StoreLostError):
 
 
 class ForeignValueError(NvrxError):
-    """A key holds what none of us has written.
-
-    Args:
-        value: What stands there; the message shows its beginning.
-    """
+    """A key holds what none of us has written; the message shows the value's beginning."""
 
     def __init__(self, key: str, value: str) -> None:
         super().__init__(key, value[:_SHOWN])
@@ -227,6 +176,14 @@ class ForeignValueError(NvrxError):
 
 
 _MOST_DIGITS = 9
+
+
+def require_number(key: str, text: str) -> int:
+    """Return the number that a key holds; a ForeignValueError for anything else."""
+    number = parse_number(text)
+    if number is None:
+        raise ForeignValueError(key, text)
+    return number
 
 
 def parse_number(text: str) -> int | None:

@@ -9,7 +9,6 @@ import ipaddress
 import socket
 import struct
 import time
-from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
@@ -29,11 +28,7 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at the address that a name means here, and at no other.
-
-    Raises:
-        OSError: EADDRINUSE where somebody listens there, EADDRNOTAVAIL where it is not ours.
-    """
+    """Listen at the address that a name means here; an OSError if it is in use or not ours."""
     problems: list[OSError] = []
     for family, address in _addresses(host, port):
         try:
@@ -54,10 +49,7 @@ def is_ours(host: str) -> bool:
 
 
 def is_reachable_from_elsewhere(host: str) -> bool:
-    """Return whether a name means here an address that other hosts can use.
-
-    Many hosts take their own name for 127.0.1.1, while others take it for the real address.
-    """
+    """Return whether other hosts can use a name's address; many hosts name themselves 127.0.1.1."""
     addresses = [ipaddress.ip_address(str(address[0])) for _, address in _addresses(host, 0)]
     return not all(address.is_loopback for address in addresses)
 
@@ -76,13 +68,11 @@ def is_listening(store: Any) -> bool:
     return True
 
 
-def wait_until_listening(
-    host: str, port: int, limit_s: float, monotonic: Callable[[], float]
-) -> bool:
+def wait_until_listening(host: str, port: int, limit_s: float) -> bool:
     """Try to connect until the limit; return whether a server listens."""
-    deadline = monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     pause_s = _SHORTEST_PAUSE_S
-    while (left_s := deadline - monotonic()) > 0:
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
             reach((host, port), min(left_s, _LONGEST_TRY_S)).close()
         except (OSError, UnicodeError):
@@ -94,16 +84,7 @@ def wait_until_listening(
 
 
 def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset()) -> int:
-    """Let clients connected to `port` wait at most so long for an answer; return how many.
-
-    An operation whose answer does not come then fails with "Socket Timeout". A `wait` is not cut
-    short: its limit comes on top.
-
-    Args:
-        port: Port of the store.
-        timeout_s: Limit in seconds.
-        known: Sockets that are left alone, from `socket_names`.
-    """
+    """Fail operations of clients connected to `port` after so long; a `wait` gets it on top."""
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     count = 0
     for sock in connected_sockets(port, known):

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[at
 from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess import _inputs
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     open_client,
     serving_options,
@@ -25,14 +28,7 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
 )
 
 from .mixin import StoreMixin
-from .names import (
-    Endpoint,
-    NobodyListensError,
-    StoreLostError,
-    iteration_prefix,
-    named_endpoint,
-    port_is_held,
-)
+from .names import Endpoint, NobodyListensError, iteration_prefix, named_endpoint, port_is_held
 from .sockets import limit_answers, listen, wait_until_listening
 
 logger = logging.getLogger("nvrx")
@@ -42,6 +38,25 @@ _TIMEOUT = timedelta(seconds=300)
 ANSWER_TIMEOUT_S = 20.0
 # What connecting may take beyond the given time: torch itself is not exact.
 _GRACE_S = 1.0
+
+
+def connect_client(make: Callable[[], Any], endpoint: Endpoint, limit_s: float) -> Any:
+    """Return the client of torch's that `make` connects; wait in Python until the port listens.
+
+    Torch itself waits more than three times as long, and heeds no signal meanwhile.
+    """
+    deadline = time.monotonic() + limit_s
+    if not wait_until_listening(endpoint.host, endpoint.port, limit_s):
+        raise NobodyListensError(
+            f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
+        )
+    left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+    try:
+        return open_client(make, endpoint.port, left_s)
+    except TimeoutError as error:
+        raise StoreLostError(
+            f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
+        ) from None
 
 
 class TCPStore(StoreMixin, TorchTCPStore):
@@ -71,8 +86,16 @@ class TCPStore(StoreMixin, TorchTCPStore):
         use_libuv: bool = True,
     ) -> None:
         endpoint = named_endpoint(os.environ, host_name, port)
+        if world_size is None:
+            world_size = _inputs.optional_number("WORLD_SIZE")
+            if world_size is None:
+                text = os.environ.get("WORLD_SIZE", "")[:64]
+                raise ConfigError(
+                    f"WORLD_SIZE={text!r} in the environment is no number, and no world_size is"
+                    " given"
+                )
         options = {
-            "world_size": _inputs.world_size() if world_size is None else world_size,
+            "world_size": world_size,
             "timeout": timeout,
             "wait_for_workers": wait_for_workers,
             "multi_tenant": multi_tenant,
@@ -149,25 +172,13 @@ class TCPStore(StoreMixin, TorchTCPStore):
 
     def _join(self, endpoint: Endpoint, options: dict[str, Any]) -> None:
         known = socket_names()
-        limit_s = options["timeout"].total_seconds()
-        deadline = time.monotonic() + limit_s
-        # Not torch: it waits more than three times as long, and heeds no signal meanwhile.
-        if not wait_until_listening(endpoint.host, endpoint.port, limit_s, time.monotonic):
-            raise NobodyListensError(
-                f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
-            )
-        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
         client = {"is_master": False, **options}
         try:
-            open_client(
+            connect_client(
                 lambda: self._open(endpoint.host, endpoint.port, options=client),
-                endpoint.port,
-                left_s,
+                endpoint,
+                options["timeout"].total_seconds(),
             )
-        except TimeoutError as error:
-            raise StoreLostError(
-                f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
-            ) from None
         except RuntimeError as error:
             first, _, _ = str(error).partition("\n")
             raise StoreLostError(f"no store answers at {endpoint}: {first}") from None

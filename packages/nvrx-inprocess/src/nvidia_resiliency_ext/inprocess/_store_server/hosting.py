@@ -22,11 +22,11 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     Endpoint,
     ForeignValueError,
     NobodyListensError,
-    StoreLostError,
     port_is_held,
 )
 from nvidia_resiliency_ext.inprocess._store.sockets import is_reachable_from_elsewhere
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 _KEY = "nvrx/owner"
 
@@ -36,23 +36,14 @@ class StoreInUseError(NvrxError):
 
 
 def claim(store: Any, job: str) -> None:
-    """Write the job's name into a store, unless it stands there.
-
-    Raises:
-        StoreInUseError: another job's name stands there.
-        StoreLostError: it does not answer.
-    """
+    """Write the job's name into a store; a StoreInUseError if another job's stands there."""
     owner = owner_of(StoreAccess(store).swap(_KEY, "", json.dumps(job)))
     if owner != job:
         raise StoreInUseError(f"it serves job {owner!r}, this is job {job!r}")
 
 
 def owner_of(text: str) -> str:
-    """Return the name that a store holds.
-
-    Raises:
-        ForeignValueError: it holds something else there.
-    """
+    """Return the job's name that a store holds; a ForeignValueError for anything else."""
     try:
         name = json.loads(text)
     except (ValueError, RecursionError):
@@ -72,6 +63,8 @@ PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
 _RESOLVER = "RES_OPTIONS"
 _QUICK = "timeout:1 attempts:1"
 _PROBE_S = 5.0
+_START_S = 60.0  # most of it is the import of torch
+_IDLE_S = 1.0  # its stay when its starter has ended and nobody is connected any more
 _END_S = 10.0
 _KILLED_S = 5.0
 _LONGEST_REPORT = 1 << 14
@@ -83,26 +76,8 @@ class StoreServerStartError(StoreLostError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreServerTimes:
-    """How long a store server may take to start and stay idle, in seconds.
-
-    Attributes:
-        start_s: Its start; most of it is the import of torch.
-        idle_s: Its stay when its starter has ended and nobody is connected any more.
-    """
-
-    start_s: float = 60.0
-    idle_s: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class StoreServer:
-    """A store that is hosted here.
-
-    Attributes:
-        process: The process that hosts it; None if it was there already.
-        channel: Where that process takes orders; None with the process.
-    """
+    """A store that is hosted here; process and channel are None if it was there already."""
 
     endpoint: Endpoint
     process: subprocess.Popen[bytes] | None = None
@@ -128,30 +103,20 @@ class StoreServer:
             _wait_for_end(self.process, timeout_s)
 
 
-def host_store(
+def host_store(  # noqa: PLR0913 - one of each part
     endpoint: Endpoint,
     job: str,
     connect: Connect,
     *,
     is_single_node: bool = False,
-    times: StoreServerTimes = StoreServerTimes(),
+    start_s: float = _START_S,
+    idle_s: float = _IDLE_S,
     beside: StoreServer | None = None,
 ) -> StoreServer:
-    """See to it that a store of this job listens at an endpoint of this host.
+    """Make sure that a store of this job listens at an endpoint of this host; it may do so already.
 
-    It may listen already: a store server outlives its starter.
-
-    Args:
-        endpoint: Where; an address of this host.
-        job: Name of the job.
-        connect: Connects to a store, `TCPStore.connect`.
-        is_single_node: Nobody will come from another host.
-        times: How long it may take and stay.
-        beside: One that this process has started: if it lives it hosts this store, too.
-
-    Raises:
-        StoreInUseError: the port belongs to another job, or to a program that is no store.
-        StoreServerStartError: it did not start.
+    `beside` is a server that this process has started: if it lives it hosts this store, too. A
+    StoreInUseError if the port belongs to another job, or to a program that is no store.
     """
     address = endpoint.host
     if not is_single_node and not is_reachable_from_elsewhere(address):
@@ -162,12 +127,12 @@ def host_store(
         address = ""
     order = {"address": address, "port": endpoint.port, "job": job}
     started = StoreServer(endpoint)
-    report = None if beside is None else beside.ask(order, times.start_s)
+    report = None if beside is None else beside.ask(order, start_s)
     if report is None:
-        started, report = _start(order, times)
+        started, report = _start(order, start_s, idle_s)
     if "exit_code" in report:
         # This torch cannot be imported in part.
-        started, report = _start(order, times, "--whole-torch")
+        started, report = _start(order, start_s, idle_s, "--whole-torch")
     if "port" in report:
         return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
     if started.channel is not None and started.process is not None:
@@ -197,14 +162,14 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
 
 
 def _start(
-    order: dict[str, Any], times: StoreServerTimes, *flags: str
+    order: dict[str, Any], start_s: float, idle_s: float, *flags: str
 ) -> tuple[StoreServer, dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
         options = {
             **{f"--{name}": value for name, value in order.items()},
             "--starter": os.getpid(),
-            "--idle-s": times.idle_s,
+            "--idle-s": idle_s,
             "--channel-fd": theirs.fileno(),
         }
         try:
@@ -229,13 +194,13 @@ def _start(
             raise StoreServerStartError(f"the store's process does not start: {error}") from None
     store_server = StoreServer(Endpoint("", 0, is_served=False), process, ours)
     try:
-        report = _read_report(ours.fileno(), times.start_s)
+        report = _read_report(ours.fileno(), start_s)
     except OSError as error:
         process.kill()
         return store_server, {"error": f"its report cannot be read: {error}"}
     if report is None:
         process.kill()
-        return store_server, {"error": f"nothing was heard of it within {times.start_s:g} s"}
+        return store_server, {"error": f"nothing was heard of it within {start_s:g} s"}
     if not report:
         ours.close()
         code = _wait_for_end(process, _END_S)
@@ -244,10 +209,7 @@ def _start(
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """Wait for an ending process, kill it if it is late, and return its exit code.
-
-    One that sits in the kernel ends by itself later, and then has no exit code for us.
-    """
+    """Wait for an ending process, kill it if it is late, and return its exit code."""
     for limit_s in (timeout_s, _KILLED_S):
         try:
             return process.wait(limit_s)

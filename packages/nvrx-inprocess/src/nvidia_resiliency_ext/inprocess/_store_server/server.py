@@ -48,12 +48,7 @@ class PartialImportError(ImportError):
 
 
 def tcp_store_class(*, whole: bool = False) -> Any:
-    """Return torch's TCPStore.
-
-    Raises:
-        PartialImportError: It cannot be had without the rest; the process may not go on with torch.
-        ImportError: There is no torch.
-    """
+    """Return torch's TCPStore; a PartialImportError if it needs the rest of torch."""
     if _C10D in sys.modules:
         return sys.modules[_C10D].TCPStore
     if whole:
@@ -120,10 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _threads_without(number: signal.Signals) -> Iterator[None]:
-    """Start threads with a signal blocked: they could not wake the main thread.
-
-    The system gives it to the main thread, but not after it came to a process that was stopped.
-    """
+    """Start threads with a signal blocked, so that it always comes to the main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import abc
 import datetime as dt
+import functools
 import importlib
 import importlib.util
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
@@ -22,6 +24,7 @@ from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.inprocess.utils import format_exc
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.trace_collector import (
@@ -33,10 +36,7 @@ from . import groups
 from .gloo import end_gloo_connections
 from .groups import destroyed_groups
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Task = tuple[str, Callable[[], object]]
+Task = tuple[str, Callable[[], object]]
 
 
 class Abort(abc.ABC):
@@ -60,13 +60,7 @@ logger = logging.getLogger("nvrx")
 
 @dataclass(frozen=True, slots=True)
 class AbortStep:
-    """What became of one member.
-
-    Attributes:
-        duration_s: How long it took, or was waited for.
-        error: What it raised, as text: the exception would keep its frames and all they hold.
-        is_late: It was still running when it was abandoned.
-    """
+    """How one member ended: its error as text, which keeps no frames, or late and abandoned."""
 
     name: str
     duration_s: float
@@ -79,11 +73,8 @@ def run_abort(
 ) -> tuple[AbortStep, ...]:
     """Call an abort, or the members of a `Compose` of aborts, the last one first.
 
-    A member that raises does not keep the others from running; one that is late does not, either:
-    it may use half of the time that is left, the last one all of it, and goes on by itself.
-
-    Returns:
-        One step per member, in the order of the calls; they have been logged.
+    A member that raises, or is late, does not keep the others from running: it may use half of the
+    time that is left, the last one all of it.
     """
     deadline = Deadline.after(deadline_s)
     members = list(_members(abort))
@@ -109,31 +100,22 @@ def _members(abort: Any) -> Iterator[Any]:
 
 
 def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]:
-    results: list[object] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            # Knows which members take no arguments.
-            results.append(Compose(member)(*given))
-        except BaseException as error:  # noqa: BLE001 - told in the step
-            errors.append(error)
-
     name = _name_of(member)
     start = time.monotonic()
-    thread = threading.Thread(target=run, name=f"nvrx-abort-{name}", daemon=True)
-    thread.start()
-    thread.join(patience_s)
+    # `Compose` knows which members take no arguments.
+    call = AbandonableCall(f"nvrx-abort-{name}", lambda: Compose(member)(*given))
+    is_late = not call.ended.wait(patience_s)
     duration_s = time.monotonic() - start
-    if errors:
-        error = errors.pop()
-        logger.error("abort %s failed after %.3f s", name, duration_s, exc_info=error)
-        return AbortStep(name, duration_s, error=format_exc(error)), None
-    if not results:
+    if is_late:
         logger.error("abort %s has not ended in %.3f s; it is abandoned", name, duration_s)
         return AbortStep(name, duration_s, is_late=True), None
+    try:
+        returned = call.result()
+    except BaseException as error:
+        logger.exception("abort %s failed after %.3f s", name, duration_s)
+        return AbortStep(name, duration_s, error=format_exc(error)), None
     logger.info("abort %s took %.3f s", name, duration_s)
-    return AbortStep(name, duration_s), results[0]
+    return AbortStep(name, duration_s), returned
 
 
 def _name_of(member: Any) -> str:
@@ -209,69 +191,26 @@ def _import(name: str) -> Any:
         return None
 
 
-def is_recording() -> bool:
-    """Say whether torch keeps a flight record in this process.
+def take_flight_record(folder: str) -> Callable[[], None]:
+    """Keep what torch's flight recorder knows now, in memory; return what writes it."""
 
-    Raises:
-        ValueError: The size of its buffer is not a number.
-    """
-    return _inputs.flight_recorder_size() > 0
-
-
-class Recording:
-    """The record of one iteration.
-
-    Args:
-        iteration: Each has a folder of its own.
-        collector: Makes what takes and saves; torch's recorder by default.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        iteration: int,
-        collector: Callable[[str], Any] = TorchFRTraceCollector,
-    ) -> None:
-        self._path = os.path.join(path, f"iter_{iteration}")
-        self._make = collector
-        self._collector: Any = None
-        self._dump: Any = None
-
-    def take(self, timeout_s: float) -> None:
-        """Keep what the recorder knows now, in memory.
-
-        Raises:
-            exception.TimeoutError: It does not answer.
-            Exception: It cannot be read.
-        """
-        call_bounded("nvrx-flight-record", self._take, timedelta(seconds=timeout_s))
-
-    def save(self) -> threading.Thread | None:
-        """Write it, in a thread of its own; what fails there is logged.
-
-        Returns:
-            The thread; `None` if nothing was taken.
-        """
-        if self._dump is None:
-            return None
-        thread = threading.Thread(target=self._save, name="nvrx-flight-record", daemon=True)
-        thread.start()
-        return thread
-
-    def _take(self) -> None:
+    def take() -> Callable[[], None]:
         # The collector is made here, too: it looks at devices, which may be what hangs.
-        self._collector = self._make(self._path)
-        self._dump = self._collector.take()
+        collector = TorchFRTraceCollector(folder)
+        return functools.partial(_save_flight_record, collector, collector.take())
 
-    def _save(self) -> None:
-        try:
-            logger.info("flight record saved as %s", self._collector.save(self._dump))
-        except Exception:
-            logger.exception("the flight record could not be saved")
+    return call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
+
+
+def _save_flight_record(collector: TorchFRTraceCollector, dump: Any) -> None:
+    try:
+        logger.info("flight record saved as %s", collector.save(dump))
+    except Exception:
+        logger.exception("the flight record could not be saved")
 
 
 _TIMEOUT = dt.timedelta(seconds=10)
-_RECORDER_TIMEOUT_S = 1.0
+_RECORDER_TIMEOUT = timedelta(seconds=1)
 _DESTROY_AT_LEAST_S = 1.0
 
 
@@ -324,7 +263,7 @@ class AbortTorchDistributed(Abort):
         """
         deadline = Deadline.after(self.timeout.total_seconds())
         failures = _Failures()
-        recording = failures.of("flight recorder", lambda: self._record(state))
+        save_record = failures.of("flight recorder", lambda: self._take_record(state))
         # Before anything fails: the function may free its model at once, and destroy its groups.
         destroyed_groups.hold(groups.all_groups())
         failures.of("gloo", end_gloo_connections)
@@ -335,24 +274,25 @@ class AbortTorchDistributed(Abort):
             deadline = Deadline.after(_DESTROY_AT_LEAST_S)
         failures.of_all([("destroy_process_group", destroyed_groups.destroy)], deadline)
         failures.of("release", destroyed_groups.release)
-        if recording is not None:
-            recording.save()
+        if save_record is not None:
+            threading.Thread(target=save_record, name="nvrx-flight-record", daemon=True).start()
         failures.raise_first()
         return state
 
-    def _record(self, state: FrozenState) -> Recording | None:
-        path = self.torch_fr_trace_path or _inputs.flight_record_path()
-        if not path or self._has_no_recorder or not groups.all_groups() or not is_recording():
+    def _take_record(self, state: FrozenState) -> Callable[[], None] | None:
+        path = self.torch_fr_trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
+        if not path or self._has_no_recorder or not groups.all_groups():
             return None
-        recording = Recording(path, state.iteration)
+        if _inputs.flight_recorder_size() <= 0:
+            return None
+        folder = os.path.join(path, f"iter_{state.iteration}")
         try:
-            recording.take(_RECORDER_TIMEOUT_S)
+            return take_flight_record(folder)
         except NoFlightRecorderError as error:
             # It will have none at the next restart, either.
             self._has_no_recorder = True
             logger.warning("no flight records will be saved in %s: %s", path, error)
             return None
-        return recording
 
     @staticmethod
     def shutdown_all_process_group_backends() -> None:
@@ -383,14 +323,13 @@ class AbortTorchDistributed(Abort):
 
 def _tasks() -> list[Task]:
     return [
-        (f"backend {index} ({type(backend).__name__})", _abort_of(backend))
+        (
+            f"backend {index} ({type(backend).__name__})",
+            functools.partial(groups.abort_backend, backend),
+        )
         for index, backend in enumerate(groups.backends())
         if not groups.is_gloo(backend)
     ]
-
-
-def _abort_of(backend: groups.Backend) -> Callable[[], object]:
-    return lambda: groups.abort_backend(backend)
 
 
 class _Failures:
@@ -410,15 +349,12 @@ class _Failures:
 
     def of_all(self, tasks: list[Task], deadline: Deadline) -> None:
         """Call functions all at once; those that are late are left to themselves."""
-        threads = [
-            threading.Thread(target=self.of, args=task, name=f"nvrx-abort-{task[0]}", daemon=True)
+        calls = [
+            AbandonableCall(f"nvrx-abort-{task[0]}", functools.partial(self.of, *task))
             for task in tasks
         ]
-        for thread in threads:
-            thread.start()
-        for (name, _), thread in zip(tasks, threads, strict=True):
-            thread.join(deadline.timeout())
-            if thread.is_alive():
+        for (name, _), call in zip(tasks, calls, strict=True):
+            if not call.ended.wait(deadline.timeout()):
                 self._add(name, AbortTimeoutError(f"{name} has not ended in time"))
 
     def raise_first(self) -> None:

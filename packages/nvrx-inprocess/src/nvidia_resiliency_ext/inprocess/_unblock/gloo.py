@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.inprocess._unblock.waits import is_in_futex
@@ -26,10 +26,7 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy, tcp_so
 
 from .waits import StoreWaits, system_call, thread_name
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    _Wait = tuple[int, int, int]
+_Wait = tuple[int, int, int]
 
 
 class UnreadConnections:
@@ -128,13 +125,10 @@ _ended = UnreadConnections(_LINGER_S)
 
 
 def end_gloo_connections() -> int:
-    """End every connection of every gloo device of this process.
+    """End every connection of every gloo device of this process; return how many there were.
 
-    The sockets stay open: they are gloo's to close. A collective that waits for one fails within
-    gloo's next round. The other side can write until `let_go_of_gloo_connections`, or for a second.
-
-    Returns:
-        How many there were.
+    The sockets stay open: they are gloo's to close. The other side can write until
+    `let_go_of_gloo_connections`, or for a second.
     """
     ended = 0
     for descriptor in _watched_sockets():
@@ -149,14 +143,10 @@ def let_go_of_gloo_connections() -> None:
 
 
 def end_gloo_rendezvous(world_size: int) -> int:
-    """End waits of this process for other ranks to connect to its gloo devices.
+    """End waits of this process for other ranks to connect to its gloo devices; count devices.
 
     A group that is being made waits, for minutes and without any socket to shut down, for ranks
-    that are to connect to its device. Each says in 8 bytes which one it is; here all of them do,
-    and hang up.
-
-    Returns:
-        How many devices there were.
+    that connect and say in 8 bytes which one they are. Here all of them do, and hang up.
     """
     devices = 0
     for descriptor in _watched_sockets():
@@ -220,11 +210,7 @@ def _epolls_of(loops: list[str]) -> dict[str, int]:
 
 
 def _waits(tasks: list[str], within_s: float, epolls: set[int] | None = None) -> dict[str, _Wait]:
-    """Return the epoll call of each thread that is seen in one.
-
-    A thread that is at work, or that waits for its turn on a busy host, is looked at again, until
-    somebody is seen at each of `epolls`.
-    """
+    """Return the epoll call of each thread that is seen in one, until all of `epolls` were seen."""
     until_s = time.monotonic() + within_s
     left = tasks
     seen: dict[str, _Wait] = {}
@@ -318,4 +304,4 @@ class BlockedCalls:
             # A process that has no descriptor left may have one the next time.
             with contextlib.suppress(OSError):
                 end_gloo_connections()
-                end_gloo_rendezvous(_inputs.active_world_size())
+                end_gloo_rendezvous(_inputs.optional_number("WORLD_SIZE") or 0)

@@ -17,18 +17,15 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ReleaseTimeoutError
 
 from .gloo import end_gloo_connections
 from .waits import is_in_untimed_condition, thread_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 
 logger = logging.getLogger("nvrx")
 Backend = Any
@@ -75,10 +72,7 @@ def is_gloo_group(group: Any) -> bool:
 
 
 def abort_backend(backend: Backend) -> None:
-    """End what it does: `abort()`, or what was in its place before torch 2.6.
-
-    Not gloo's: its own ends nothing. `gloo_sockets.py` does.
-    """
+    """End its collectives by `abort()`, before torch 2.6 `_shutdown()`; gloo's by its sockets."""
     if is_gloo(backend):
         return
     for name in ("abort", "_shutdown"):
@@ -146,13 +140,10 @@ class DestroyedGroups:
             distributed.destroy_process_group()
 
     def release(self, within_s: float = _IDLE_S) -> bool:
-        """Drop the references as soon as gloo's workers are idle.
+        """Drop the references once gloo's workers are idle; return whether none is held any more.
 
         Where they are not idle in time, or cannot be told from other threads, the groups of the
         last restarts stay until the next call.
-
-        Returns:
-            Whether nothing is held any more.
         """
         is_idle = are_gloo_workers_idle(within_s)
         with self._lock:
@@ -241,14 +232,9 @@ def _reset_registers(c10d: Any) -> None:
 
 
 def are_gloo_workers_idle(within_s: float) -> bool | None:
-    """Wait until no worker thread of gloo's in this process has anything to do.
+    """Wait until gloo's worker threads are idle: in a condition variable without a limit.
 
-    An idle worker waits in a condition variable without a limit; one that waits for a peer, or for
-    the interpreter's lock, has a limit.
-
-    Returns:
-        Whether they were idle in time; None where there is no thread of that name: no gloo, or a
-        torch before 2.11.
+    None where there is no thread of that name: no gloo, or a torch before 2.11.
     """
     until_s = time.monotonic() + within_s
     try:

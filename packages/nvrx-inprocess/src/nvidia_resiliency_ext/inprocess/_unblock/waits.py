@@ -26,10 +26,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
-from nvidia_resiliency_ext.inprocess._store.plain import handshake
-from nvidia_resiliency_ext.inprocess._store.sockets import wait_until_listening
-from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, tcp_socket
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store.stores import connect_client
+from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, handshake
+from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
 
 class Wait(enum.Enum):
@@ -54,16 +55,16 @@ _RESTARTED = {0x1: Wait.POLL, **dict.fromkeys((0x80, 0x89, 0x180, 0x189), Wait.F
 
 # FUTEX_WAIT_BITSET between threads of one process, by either clock: glibc's wait for a condition.
 _CONDITION_WAITS = frozenset({0x89, 0x189})
-_FIELDS = 7  # of the line that the kernel shows of a call: its number, then its arguments
+_FIELDS = 7  # the number of a call, then its arguments
 
 
 def system_call(native_id: int | str) -> tuple[int, ...]:
     """Return number and arguments of the call that a thread is in; nothing where it is in none."""
     try:
-        with open(f"/proc/self/task/{native_id}/syscall", encoding="ascii") as file:
-            return parse_call(file.read())
-    except OSError:
+        call = procfs.syscall(os.getpid(), int(native_id)) or ()
+    except OSError:  # no descriptor is left
         return ()
+    return call if len(call) == _FIELDS else ()
 
 
 def thread_name(native_id: int | str) -> str:
@@ -73,14 +74,6 @@ def thread_name(native_id: int | str) -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def parse_call(line: str) -> tuple[int, ...]:
-    """Parse the kernel's line: see `system_call`."""
-    fields = line.split()
-    if len(fields) < _FIELDS or not fields[0].isdecimal():
-        return ()
-    return int(fields[0]), *(int(field, 16) for field in fields[1:_FIELDS])
 
 
 def kernel_wait(native_id: int) -> tuple[Wait | None, int, int]:
@@ -100,13 +93,7 @@ def wait_of(call: tuple[int, ...]) -> tuple[Wait | None, int, int]:
 
 
 def own_memory(address: int, size: int) -> bytes:
-    """Return bytes of this process, such as of another thread's stack.
-
-    The kernel reads them: memory that is gone meanwhile is an error and not a crash.
-
-    Raises:
-        OSError: There is no memory, or it may not be read.
-    """
+    """Return bytes of this process by the kernel: memory that is gone is an error and no crash."""
     memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(memory, size, address)
@@ -228,9 +215,6 @@ _POSITIONS = (
 )
 _LIMIT = timedelta(seconds=300)
 
-# torch is not exact.
-_GRACE_S = 1.0
-
 
 class RendezvousError(StoreLostError, RuntimeError):
     """No store answers for a process group; a RuntimeError, like torch's own error."""
@@ -252,15 +236,11 @@ def patient_rendezvous() -> Iterator[None]:
         if kwargs.get("is_master", False):
             return make(host_name, port, **kwargs)
         limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
-        deadline = time.monotonic() + limit_s
-        where = f"no store answers at {host_name}:{port}"
-        if not wait_until_listening(host_name, port, limit_s, time.monotonic):
-            raise RendezvousError(f"{where}: nobody listens there, after {limit_s:g} s")
-        left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
+        endpoint = Endpoint(host_name, port, is_served=True)
         try:
-            return open_client(lambda: make(host_name, port, **kwargs), port, left_s)
-        except TimeoutError as error:
-            raise RendezvousError(f"{where}: {error}, after {limit_s:g} s") from None
+            return connect_client(lambda: make(host_name, port, **kwargs), endpoint, limit_s)
+        except StoreLostError as error:
+            raise RendezvousError(str(error)) from None
 
     setattr(rendezvous, _NAME, make_patiently)
     try:

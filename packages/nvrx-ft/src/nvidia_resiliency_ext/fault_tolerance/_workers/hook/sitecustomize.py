@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a standby worker runs before it becomes a worker; it knows nothing of ranks and cycles.
+"""What a prewarmed worker runs before it becomes a worker; it knows nothing of ranks and cycles.
 
 The interpreter imports this file under the name `sitecustomize` because the launcher put its
 folder in front of `PYTHONPATH`. It takes itself out of the way, imports the heavy modules, tells
@@ -134,13 +134,13 @@ class _Held:
         watched: list[Any] = [warnings.filters, sys.meta_path]
         at_first = [list(live) for live in watched]
         for name, optional in imports:
-            known, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
+            before, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
             lists, functions = [list(live) for live in watched], self._functions()
             if not load(name, optional):
                 break
             top = name.partition(".")[0]
             others, group = _Group(alone=True), _Group(alone=False)
-            for key in set(sys.modules) - known:
+            for key in set(sys.modules) - before:
                 key_top = key.partition(".")[0]
                 if key_top not in library and not key.startswith("_sysconfigdata"):
                     is_own = key_top == top
@@ -225,23 +225,23 @@ class _Held:
         if module is None and target is None:
             # Given back in this moment by another thread; with a target it is a reload.
             module = sys.modules.get(name)
-        known = getattr(module, "__spec__", None)
-        if module is None or known is None:
+        original = getattr(module, "__spec__", None)
+        if module is None or original is None:
             return None
-        return self._spec(name, module, known, index)
+        return self._spec(name, module, original, index)
 
-    def _spec(self, name: str, module: ModuleType, known: ModuleSpec, index: int) -> ModuleSpec:
-        parts = known.submodule_search_locations
-        spec = type(known)(
+    def _spec(self, name: str, module: ModuleType, original: ModuleSpec, index: int) -> ModuleSpec:
+        parts = original.submodule_search_locations
+        spec = type(original)(
             name,
-            _Handover(self, module, known, index),  # type: ignore[arg-type]
-            origin=known.origin,
+            _Handover(self, module, original, index),  # type: ignore[arg-type]
+            origin=original.origin,
             is_package=parts is not None,
         )
         if parts is not None:
             spec.submodule_search_locations = list(parts)
-        spec.has_location = known.has_location
-        spec.cached = known.cached
+        spec.has_location = original.has_location
+        spec.cached = original.cached
         return spec
 
     def give_back(self, index: int) -> None:
@@ -292,8 +292,8 @@ class _Held:
 
     def _goes_first(self, entry: str) -> bool:
         # An entry behind all of the old ones cannot take the place of a module found there.
-        known = [place for place, old in enumerate(sys.path) if old in self._path]
-        return bool(known) and sys.path.index(entry) < known[-1]
+        old_ones = [at for at, old in enumerate(sys.path) if old in self._path]
+        return bool(old_ones) and sys.path.index(entry) < old_ones[-1]
 
 
 class _Handover:
@@ -332,7 +332,7 @@ def _replace_list(live: list[Any], content: Sequence[Any]) -> None:
 def _merged(live: list[Any], old: Sequence[Any], new: list[Any]) -> list[Any]:
     """Add to `live` what `new` has more than `old`, at the end where it stands in `new`."""
     added = [item for item in new if item not in old and item not in live]
-    first = next((place for place, item in enumerate(new) if item in old), len(new))
+    first = next((at for at, item in enumerate(new) if item in old), len(new))
     front = [item for item in added if new.index(item) < first]
     return front + live + [item for item in added if item not in front]
 
@@ -447,7 +447,7 @@ def _step_back() -> Callable[[], object]:
 
 
 def _mark_name() -> Callable[[], object]:
-    """Show in `ps` and `top` that this is a standby; return what undoes it."""
+    """Show in `ps` and `top` that this is a prewarmed worker; return what undoes it."""
     try:
         with open("/proc/self/comm", encoding="utf-8", errors="surrogateescape") as file:
             old = file.read().rstrip("\n")

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._health.admission import (
-    AdmissionCheck,
-    AdmissionSettings,
-)
+from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.memory import MemoryRules
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
@@ -46,14 +43,16 @@ class Bench:
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
             memory_reclaimed=self.recorded.append,
         )
-        settings = AdmissionSettings(
+        self.admission = AdmissionCheck(
+            check,
+            self.memory,
             host="h",
             backoff_limit_s=backoff_s,
-            memory=MemoryRules(timeout_s, 512.0, 0.01),
+            memory_rules=MemoryRules(timeout_s, 512.0, 0.01),
             injected=injected,
-        )
-        self.admission = AdmissionCheck(
-            settings, check, self.memory, loop=self.loop, clock=self.clock, reporter=reporter
+            loop=self.loop,
+            clock=self.clock,
+            reporter=reporter,
         )
 
     def run_until(self, condition):
