@@ -127,6 +127,19 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
     assert 0 < short_s <= 5.0 < long_s == many_nodes.CALL_TIMEOUT_S
 
 
+def test_a_mistyped_key_of_the_rendezvous_is_told_of(folder):
+    """Other keys have no effect, as under torchrun: only one that looks like ours is a mistake."""
+    given = "--rdzv-conf=join_timout=5,close_timeout=5,backlog=1,last_call_timeout=2"
+    notes = [note for note in plan("--nnodes=2", given, "train.py").warnings if "-conf" in note]
+    assert notes == ["--rdzv-conf: 'join_timout' has no effect; did you mean join_timeout?"]
+
+
+def test_a_script_without_its_ending_is_named(folder):
+    """Who leaves `.py` out is told the name of the file that is there."""
+    with pytest.raises(FaultToleranceConfigError, match="'train' does not exist; did you mean tra"):
+        plan("train")
+
+
 def test_workers_that_the_launcher_ends_while_they_import_are_no_failed_standbys(folder):
     """Rank by rank dies in its first line; those that still import are ended, and nobody is told
     that standby workers do not work here."""

@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting import services as log_token
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    HostPlan,
+    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
@@ -57,7 +57,7 @@ def services(
     """Run what a host runs, with cycle information in the folder; then let it go."""
     clock = SystemClock()
     loop = EventLoop(clock)
-    asked = HostPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
+    asked = ServicesPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
     place = CoordinatorContext("127.0.0.1", "host", str(folder))
     made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)
     try:
@@ -133,7 +133,7 @@ def test_job_is_the_array_where_its_tasks_may_meet(
     monkeypatch.setenv("SLURM_JOB_ID", "79")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    plan = HostPlan(
+    plan = ServicesPlan(
         logs=LogPlan(applog_prefix=str(tmp_path / "log")),
         attribution=AttributionConfig("http://127.0.0.1:9"),
         cycle_info_job_id=named,

@@ -17,11 +17,13 @@ import pytest
 from rendezvous_store import Served, arrival, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as restarts_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    Coordinator,
+    RoundFollower,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, resume_state_from
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement, PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
@@ -248,7 +250,7 @@ class Node:
 
     def tell(self, kind: Kind, **fields: Any) -> None:
         """Leave a message."""
-        self._session.tell(kind, **fields)
+        self._session.send(kind, **fields)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -657,7 +659,7 @@ def test_a_node_that_left_and_comes_again_is_there() -> None:
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         there = {name(2)}
-        plane.wait_until(lambda: host_module.arrived(tuple(plane.host._messages)).keys() == there)
+        plane.wait_until(lambda: coordinator.arrived(tuple(plane.host._messages)).keys() == there)
 
 
 def test_who_left_after_it_told_the_host_is_no_spare() -> None:
@@ -804,11 +806,11 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         plane = control.restart()
         may_connect.set()
         plane.wait_until(lambda: resume_state_from(tuple(plane.host._messages)) is not None)
-        threads.submit_last_words(lambda session: session.tell(Kind.LEFT, cause=GOES))
+        threads.submit_last_words(lambda session: session.send(Kind.LEFT, cause=GOES))
         threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)
         plane.wait_until(lambda: bool(plane.host._memory.active))
         known = tuple(plane.host._messages)
-        assert host_module.nodes_gone(known) == {name(2)}
-        assert host_module.arrived(known) == {}
+        assert coordinator.nodes_gone(known) == {name(2)}
+        assert coordinator.arrived(known) == {}

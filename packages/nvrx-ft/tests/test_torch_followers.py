@@ -16,7 +16,7 @@ from attribution_service import LIMIT_S, STOP, AttributionService, attribution_s
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    HostPlan,
+    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
@@ -97,7 +97,7 @@ def test_stop_is_known_where_it_is_to_be_obeyed(
 
 def test_nothing_asked_for_is_nothing() -> None:
     """Without parameters there is nobody to tell, and no STOP."""
-    assert follower_plan({}) == HostPlan()
+    assert follower_plan({}) == ServicesPlan()
     with services() as (made, stops):
         made.closed(closed(0), PLACED)
     assert not stops

@@ -28,10 +28,18 @@ from typing import Any
 from unittest import mock
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loop, keys, store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
+    coordinator,
+    coordinator_loop,
+    endpoint,
+    keys,
+    store,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    Coordinator,
+    RoundFollower,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -204,7 +212,7 @@ class Node(threading.Thread):
             while not self.end:
                 self._meet(self.event.get(timeout=LIMIT_S))
             if self.end == "over":
-                self.threads.submit(lambda session: session.tell(Kind.GOODBYE))
+                self.threads.submit(lambda session: session.send(Kind.GOODBYE))
         except queue.Empty:
             self.end = "stuck"
         finally:
@@ -240,7 +248,7 @@ class Node(threading.Thread):
         round_, last = placed.entry.round, self.schedule.rounds
         if self.plan.leaves_in_round is not None and round_ >= self.plan.leaves_in_round:
             cause = Cause("drained", f"{self.plan.name} leaves")
-            self.threads.submit(lambda session: session.tell(Kind.LEFT, cause=cause))
+            self.threads.submit(lambda session: session.send(Kind.LEFT, cause=cause))
             self.end = "left"
             return
         cause = Cause("exit", f"{self.plan.name} failed in {round_}")
@@ -457,8 +465,8 @@ def serve() -> tuple[Any, int]:
 def run_all(seeds: list[int], at_once: int) -> dict[int, str]:
     """Run schedules, several at once; return what went wrong, by seed."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host_module, "LOOK_AGAIN_S", LOOK_AGAIN_S))
-        stack.enter_context(mock.patch.object(host_loop, "GOODBYE_WAIT_S", GOODBYE_WAIT_S))
+        stack.enter_context(mock.patch.object(coordinator, "LOOK_AGAIN_S", LOOK_AGAIN_S))
+        stack.enter_context(mock.patch.object(coordinator_loop, "GOODBYE_WAIT_S", GOODBYE_WAIT_S))
         stack.enter_context(mock.patch.dict(os.environ, RES_OPTIONS=RESOLVER))
         log = logging.getLogger("nvrx")
         stack.callback(log.setLevel, log.level)

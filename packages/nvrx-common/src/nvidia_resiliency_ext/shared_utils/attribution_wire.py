@@ -60,6 +60,7 @@ class LogSubmission:
         analysis_intent: One of the `INTENT_` names.
         log_complete: Nothing more will be written to it.
         evidence: Lines that others say about its end, such as how a scheduler ended the job.
+        attempt_index: How often the scheduler has requeued the job, whose cycles begin anew then.
     """
 
     log_path: str
@@ -69,6 +70,7 @@ class LogSubmission:
     analysis_intent: str = INTENT_TRACK_ONLY
     log_complete: bool = False
     evidence: tuple[str, ...] = ()
+    attempt_index: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
         """Return the JSON object, without what is not known."""
@@ -85,6 +87,8 @@ class LogSubmission:
             payload["log_complete"] = True
         if self.evidence:
             payload["evidence"] = list(self.evidence)
+        if self.attempt_index is not None:
+            payload["attempt_index"] = self.attempt_index
         return payload
 
 

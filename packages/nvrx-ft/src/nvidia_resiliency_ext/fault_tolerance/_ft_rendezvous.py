@@ -187,7 +187,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             if state is records.WorkerState.SUCCEEDED:
                 session.succeeded(round_)
             else:
-                session.tell(Kind.STATE, state=state, cause=cause)
+                session.send(Kind.STATE, state=state, cause=cause)
 
         try:
             self._member.ask(tell)

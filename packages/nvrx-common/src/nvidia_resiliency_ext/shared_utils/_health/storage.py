@@ -142,7 +142,9 @@ _MOUNT_TIMEOUT_S = 15.0
 _PATH_TIMEOUT_S = 5.0
 _FILE_TIMEOUT_S = 5.0
 _AT_ONCE = 32
-_MOUNT_CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "mount_child.py")
+_PROBE_FILE = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
+)
 _PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
@@ -352,7 +354,7 @@ class StoragePathHealthCheck(Check):
 
 
 def _mount_command(path: str) -> list[str]:
-    return [sys.executable, "-I", "-S", _MOUNT_CHILD, "--", path]
+    return [sys.executable, "-I", "-S", _PROBE_FILE, "--mount", "--", path]
 
 
 def _path_command(*, write: bool) -> Callable[[str], list[str]]:

@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admissi
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    host_plan_of,
+    services_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
@@ -54,7 +54,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     shared_variables,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
-    LOOK_INTERVAL_S,
     Tee,
     console_output,
     line_prefix,
@@ -178,7 +177,7 @@ class Job:
         self._monitor = self._build_monitor()
         self._mailbox = stack.enter_context(Mailbox(self._paths.launcher_socket))
         self._tee = Tee(self._look_at_output)
-        stack.callback(self._tee.finish)
+        stack.callback(self._tee.close)
         self._agent = self._build_agent()
         self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
@@ -218,7 +217,7 @@ class Job:
         if not store_host.is_here:
             return None
         services = CoordinatorServices(
-            host_plan_of(self._plan),
+            services_plan_of(self._plan),
             self._environ,
             CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,
@@ -440,8 +439,8 @@ class Job:
     def _watch(self) -> None:
         self._loop.watch(self._signals.fileno(), self._receive_signals)
         self._loop.watch(self._mailbox.fileno(), self._receive_mail)
-        if self._paths.output.copies_lines or self._plan.output_specs is not None:
-            self._look_at_output()
+        if self._tee.fileno() >= 0:
+            self._loop.watch(self._tee.fileno(), self._look_at_output)
 
     # What arrives ----------------------------------------------------------------------------
 
@@ -468,8 +467,9 @@ class Job:
         if self._next_look is not None:
             self._next_look.cancel()
         wait_s = self._tee.look()
-        at = self._clock.monotonic() + (LOOK_INTERVAL_S if wait_s is None else wait_s)
-        self._next_look = self._loop.call_at(at, self._look_at_output)
+        if wait_s is not None:
+            at = self._clock.monotonic() + wait_s
+            self._next_look = self._loop.call_at(at, self._look_at_output)
 
     def _first_step(self, local_rank: int, at: float) -> None:
         self._reporter.first_step(local_rank, at)
@@ -615,7 +615,7 @@ class Job:
 
     def _sweep(self) -> None:
         """Kill what still carries the run's id; the monitor has done it, if there was one."""
-        left = sweep(self._paths.run_id, (), spare={os.getpid()})
+        left = sweep(self._paths.run_id, (), spared={os.getpid()})
         if left:
             logger.error("processes of this job that could not be ended: %s", left)
 

@@ -10,18 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    HangEvaluated,
-    JoinTimedOut,
-    NextRoundOpened,
-    NodeUnfit,
-    RanksAsked,
-    RoundClosed,
-    RoundReady,
-    StoreLost,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     RoundLeaves,
     SaveAgreed,
@@ -31,16 +21,16 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservati
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 RoundEvent = (
-    RoundReady
-    | NextRoundOpened
-    | RoundClosed
-    | StoreLost
-    | JoinTimedOut
-    | NodeUnfit
+    machine.RoundReady
+    | machine.NextRoundOpened
+    | machine.RoundClosed
+    | machine.StoreLost
+    | machine.JoinTimedOut
+    | machine.NodeUnfit
     | RoundLeaves
     | SaveAgreed
-    | RanksAsked
-    | HangEvaluated
+    | machine.RanksAsked
+    | machine.HangEvaluated
 )
 
 
@@ -116,15 +106,15 @@ class LocalRendezvous(Rendezvous):
     def join(self, cycle: int) -> None:
         """Complete the round at once."""
         if self._closed is not None:
-            self._events.append(RoundClosed(self._closed))
+            self._events.append(machine.RoundClosed(self._closed))
             return
         try:
             port = self._take_port()
         except OSError as error:
             self.close(f"no port for MASTER_PORT can be reserved: {error}")
-            self._events.append(RoundClosed(str(self._closed)))
+            self._events.append(machine.RoundClosed(str(self._closed)))
             return
-        assignment = Assignment(
+        assignment = machine.Assignment(
             cycle=cycle,
             group_rank=0,
             group_world_size=1,
@@ -133,7 +123,7 @@ class LocalRendezvous(Rendezvous):
             master_addr=self._master_addr,
             master_port=port,
         )
-        self._events.append(RoundReady(assignment, tuple(range(self._nproc))))
+        self._events.append(machine.RoundReady(assignment, tuple(range(self._nproc))))
 
     def _take_port(self) -> int:
         """Return this round's port and reserve the next round's, so that no bind is in its way."""

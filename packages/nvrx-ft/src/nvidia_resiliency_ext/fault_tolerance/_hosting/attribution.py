@@ -54,7 +54,6 @@ class AttributionManager:
     """The service that the store host runs, or the address of another one.
 
     Args:
-        cfg: What was asked for.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
         state_dir: Private directory for what the service remembers, where its environment names
@@ -269,7 +268,6 @@ class AttributionWatch:
     Args:
         manager: Where the service is; it is started here, if this launcher runs it.
         base_log_file: Prefix of the cycle logs.
-        token_file: File with the job's token, or None.
         node_id: This node's name in profiling events.
         job_id: The job's name at the service; None: the scheduler's, if there is one.
         log_complete: Whether a cycle's log is whole when the cycle has ended: nobody else writes

@@ -80,7 +80,7 @@ def _snapshot(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostPlan:
+class ServicesPlan:
     """What the host of a job runs beside the store.
 
     Attributes:
@@ -90,7 +90,6 @@ class HostPlan:
         job_name: The job's name at a service where no scheduler has one; None: it has none.
         attribution: The service that is asked why a cycle ended.
         excludes_named: Whether hosts that it names get no place any more.
-        token_file: File with the job's token.
     """
 
     logs: LogPlan = field(default_factory=LogPlan)
@@ -102,10 +101,10 @@ class HostPlan:
     token_file: str | None = None
 
 
-def host_plan_of(plan: LaunchPlan) -> HostPlan:
+def services_plan_of(plan: LaunchPlan) -> ServicesPlan:
     """Return what the launcher with the job's store runs for a launch."""
     config = plan.fault_tolerance
-    return HostPlan(
+    return ServicesPlan(
         logs=plan.logs,
         cycle_info_dir=config.cycle_info_dir,
         cycle_info_job_id=plan.cycle_info_job_id,
@@ -144,7 +143,7 @@ class CoordinatorServices:
 
     def __init__(
         self,
-        plan: HostPlan,
+        plan: ServicesPlan,
         environ: Mapping[str, str],
         place: CoordinatorContext,
         loop: EventLoop | None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -42,7 +42,6 @@ class StorePlan:
     Attributes:
         listener: The socket that it listens on, which becomes the store's.
         host: Its address, as clients reach it.
-        port: Its port.
         prefix: Before all keys of the job.
         secret: Key of the digests; None: one is made, and left in the store.
         nodes: How many nodes it is for.
@@ -62,7 +61,7 @@ class StorePlan:
     says: Mapping[str, str] = field(default_factory=dict)
 
 
-class StoreHostThread(threading.Thread):
+class CoordinatorThread(threading.Thread):
     """Serves the store and decides the job's rounds; it ends when the job is over for all.
 
     Args:
@@ -70,7 +69,6 @@ class StoreHostThread(threading.Thread):
         rules: Returns what decisions go by, once that is known; None where nothing will be
             decided. Called in the thread, and given the event that says to give up.
         me: Name under which decisions are signed.
-        clock: Where the time is read.
         services: Who follows the rounds.
         on_bad_node: Called with a node that is lost, named, or that failed again and again.
         denylist: Hosts that are to have no place where that can be.
@@ -116,7 +114,7 @@ class StoreHostThread(threading.Thread):
             logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it
         except Exception as error:
             self.problem = error
-            logger.exception("a defect in the store host ended the job's store")
+            logger.exception("a defect in the rendezvous host ended the job's store")
         finally:
             self._on_end()
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .host import CoordinatorRules
+from .coordinator import CoordinatorRules
 from .placement import PlacementRules, validate
 from .records import ForeignValueError
 from .restarts import BlameRules, Budget

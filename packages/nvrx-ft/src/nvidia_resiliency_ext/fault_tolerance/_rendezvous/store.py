@@ -61,7 +61,7 @@ class NoJobError(StoreLostError):
     def __init__(self, at: str, prefix: str, waited_s: float) -> None:
         super().__init__(
             f"the store{at} holds no job {keys.run_id(prefix)!r} after {waited_s:.0f} s:"
-            " is --rdzv-id the same everywhere, and has the job's host begun?"
+            " is --rdzv-id the same everywhere, and has the rendezvous host begun?"
         )
 
 

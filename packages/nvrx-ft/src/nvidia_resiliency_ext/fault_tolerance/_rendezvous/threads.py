@@ -71,7 +71,7 @@ def _is_first(entry: Entry) -> bool:
 def _store_gone(error: StoreLostError) -> str:
     if isinstance(error, NoJobError):
         return str(error)
-    return f"the rendezvous host of the job does not answer ({error})"
+    return f"the rendezvous host of the job is gone or does not answer ({error})"
 
 
 def _can_read(store: JobStore, key: str) -> bool:
@@ -89,10 +89,7 @@ class NodeThreads:
     Args:
         connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
             gets what to call whenever it is certain that nobody serves a store.
-        node: This node's identity.
-        host: Its name.
         post: Takes events, from any thread.
-        clock: Where the time is read.
         lease_s: Seconds between signs of life.
         connect_timeout_s: How long the job may take to appear in the store.
         settings: What this node was started with, by flag.
@@ -222,7 +219,7 @@ class NodeThreads:
         different = self._differences(store)
         entry = session.attach(self._connect_timeout_s)
         if different:
-            session.tell(Kind.MISMATCH, text=different)
+            session.send(Kind.MISMATCH, text=different)
             if not _is_first(entry):
                 raise NvrxError(different)
             self._mismatch = different

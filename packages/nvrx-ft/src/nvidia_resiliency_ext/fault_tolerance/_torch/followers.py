@@ -13,11 +13,14 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
     AttributionConfig,
     client_endpoint,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    Coordinator,
+    RoundFollower,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     agree_on_secret,
@@ -43,7 +46,7 @@ def connect_guest(client: Any, prefix: str, secret: bytes | None) -> JobStore:
     return JobStore(own, prefix, agree_on_secret(own, prefix) if secret is None else secret)
 
 
-def follower_plan(conf: Mapping[str, Any]) -> HostPlan:
+def follower_plan(conf: Mapping[str, Any]) -> ServicesPlan:
     """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
 
     Raises:
@@ -56,7 +59,7 @@ def follower_plan(conf: Mapping[str, Any]) -> HostPlan:
             "attribution_endpoint needs cycle_log_prefix: the service reads cycle logs"
         )
     enforces = rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
-    return HostPlan(
+    return ServicesPlan(
         logs=LogPlan(applog_prefix=prefix),
         cycle_info_dir=conf.get("cycle_info_dir") or None,
         attribution=AttributionConfig(

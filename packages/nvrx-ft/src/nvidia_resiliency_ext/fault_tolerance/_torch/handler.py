@@ -36,11 +36,11 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, 
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    HostPlan,
+    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import GOODBYE_WAIT_S
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed, SessionEvent
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
@@ -352,7 +352,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     # Steps -----------------------------------------------------------------------------------
 
-    def _start_services(self, plan: HostPlan, host: str, clock: Clock) -> CoordinatorServices:
+    def _start_services(self, plan: ServicesPlan, host: str, clock: Clock) -> CoordinatorServices:
         services = CoordinatorServices(
             plan, os.environ, CoordinatorContext("", host, ""), None, clock, is_shared=True
         )

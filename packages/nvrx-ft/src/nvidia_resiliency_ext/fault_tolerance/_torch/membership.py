@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import arrived
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import arrived
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import LEASES_TO_FENCE
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -287,7 +287,7 @@ class Membership:
     def leave(self, kind: Kind, cause: Cause) -> None:
         """Say that this node takes part no longer."""
         arrival = self._settings.arrival
-        self.ask(lambda session: session.tell(kind, cause=cause, arrival=arrival))
+        self.ask(lambda session: session.send(kind, cause=cause, arrival=arrival))
         self._has_left = True
 
     def ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
@@ -339,7 +339,7 @@ class Membership:
         if not self._lost:
             kind = Kind.GOODBYE if self.is_over else Kind.LEFT
             if self.is_over or not self._has_left:
-                self._threads.submit(lambda session: session.tell(kind))
+                self._threads.submit(lambda session: session.send(kind))
         # Before the job is there the thread still waits for it, and ends by itself.
         self._threads.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         for reservation in (self._offered, self._in_use):
@@ -389,8 +389,8 @@ class Membership:
                 if self._lost:
                     raise
                 raise JoinTimeoutError(
-                    f"no store host has begun the job ({error}): is_store_host must be true on one"
-                    " node"
+                    f"no rendezvous host has begun the job ({error}):"
+                    " is_store_host must be true on one node"
                 ) from None
         return self.ask(arrive)
 

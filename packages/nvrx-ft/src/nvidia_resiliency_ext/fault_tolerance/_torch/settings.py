@@ -17,12 +17,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     infrastructure_rank,
     replacement_group_id,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
@@ -139,7 +139,7 @@ class NodeOptions:
     is_store_host: bool
     secret: bytes | None = None
     infra_rank: int = -1
-    services: HostPlan = field(default_factory=HostPlan)
+    services: ServicesPlan = field(default_factory=ServicesPlan)
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:

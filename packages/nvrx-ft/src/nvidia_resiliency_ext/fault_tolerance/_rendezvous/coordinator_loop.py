@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: waits for the notification key, reads messages, does what `host.decide` says.
+"""The coordinator: waits for its notification key, reads messages, does what `decide` says.
 
 It runs in a thread of its own with a connection of its own, in the launcher that serves the store
 or in a control plane that has no workers.
@@ -19,8 +19,8 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from . import agreement, host, keys, restarts
-from .host import (
+from . import agreement, coordinator, keys, restarts
+from .coordinator import (
     AskRanks,
     Close,
     CoordinatorRules,
@@ -80,7 +80,6 @@ class Coordinator:
         rules: What decisions go by.
         me: Name under which decisions are signed.
         epoch: Which life of the store this is.
-        clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
         follower: Who is notified of rounds; for records.
         on_bad_node: Called with a node that is lost, or that failed again and again.
@@ -153,7 +152,7 @@ class Coordinator:
         """
         wake_at = self._clock.monotonic()
         while not self._stop.is_set() and self._entry.phase is not Phase.OVER:
-            wait_s = min(host.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
+            wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
             if wait_s > 0 and self._store.wait_until_set(keys.NOTIFY, wait_s):
                 self._store.delete(keys.NOTIFY)
                 # Again, in case that somebody else has written over it.
@@ -202,7 +201,7 @@ class Coordinator:
             if entry.round > 0:
                 self._opened_at.append(self._clock.monotonic())
             self._read_messages_of(before.round)
-            self._memory = host.carried_over(self._memory, tuple(self._messages))
+            self._memory = coordinator.carried_over(self._memory, tuple(self._messages))
             self._messages, self._read_to = [], 0
             if self._memory.spares - self._leases.keys():
                 self._leases_at = -math.inf  # They came just now, and are to be waited for.
@@ -286,7 +285,7 @@ class Coordinator:
 
     def _forget_nodes(self, known: set[str], now: float) -> None:
         """Drop nodes that are long gone and of which nothing in the present round speaks."""
-        limit = 2 * host.expiry_s(self._rules)
+        limit = 2 * coordinator.expiry_s(self._rules)
         gone = {node for node, (_, at) in self._leases.items() if now - at > limit}
         for node in gone - known:
             del self._leases[node]
@@ -303,7 +302,7 @@ class Coordinator:
             self._resuming_since = self._clock.monotonic()
         waited_s = self._clock.monotonic() - self._resuming_since
         # A round that other launchers have begun beside it cannot just be taken up.
-        patience_s = host.expiry_s(self._rules) if is_new else 0.0
+        patience_s = coordinator.expiry_s(self._rules) if is_new else 0.0
         answer = decide_resume(state, waited_s, patience_s)
         if answer is None:
             return True
@@ -410,7 +409,7 @@ class Coordinator:
             self._read_leases()
         self._read_messages()
         if self._resume():
-            return Wait(now + host.LOOK_AGAIN_S)
+            return Wait(now + coordinator.LOOK_AGAIN_S)
         self._publish_reputation()
         if self._entry.phase is Phase.OPEN:
             named = frozenset(self._denylist.why)
@@ -423,10 +422,10 @@ class Coordinator:
             entry_age_s=now - self._entry_at,
             me=self._me,
         )
-        decision = host.decide(self._rules, self._memory, view, now)
+        decision = coordinator.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
             self._record_wait(decision, now)
-            for message in host.losses(self._rules, self._memory, view):
+            for message in coordinator.losses(self._rules, self._memory, view):
                 # The others cannot see leases, and may want to know.
                 self._store.append_line(keys.messages(self._entry.round), encode(message))
         return decision
@@ -481,7 +480,7 @@ class Coordinator:
         their place alone, so nothing that happens meanwhile can make two views of it.
         """
         entry = self._entry
-        there = host.arrived(tuple(self._messages))
+        there = coordinator.arrived(tuple(self._messages))
         offsets, world_size = [], 0
         for candidate in placement.active:
             offsets.append(world_size)
@@ -556,8 +555,8 @@ class Coordinator:
         is there, and it is kept as long as that.
         """
         deadline = self._clock.monotonic() + GOODBYE_WAIT_S
-        limit = host.expiry_s(self._rules)
-        all_known = bool(self._memory.active) and not host.may_have_more_nodes(
+        limit = coordinator.expiry_s(self._rules)
+        all_known = bool(self._memory.active) and not coordinator.may_have_more_nodes(
             self._rules, self._memory, self._clock.monotonic()
         )
         while not self._stop.is_set():
@@ -575,7 +574,7 @@ class Coordinator:
 
 
 def _keep_decisions_s(rules: CoordinatorRules) -> float:
-    return max(KEEP_DECISIONS_S, 2 * host.expiry_s(rules))
+    return max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(rules))
 
 
 def _read_message(line: str) -> NodeMessage:
