@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = "nvrx-common"
 PACKAGE = "nvidia_resiliency_ext."
+BACK = re.compile(r'<a class="viewcode-back" href="[^"#]*#(?P<name>[^"]*)">[^<]*</a>')
 
 
 def sources(pattern: str = "*") -> Iterable[tuple[Path, ast.Module]]:
@@ -109,7 +111,28 @@ def homes_of(distribution: str, known: dict[int, str]) -> dict[int, str]:
     return homes
 
 
+def drop_false_modules(_: Sphinx, environment: Any) -> None:
+    """Leave out of the list of source pages the modules that have none."""
+    shown: dict[str, Any] = getattr(environment, "_viewcode_modules", {})
+    for module in [module for module, entry in shown.items() if not entry]:
+        del shown[module]
+
+
+def drop_dead_links(app: Sphinx, page: str, _: str, context: dict[str, Any], __: Any) -> None:
+    """Leave out links of a source page to names that stand under another module.
+
+    All of its links go to one module, the first that showed something of it.
+    """
+    if page.startswith("_modules/") and "body" in context:
+        objects = app.env.domaindata["py"]["objects"]
+        context["body"] = BACK.sub(
+            lambda link: link[0] if link["name"] in objects else "", context["body"]
+        )
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive."""
     app.add_directive("nvrx-modules", Modules)
+    app.connect("env-check-consistency", drop_false_modules)
+    app.connect("html-page-context", drop_dead_links)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

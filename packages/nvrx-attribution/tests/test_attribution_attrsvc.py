@@ -16,6 +16,7 @@ from attribution_running import OOM, running
 
 from nvidia_resiliency_ext.services.attrsvc import Settings, parse_service_endpoint
 from nvidia_resiliency_ext.services.attrsvc.limits import RateLimiter, parse_rate
+from nvidia_resiliency_ext.services.attrsvc.server import main
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
 from nvidia_resiliency_ext.shared_utils.job_metadata import task_id_from_env
@@ -297,6 +298,13 @@ def test_endpoints_and_rates():
     assert limiter.wait_s("a", 31.0) == 0.0
     insecure = {"NVRX_ATTRSVC_ALLOWED_ROOT": "/x", "NVRX_ATTRSVC_HOST": "0.0.0.0"}
     assert Settings.from_environ({**insecure, "NVRX_ATTRSVC_INSECURE": "1"}).port == 8000
+
+
+def test_arguments_are_refused_with_what_to_do(capsys):
+    """Who gives a flag is told that settings are environment variables, with exit code 2."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["--port", "8000"])
+    assert "--port: it takes no arguments; set environment variables" in capsys.readouterr().err
 
 
 def test_address_in_use(tmp_path):

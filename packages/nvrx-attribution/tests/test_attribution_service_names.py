@@ -480,3 +480,72 @@ def test_pipeline_of_log_and_traces(tmp_path):
         asyncio.run(run(str(log), mode=mode.TRACE_ONLY))
     with pytest.raises(ValueError, match="run_log_fr_analyzer_mcp"):
         asyncio.run(run(str(log), mode=mode.LOG_AND_TRACE_WITH_LLM))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["restart-count", "begun-again"])
+@pytest.mark.parametrize("begins", ["continued", "truncated"])
+def test_requeued_job_is_an_attempt_of_its_own(tmp_path, given, begins):
+    """A requeued job has the same number and log: what it did before counts once, and only once."""
+    log, state = tmp_path / "job_cycle0.log", str(tmp_path / "history.jsonl")
+    fault = STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n"
+    texts = [f"[rank1]: {OOM}", fault, fault, fault]
+
+    async def scenario():
+        found = []
+        for attempt, text in enumerate(texts):
+            # A new service each time, as a launcher that is requeued starts its own.
+            analyzer = Analyzer(str(tmp_path), times=FAST, history=JobHistory(state))
+            before = "" if begins == "truncated" or not attempt else log.read_text()
+            log.write_text(before + text)
+            fields = {"job_id": "7", "cycle_id": 0}
+            if given and attempt:
+                fields["attempt_index"] = attempt
+            await analyzer.submit(str(log), **fields, analysis_intent="progressive")
+            ended = {"analysis_intent": "terminal", "log_complete": True}
+            await analyzer.submit(str(log), **fields, **ended)
+            result = await asyncio.wait_for(analyzer.analyze(str(log)), 30)
+            await analyzer.submit(str(log), **fields, **ended)  # said twice, one attempt
+            found.append(result.attribution)
+            await analyzer.shutdown_async()
+        return found
+
+    found = asyncio.run(scenario())
+    assert [each["reason_code"] for each in found] == ["gpu.oom"] + 3 * ["host.segfault"]
+    assert [each["retry"]["used"] for each in found] == [0, 0, 1, 2]
+    assert [each["action"] for each in found][1:] == ["RESTART", "STOP", "STOP"]
+    assert len(JobHistory(state).before("other", "7")) == len(texts)
+    before = texts[0] + texts[1] if begins == "continued" else ""
+    assert found[2]["first_fault"]["line"] == len(before.splitlines()) + 2
+
+
+def test_attempt_that_was_cut_off_ends_when_the_next_begins(tmp_path):
+    """A launcher that is killed says nothing: its attempt is judged when the next one begins."""
+    log = tmp_path / "job_cycle0.log"
+
+    async def scenario():
+        history = JobHistory()
+        analyzer = Analyzer(str(tmp_path), times=FAST, history=history)
+        fields = {"job_id": "7", "cycle_id": 0}
+        log.write_text(f"[rank1]: {OOM}")
+        await analyzer.submit(str(log), **fields, analysis_intent="progressive")
+        await analyzer.submit(str(log), **fields, analysis_intent="progressive", attempt_index=1)
+        assert [each["attempt_index"] for each in history.before("other", "7")] == [0]
+        fault = STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n"
+        log.write_text(log.read_text() + fault)
+        await analyzer.submit(str(log), **fields, analysis_intent="terminal", attempt_index=1)
+        result = await asyncio.wait_for(analyzer.analyze(str(log)), 30)
+        await analyzer.shutdown_async()
+        return result.attribution["reason_code"]
+
+    assert asyncio.run(scenario()) == "host.segfault"
+
+
+def test_attempts_in_a_file_are_told_by_the_restart_count(tmp_path):
+    """The same cycle of a requeued job is a further attempt of it, of one that was not the same."""
+    log, history = tmp_path / "job.log", tmp_path / "history.jsonl"
+    log.write_text(STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n")
+    fields = {"history": history, "job_id": "7", "cycle_id": 0}
+    used = [
+        engine.analyze(log, **fields, attempt_index=attempt).retry.used for attempt in (0, 0, 1, 2)
+    ]
+    assert used == [0, 0, 1, 2]

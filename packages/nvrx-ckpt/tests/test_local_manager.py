@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import pytest
 import torch
 from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
 
+from nvidia_resiliency_ext.checkpointing._shard import directory as directory_module
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
@@ -186,6 +189,7 @@ def test_the_previous_checkpoint_survives_a_failed_save(tmp_path, monkeypatch, c
         manager.save(BasicTensorAwareStateDict(state_of(0, 2)), 2)
     assert calls == [(2, 0, "")]
     assert "iter_0000002_0_local.pt" in caplog.text
+    manager.close()  # what was logged keeps it alive, and with it the lock of its directory
 
 
 def test_an_unpicklable_state_is_an_error_that_names_it(tmp_path):
@@ -194,6 +198,7 @@ def test_an_unpicklable_state_is_an_error_that_names_it(tmp_path):
     with pytest.raises(CheckpointingException, match=r"state_dict\['f'\]"):
         manager.save(BasicTensorAwareStateDict({"f": lambda: 0}), 2)
     assert files(tmp_path) == ["iter_0000001_0_local.pt"]
+    manager.close()
 
 
 class HalfState(TensorAwareStateDict):
@@ -528,3 +533,59 @@ def test_what_was_just_saved_is_loaded(tmp_path):
         state, ckpt_id = manager.load()
         assert ckpt_id == (iteration, 0, "")
         assert is_state(state, 0, iteration)
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    """What is newest, and what is removed, follows from iterations, not from any time of a file."""
+    manager = LocalCheckpointManager(tmp_path, keep_last=2)
+    for iteration, now in ((1, 2e9), (2, 1e9), (3, 3e9), (4, 5e8)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+        os.utime(tmp_path / "0" / f"iter_000000{iteration}_0_local.pt", (now, now))
+    assert files(tmp_path) == ["iter_0000003_0_local.pt", "iter_0000004_0_local.pt"]
+    again = LocalCheckpointManager(tmp_path)
+    assert again.find_latest() == 4
+    assert is_state(again.load()[0], 0, 4)
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_directory_that_goes_during_a_save_fails_that_save_only(
+    tmp_path, monkeypatch, how, asynchronous
+):
+    """The error names the directory and what to do; the next save makes it anew."""
+    manager = saved(tmp_path, 1)
+    folder, queue = tmp_path / "0", AsyncCallsQueue(persistent=False)
+
+    def lose():
+        folder.rename(tmp_path / "old") if how == "renamed" else shutil.rmtree(folder)
+
+    def save(iteration):
+        state = BasicTensorAwareStateDict(state_of(0, iteration))
+        request = manager.save(state, iteration, is_async=asynchronous)
+        if request is not None:
+            queue.schedule_async_request(request)
+            queue._get_async_caller().wait(queue.async_calls[0], 60)
+            if iteration == 2:
+                lose()
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    if not asynchronous:
+        real = directory_module.os.fsync
+
+        def fsync(descriptor):
+            real(descriptor)
+            if folder.exists() and any(name.endswith("dirty.pt") for name in os.listdir(folder)):
+                lose()
+
+        monkeypatch.setattr(directory_module.os, "fsync", fsync)
+    with pytest.raises(CheckpointingException, match=rf"{folder}.* gone: create or mount it"):
+        save(2)
+    monkeypatch.undo()
+    save(3)
+    queue.close()
+    manager.wait_for_cleanup()
+    assert files(tmp_path) == ["iter_0000003_0_local.pt"]
+    again = LocalCheckpointManager(tmp_path)
+    assert again.find_latest() == 3
+    assert is_state(again.load()[0], 0, 3)

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
 
 from nvidia_resiliency_ext.checkpointing._shard import job as job_module
-from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing._shard import peer as wire
+from nvidia_resiliency_ext.checkpointing._shard.directory import (
+    RankDirectory,
+    ShardInProgress,
+    ShardName,
+)
 from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
 from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
 from nvidia_resiliency_ext.checkpointing._shard.peer import (
@@ -378,15 +383,16 @@ def test_a_lost_keeper_is_an_error_that_names_it(tmp_path, how):
 
 
 @pytest.mark.no_second_try
-def test_a_keeper_that_dies_in_the_middle_fails_the_save(tmp_path):
-    """A connection that breaks while bytes are on their way is reported, with the rank."""
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
+    """A connection that breaks, or a keeper that gives no sign of life, is reported."""
+    over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        peer = Peer(1, "127.0.0.1", listener.getsockname()[1], TOKEN, 5.0)
+        timeout_s = 5.0 if how == "dies" else 0.5
+        peer = Peer(1, "127.0.0.1", listener.getsockname()[1], TOKEN, timeout_s)
 
-        def break_off():
+        def take_a_part():
             # The part of a keeper up to the first bytes of the copy.
-            from nvidia_resiliency_ext.checkpointing._shard import peer as wire
-
             connection, _ = listener.accept()
             with connection:
                 nonce = b"n" * 16
@@ -396,12 +402,46 @@ def test_a_keeper_that_dies_in_the_middle_fails_the_save(tmp_path):
                 connection.sendall(wire._proof(TOKEN, bytes.fromhex(request["nonce"])))
                 wire._send_json(connection, {"error": ""})
                 wire._receive(connection, 100)
+                if how == "stops":
+                    over.wait(100)
 
-        thread = threading.Thread(target=break_off)
+        thread = threading.Thread(target=take_a_part)
         thread.start()
+        begin = time.monotonic()
         problem = run_save_job(*job_of(tmp_path, [peer]))
+        seconds = time.monotonic() - begin
+        over.set()
         thread.join()
     assert "rank 1 at 127.0.0.1" in problem
+    if how == "stops":
+        assert "no sign of life for 0.5 s (peer_timeout_s)" in problem
+        assert seconds < 50
+
+
+@pytest.mark.no_second_try
+def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch):
+    """While a copy is made durable the keeper gives signs of life, for longer than the timeout."""
+    told, many = [], threading.Event()
+    send = wire._send_json
+
+    def note(sock, value):
+        send(sock, value)
+        told.append("is_working" in value)
+        if sum(told) == 6:  # each a quarter of the timeout
+            many.set()
+
+    publish = ShardInProgress.publish
+
+    def publish_late(shard):
+        if shard.path.split("/")[-2] == "1":
+            assert many.wait(60)
+        publish(shard)
+
+    monkeypatch.setattr(wire, "_send_json", note)
+    monkeypatch.setattr(ShardInProgress, "publish", publish_late)
+    job, storages = job_of(tmp_path, [peer_of(server, timeout_s=2.0)])
+    assert run_save_job(job, storages) == ""
+    assert many.is_set()
 
 
 class OwnStrategy(CliqueReplicationStrategy):

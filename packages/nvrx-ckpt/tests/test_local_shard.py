@@ -253,7 +253,7 @@ def test_a_session_cannot_lead_out_of_the_root(tmp_path):
 
 
 def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
-    """When the directory cannot be synced after the rename, no file is left that looks saved."""
+    """When the directory cannot be synced after the rename, what is left only says why."""
     directory = RankDirectory(tmp_path, "", 0)
     shard = directory.create(1, 0)
     os.write(shard.descriptor, b"content")
@@ -267,4 +267,7 @@ def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail_for_directories)
     with pytest.raises(CheckpointWriteError, match="the disk is gone"):
         shard.publish()
+    assert os.listdir(tmp_path / "0") == ["iter_0000001_0_local.dirty.pt"]
+    shard.discard(note="so that the trainer can say why")
+    assert directory.remove_leftovers() == ["so that the trainer can say why"]
     assert os.listdir(tmp_path / "0") == []

@@ -80,6 +80,7 @@ def test_program_verifies_lists_and_compares(tmp_path, capsys):
     capsys.readouterr()
     assert main(["diff", str(one), str(two)]) == 1
     assert capsys.readouterr().out == "different: layer2\n"
+    (stock / ".nvrx_manifest.0.json").touch()  # of a save that was killed before it replaced it
     assert main(["verify", str(stock)]) == 3
     assert main(["list", str(stock)]) == 3
     assert main(["verify", str(tmp_path / "missing")]) == 2

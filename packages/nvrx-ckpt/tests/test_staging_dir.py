@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Node-local staging: training and later saves go on while the durable directory hangs."""
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -9,6 +11,8 @@ import time
 import pytest
 from dcp_saves import assert_same, load_like, request_for, state_of
 
+from nvidia_resiliency_ext.checkpointing import _locks
+from nvidia_resiliency_ext.checkpointing._flush import _remove_leftovers
 from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncSaveError
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
@@ -112,3 +116,31 @@ def test_rest_of_a_killed_worker_is_removed_by_the_next(tmp_path):
     killed.close()
     living.close(abort=True)
     assert os.listdir(local) == []
+
+
+def test_what_is_left_over_is_known_by_its_lock_and_not_by_the_clock(tmp_path, monkeypatch):
+    """Whatever the clock says, an unlocked directory goes; who wanted to lock it makes it anew."""
+    young = tmp_path / "nvrx-ckpt-young"
+    young.mkdir()
+    os.utime(young, (1 << 33, 1 << 33))  # as after a clock that was set back by centuries
+    _remove_leftovers(str(tmp_path))
+    assert not young.exists()
+    lost = []
+
+    def remove_and_lock(descriptor, timeout_s):
+        if not lost:
+            lost.append(1)
+            shutil.rmtree(young)
+        with contextlib.suppress(FileNotFoundError):
+            lock_file(descriptor, timeout_s)
+
+    def make():
+        young.mkdir(exist_ok=True)
+        return os.open(young, os.O_RDONLY)
+
+    lock_file = _locks.lock_file
+    monkeypatch.setattr(_locks, "lock_file", remove_and_lock)
+    descriptor = _locks.open_locked(make, str(young))
+    assert lost
+    assert os.path.samestat(os.fstat(descriptor), young.stat())
+    os.close(descriptor)

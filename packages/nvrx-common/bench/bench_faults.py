@@ -32,22 +32,22 @@ def show(**figures):
 _FLAG = (
     _FIND
     + r"""
-room = faults()
+module = faults()
 if sys.argv[1] == "busy":
     def spin():
         while True:
             pass
     threading.Thread(target=spin, daemon=True).start()
-room.dispatch_fault_injection(room.Fault.WORKLOAD_EXC, 0.0, None)
+module.dispatch_fault_injection(module.Fault.WORKLOAD_EXC, 0.0, None)
 time.sleep(0.2)
-room.clear_workload_exception()
+module.clear_workload_exception()
 start = time.perf_counter()
-room.dispatch_fault_injection(room.Fault.WORKLOAD_EXC, 0.3, None)
+module.dispatch_fault_injection(module.Fault.WORKLOAD_EXC, 0.3, None)
 took = time.perf_counter() - start
 while True:
     try:
-        room.maybe_raise_workload_exception()
-    except room.InjectedException:
+        module.maybe_raise_workload_exception()
+    except module.InjectedException:
         break
     time.sleep(0.0002)
 show(ms=(time.perf_counter() - start - 0.3) * 1e3, dispatch_ms=took * 1e3)
@@ -58,9 +58,9 @@ os._exit(0)
 _KILL_CHILD = (
     _FIND
     + r"""
-room = faults()
+module = faults()
 start = time.monotonic()
-room.dispatch_fault_injection(room.Fault.SIGKILL, 0.5, None)
+module.dispatch_fault_injection(module.Fault.SIGKILL, 0.5, None)
 print(start, time.monotonic() - start, flush=True)
 time.sleep(60)
 """
@@ -79,7 +79,7 @@ show(ms=(time.monotonic() - start - 0.5) * 1e3, dispatch_ms=took * 1e3)
 _WAIT = (
     _FIND
     + r"""
-room = find("shared_utils.wait_daemon")
+module = find("shared_utils.wait_daemon")
 process = subprocess.Popen(["sleep", "60"])
 killed = []
 def kill():
@@ -88,7 +88,7 @@ def kill():
     process.kill()
     process.wait()
 threading.Thread(target=kill).start()
-room.wait_for_pids([process.pid])
+module.wait_for_pids([process.pid])
 show(ms=(time.perf_counter() - killed[0]) * 1e3)
 """
 )

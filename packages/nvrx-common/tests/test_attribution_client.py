@@ -192,6 +192,35 @@ def test_caller_never_waits(service, client_of) -> None:
     assert took_s < 25.0
 
 
+@pytest.mark.parametrize("reply", [(200, "no object"), (500, {}), (307, {})])
+def test_what_is_wrong_with_a_service_is_said_once(
+    service, client_of, monkeypatch, caplog, reply
+) -> None:
+    """However many cycles pass beside a service that answers nonsense, the log has one line."""
+    monkeypatch.setattr(requests, "_MAX_POLL_FAILURES", 2)
+    client = client_of(service.endpoint)
+    client.start_poller()
+    with caplog.at_level(logging.DEBUG, "nvrx"):
+        for cycle in range(3):
+            path = f"/logs/a_cycle{cycle}.log"
+            service.replies[path] = reply
+            client._submit_log(path, cycle)
+            client.request_terminal_analysis()
+            wait_until(lambda path=path: f"no verdict for {path}" in caplog.text)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert service.endpoint in warnings[0].getMessage()
+
+
+def test_restart_count_of_slurm_is_said(client_of, monkeypatch) -> None:
+    """A requeued job says how often it was: its logs have the names of the earlier attempt."""
+    post = requests.Post("/a", requests.INTENT_TERMINAL)
+    client = client_of("http://127.0.0.1:9")
+    for text, index in (("2", 2), ("two", None), ("9" * 20, None), ("", None)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", text)
+        assert client._submission(post).attempt_index == index
+
+
 def test_service_that_comes_later_or_back(socket_folder, client_of, monkeypatch) -> None:
     """A service that is not there yet, and one that is restarted, is reached in the end."""
     path = socket_folder / "s"

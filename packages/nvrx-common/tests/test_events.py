@@ -343,8 +343,8 @@ def test_failing_writes_are_counted_and_told(tmp_path: Path) -> None:
     assert found.bad_lines <= 1
 
 
-@pytest.mark.parametrize("room_bytes", [0, 20])
-def test_a_header_that_does_not_fit_leaves_nothing(room_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("space_bytes", [0, 20])
+def test_a_header_that_does_not_fit_leaves_nothing(space_bytes: int, tmp_path: Path) -> None:
     """A disk too full for the header leaves no file and no descriptor; later the log works."""
     code = (
         "import os, resource, sys\n"
@@ -362,7 +362,7 @@ def test_a_header_that_does_not_fit_leaves_nothing(room_bytes: int, tmp_path: Pa
         "log.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(room_bytes)],
+        [sys.executable, "-c", code, str(tmp_path), str(space_bytes)],
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def test_numbers() -> None:
     """Names and numbers are those that other programs exchange."""
     assert {each.name: each.value for each in Fault} == _NUMBERS
     assert all(Fault(int(float(each.value))) is each for each in Fault)
-    assert set(dispatch.PREPARERS) == set(Fault)
+    assert set(dispatch.PREPARERS) | set(dispatch.SIGNALS) == set(Fault)
 
 
 def test_registered_name() -> None:

@@ -480,7 +480,7 @@ def test_small_chunks_without_numbers_wait_as_one(hung: HungLogs, rigs) -> None:
 
 
 def test_memory_stays_within_the_budget(hung: HungLogs, rigs) -> None:
-    """However much comes for a file that hangs, its sender waits, and others have room."""
+    """However much comes for a file that hangs, its sender waits, and others have space."""
     rig = rigs(max_buffered_bytes=1 << 20, stall_s=0.1)
     source, data = rig.source("s"), b"z" * 9999 + b"\n"
     seq = 1

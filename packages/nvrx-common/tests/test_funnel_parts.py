@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure rooms of the log funnel: messages, ledgers, budgets, cycles, prefixes, batches."""
+"""The pure parts of the log funnel: messages, ledgers, budgets, cycles, prefixes, batches."""
 
 import asyncio
 import json
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from nvidia_resiliency_ext.shared_utils._funnel import chunks, settings
 from nvidia_resiliency_ext.shared_utils._funnel import files as ledger
 from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.queue import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.queue import (
+    Budget,
+    Completion,
+    FunnelState,
+    Verdict,
+)
 from nvidia_resiliency_ext.shared_utils._funnel.servicer import LoopQueue
 from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.target import Cycles, Source
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils._funnel.target import Source
+from nvidia_resiliency_ext.shared_utils.clock import Deadline, ManualClock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 # --- chunks
@@ -202,7 +208,13 @@ def test_ledger_forgets_the_streams_that_were_silent_for_longest(
 # --- cycles
 
 
-def _flushed(cycles: Cycles, path: str, now: float, unwritten: int = 0):
+def _cycles(idle_s: float) -> Completion:
+    """Return the cycles of a server that announces nothing by itself."""
+    ticker = SimpleNamespace(call_at=lambda _when, _function: None)
+    return Completion(idle_s, FunnelState(1 << 20), ticker, ManualClock())
+
+
+def _flushed(cycles: Completion, path: str, now: float, unwritten: int = 0):
     file = cycles.track(path, now)
     assert file is not None
     file.arrived_at, file.flushed_at, file.unwritten = now, now, unwritten
@@ -214,12 +226,12 @@ def _flushed(cycles: Cycles, path: str, now: float, unwritten: int = 0):
 )
 def test_other_names_are_no_cycles(name: str) -> None:
     """Only `_cycle` and digits make a file one of a family."""
-    assert Cycles(1).track("/d/" + name, 0) is None
+    assert _cycles(1).track("/d/" + name, 0) is None
 
 
 def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
     """Not before the idle time, not without a successor, not with bytes that wait; once."""
-    cycles = Cycles(idle_s=10)
+    cycles = _cycles(10)
     first = _flushed(cycles, "/d/a_cycle9.log", 0)
     assert cycles.take_complete(100) == []
     _flushed(cycles, "/d/a_cycle10.log", 5)
@@ -237,7 +249,7 @@ def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
 
 def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
     """At shutdown no idle time and no successor are needed; what was never written is left out."""
-    cycles = Cycles(idle_s=10)
+    cycles = _cycles(10)
     files = [_flushed(cycles, f"/d/a_cycle{i}.log", 0) for i in range(2)]
     cycles.track("/d/b_cycle0.log", 0)
     assert cycles.take_complete(0, at_end=True) == files
@@ -246,7 +258,7 @@ def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
 @pytest.mark.parametrize("name", ["a_cycle{}.log", "a_cycle{:06}.log"])
 def test_cycles_do_not_grow_for_ever(name: str) -> None:
     """However many files come, a bounded number is remembered."""
-    cycles = Cycles(idle_s=0)
+    cycles = _cycles(0)
     for number in range(12_500):
         _flushed(cycles, "/d/" + name.format(number), 0)
         _flushed(cycles, f"/d/a_cycle{number}.log", 0)
@@ -255,7 +267,7 @@ def test_cycles_do_not_grow_for_ever(name: str) -> None:
 
 def test_two_files_of_one_cycle() -> None:
     """A number that is written with and without zeros is two files, and both become complete."""
-    cycles = Cycles(idle_s=10)
+    cycles = _cycles(10)
     files = [_flushed(cycles, f"/d/a_cycle{number}.log", 0) for number in ("1", "01", "2")]
     assert cycles.take_complete(10) == files[:2]
 
@@ -284,7 +296,7 @@ def test_all_wrong_settings_are_named_at_once() -> None:
     assert all(name in str(caught.value) for name in ("flush_interval_s", "max_files", "fsync"))
 
 
-# --- news for the event loop
+# --- calls into the event loop
 
 
 class _Nobody:
@@ -292,8 +304,8 @@ class _Nobody:
         """Take no note."""
 
 
-def test_mailbox_delivers_each_news_once_in_the_loop() -> None:
-    """News of several threads are all taken, in the loop's thread; many make one wake-up."""
+def test_loop_queue_makes_each_call_once_in_the_loop() -> None:
+    """Calls of several threads are all made, in the loop's thread; many make one wake-up."""
     sources = [Source(_Nobody(), f"{number}", "n") for number in range(400)]
 
     async def run() -> tuple[list[str], int]:
@@ -416,18 +428,18 @@ def test_streams_that_nobody_listens_for_are_bounded(
     async def program() -> None:
         call = _Call(messages, most_waiting=1000)
         relay = Relay(5000, 1 << 20)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acks=None)
+        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
         with pytest.raises(Refusal, match="too many streams"):
             await carried.run()
         assert len(carried._streams) == 200
         call = _Call(messages, most_waiting=1000)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acks=None)
+        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
         reading = asyncio.ensure_future(carried.run())
         while not reading.done():
             while (unsent := relay.next_unsent()) is not None:
                 relay.confirm(unsent[0].stream.stream_id, 1)
             await asyncio.sleep(0)
         assert len(carried._streams) <= 100
-        assert carried.received_bytes == 2000
+        assert pb.StreamResponse.FromString(carried.response()).bytes_received == 2000
 
     asyncio.run(program())

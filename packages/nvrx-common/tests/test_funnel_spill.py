@@ -176,7 +176,7 @@ def test_full_disk(case: SpillCase) -> None:
 
 
 def test_disk_without_room_for_a_directory(case: SpillCase) -> None:
-    """A try for which there is no room leaves nothing behind, however often it is repeated."""
+    """A try for which there is no space leaves nothing behind, however often it is repeated."""
     spill = case.make()
     with largest_file(10):
         for _ in range(3):

@@ -63,7 +63,7 @@ def spill(tmp_path: Path, budget: MemoryBudget) -> Iterator[Spill]:
 
 
 def fill(stream: Stream, lines: int, size: int = 1000, first: int = 0) -> bytes:
-    """Write numbered lines until there is no room; return what was taken."""
+    """Write numbered lines until there is no space; return what was taken."""
     taken = bytearray()
     for number in range(first, first + lines):
         if len(stream.buffer) >= stream.attention_at and not stream.make_way():
@@ -140,7 +140,7 @@ def test_endless_line_is_broken(budget: MemoryBudget) -> None:
 
 
 def test_memory_is_bounded_and_refuses(budget: MemoryBudget) -> None:
-    """Without files and without dropping there is no room beyond the limit until a confirmation."""
+    """Without files and dropping there is no space beyond the limit until a confirmation."""
     stream = make_stream(budget)
     fill(stream, 10_000)
     assert budget.memory_bytes <= 256 * KIB
@@ -163,7 +163,7 @@ def test_window_is_bounded(budget: MemoryBudget) -> None:
 
 
 def test_others_always_have_some_room(budget: MemoryBudget) -> None:
-    """A target finds room for two batches when another has used up the memory."""
+    """A target finds space for two batches when another has used up the memory."""
     greedy, modest = make_stream(budget), make_stream(budget)
     fill(greedy, 10_000)
     assert len(fill(modest, 10_000)) >= RESERVE_BYTES

@@ -383,7 +383,7 @@ def test_block_waits_and_gives_up(
         fill()
     assert 1500 < taken < 3500
     peer.may_read.set()
-    target.flush(30.0)  # it has room once the server confirms, however late that is
+    target.flush(30.0)  # it has space once the server confirms, however late that is
     target.write(b"%08d" % taken + b"x" * 991 + b"\n")
     assert target.close(30.0)
     lines = (tmp_path / "a.log").read_bytes().splitlines()
@@ -393,7 +393,7 @@ def test_block_waits_and_gives_up(
 def test_waiting_writer_is_woken(
     start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path
 ) -> None:
-    """A writer that waits for room ends its wait when the target is closed."""
+    """A writer that waits for space ends its wait when the target is closed."""
     peer = start_peer()
     peer.may_read.clear()
     client = connect(peer.endpoint, memory_limit_bytes=MIB, spill_limit_bytes=0)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from nvidia_resiliency_ext.testing_utils import health_check_injector as room
+from nvidia_resiliency_ext.testing_utils import health_check_injector as injector
 from nvidia_resiliency_ext.testing_utils.health_check_injector import HealthCheckInjector
 
 VARIABLE = "NVRX_INJECT_GPU_FAILURE"
@@ -14,9 +14,9 @@ VARIABLE = "NVRX_INJECT_GPU_FAILURE"
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    room.reset_for_tests()
+    injector.reset_for_tests()
     yield
-    room.reset_for_tests()
+    injector.reset_for_tests()
 
 
 def test_only_the_named_cycle_and_rank_fail() -> None:
@@ -40,10 +40,10 @@ def test_kinds() -> None:
 def test_older_callers_may_tell_the_cycle(monkeypatch) -> None:
     """Setting a cycle is accepted, of an injector and of the module, and changes no answer."""
     monkeypatch.setenv(VARIABLE, "1:1")
-    room.set_current_cycle(2)
+    injector.set_current_cycle(2)
     HealthCheckInjector().set_current_cycle(2)
-    assert room.should_inject_failure(1, 1)
-    assert not room.should_inject_failure(2, 1)
+    assert injector.should_inject_failure(1, 1)
+    assert not injector.should_inject_failure(2, 1)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_bad_entries_are_said_and_passed_over(bad, caplog) -> None:
 
 def test_environment_is_read_once(monkeypatch, caplog) -> None:
     """Without the variable nothing is injected; what it says is kept until it is read anew."""
-    assert not room.should_inject_failure(1, 1)
+    assert not injector.should_inject_failure(1, 1)
     monkeypatch.setenv(VARIABLE, "1:1")
     with caplog.at_level(logging.WARNING, "nvrx"):
-        assert room.should_inject_failure(1, 1)
+        assert injector.should_inject_failure(1, 1)
         monkeypatch.setenv(VARIABLE, "2:2")
-        assert room.should_inject_failure(1, 1)
+        assert injector.should_inject_failure(1, 1)
     assert caplog.text.count("on purpose") == 1
     assert caplog.text.count("injecting a gpu") == 2
-    room.reset_for_tests()
-    assert room.should_inject_failure(2, 2)
+    injector.reset_for_tests()
+    assert injector.should_inject_failure(2, 2)
     monkeypatch.setenv(VARIABLE, "")
-    assert not room.should_inject_failure(2, 2)
+    assert not injector.should_inject_failure(2, 2)

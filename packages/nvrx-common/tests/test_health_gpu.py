@@ -8,7 +8,7 @@ import time
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
-from nvidia_resiliency_ext.shared_utils._health import check as check_room
+from nvidia_resiliency_ext.shared_utils._health import check as checking
 from nvidia_resiliency_ext.shared_utils._health.devices import (
     device_of_rank,
     full_uuid,
@@ -43,7 +43,7 @@ def nvml(monkeypatch):
         answers[f"field.{gpu}.{LINK_COUNT}"] = 2
         answers |= {f"link.{gpu}.{link}": 1 for link in range(2)}
     fake = FakeNvml(answers)
-    check_room.forget_logged()
+    checking.forget_logged()
     health_check.set_nvml(fake)
     yield fake
     fake.released.set()

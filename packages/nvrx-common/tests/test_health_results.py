@@ -10,8 +10,7 @@ import time
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import health_check
-from nvidia_resiliency_ext.shared_utils._health import check as check_room
-from nvidia_resiliency_ext.shared_utils._health import check as run_room
+from nvidia_resiliency_ext.shared_utils._health import check as checking
 from nvidia_resiliency_ext.shared_utils._health.check import (
     Finding,
     HealthResult,
@@ -25,10 +24,10 @@ from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, Stuck
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 
 
-class Told(PeriodicCheck):
-    """A check that finds what it was told to find."""
+class Given(PeriodicCheck):
+    """A check that finds what it is given."""
 
-    name = "told"
+    name = "given"
 
     def __init__(self, finding, wait=None) -> None:
         super().__init__(0.0)
@@ -49,16 +48,16 @@ class Told(PeriodicCheck):
 )
 def test_only_unhealthy_is_false(finding, is_true) -> None:
     """The bool of a result and of a call says whether the check is not unhealthy."""
-    result = Told(finding).check()
-    assert (bool(result), Told(finding)()) == (is_true, is_true)
-    assert (result.name, result.status, result.reason) == ("told", finding.status, finding.reason)
+    result = Given(finding).check()
+    assert (bool(result), Given(finding)()) == (is_true, is_true)
+    assert (result.name, result.status, result.reason) == ("given", finding.status, finding.reason)
     assert result.duration_s >= 0
 
 
 def test_a_check_that_breaks_is_skipped(caplog) -> None:
     """An error inside a check never reaches the caller and never marks a node as unhealthy."""
     with caplog.at_level(logging.ERROR, "nvrx"):
-        result = Told(RuntimeError("oops")).check()
+        result = Given(RuntimeError("oops")).check()
     assert result.status == "skipped"
     assert "oops" in result.reason
     assert "could not run" in caplog.text
@@ -66,12 +65,12 @@ def test_a_check_that_breaks_is_skipped(caplog) -> None:
 
 def test_skipping_is_logged_once(caplog) -> None:
     """However often a check is skipped, the process has one line about it."""
-    check_room.forget_logged()
+    checking.forget_logged()
     with caplog.at_level(logging.INFO, "nvrx"):
         for _ in range(3):
-            Told(skipped("no hardware"))()
+            Given(skipped("no hardware"))()
     assert [record.getMessage() for record in caplog.records] == [
-        "health check told is skipped: no hardware"
+        "health check given is skipped: no hardware"
     ]
 
 
@@ -87,7 +86,7 @@ def test_coroutine_awaits_on_failure_each_time() -> None:
             if len(calls) == 3:
                 done.set()
 
-        check = Told(unhealthy("broken"))
+        check = Given(unhealthy("broken"))
         check.on_failure = on_failure
         task = asyncio.create_task(check.async_check())
         await asyncio.wait_for(done.wait(), 30)
@@ -102,7 +101,7 @@ def test_coroutine_leaves_the_loop_alone() -> None:
     release = threading.Event()
 
     async def main() -> None:
-        task = asyncio.create_task(Told(healthy(), release).async_check())
+        task = asyncio.create_task(Given(healthy(), release).async_check())
         turns = 0
         while turns < 50:
             await asyncio.sleep(0)
@@ -116,9 +115,9 @@ def test_coroutine_leaves_the_loop_alone() -> None:
 def test_many_checks_share_one_deadline(monkeypatch) -> None:
     """Checks run at the same time; one that does not end is unhealthy, the others keep results."""
     clock, release = ManualClock(), threading.Event()
-    monkeypatch.setattr(run_room, "time", clock)
+    monkeypatch.setattr(checking, "time", clock)
 
-    class NearlyTooLate(Told):
+    class NearlyTooLate(Given):
         """Ends after those that were started before it, shortly before the deadline."""
 
         def _examine(self) -> Finding:
@@ -128,8 +127,8 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
             clock.advance(29.8)
             return super()._examine()
 
-    checks = [Told(healthy()), Told(unhealthy("broken")), NearlyTooLate(healthy())]
-    stuck = Told(healthy(), release)
+    checks = [Given(healthy()), Given(unhealthy("broken")), NearlyTooLate(healthy())]
+    stuck = Given(healthy(), release)
     stuck.name = "stuck"
     start = time.monotonic()
     results = run_checks([*checks, stuck], 30.0)
@@ -137,10 +136,10 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
     release.set()
     assert [result.status for result in results] == ["healthy", "unhealthy", "healthy", "unhealthy"]
     assert results[1].reason == "broken"
-    silent = Told(healthy(), release)
+    silent = Given(healthy(), release)
     silent.late_status = "skipped"
     release.clear()
-    monkeypatch.setattr(run_room, "time", time)
+    monkeypatch.setattr(checking, "time", time)
     assert [result.status for result in run_checks([silent], 0.01)] == ["skipped"]
     release.set()
     assert "not ended within 30 s" in results[3].reason
@@ -149,7 +148,7 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
 
 def test_a_check_that_ends_its_thread_does_not_end_the_caller() -> None:
     """`sys.exit` in a check is an unhealthy result, and the other checks count as before."""
-    ended, other = run_checks([Told(SystemExit(3)), Told(healthy())], 30.0)
+    ended, other = run_checks([Given(SystemExit(3)), Given(healthy())], 30.0)
     assert (ended.status, other.status) == ("unhealthy", "healthy")
     assert "SystemExit: 3" in ended.reason
 

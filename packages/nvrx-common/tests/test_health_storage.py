@@ -58,7 +58,7 @@ def test_nothing_mounted_is_skipped(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["lustre", "nfs", "nfs4"])
 def test_mount_that_answers(tmp_path, kind) -> None:
-    """A mount that can be listed is healthy, with its room as evidence."""
+    """A mount that can be listed is healthy, with its space as evidence."""
     result = check_of(tmp_path, (tmp_path, kind, "rw")).check()
     assert result.status == "healthy"
     assert result.evidence[str(tmp_path)]["blocks"] > 0
@@ -99,7 +99,7 @@ def test_mount_that_becomes_read_only(tmp_path) -> None:
 
 
 def test_full_file_system(tmp_path) -> None:
-    """A file system with too little room is unhealthy."""
+    """A file system with too little space is unhealthy."""
     mounts = ((tmp_path, "nfs", "rw"),)
     assert (
         "of its space is free" in check_of(tmp_path, *mounts, min_free_fraction=1.1).check().reason

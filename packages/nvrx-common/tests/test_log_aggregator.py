@@ -150,7 +150,7 @@ def test_damaged_position_is_told(place: Place, damage: bytes) -> None:
 
 
 def test_first_start_with_little_room(place: Place) -> None:
-    """Little room is enough to begin; none at all is one line that names the file."""
+    """Little space is enough to begin; none at all is one line that names the file."""
     place.add("rank_0_a.msg.1", _line("one"))
     script = (
         "import resource, sys; from nvidia_resiliency_ext.shared_utils.log_aggregator import main\n"
@@ -507,7 +507,7 @@ def test_full_disk(place: Place, start: Start) -> None:
     """While the merged file cannot grow nothing is lost, and merging goes on when it can again."""
     process = start()
     _until((place.temp / STATE_NAME).exists)
-    limit = 300_000  # beyond the position file, which has its room
+    limit = 300_000  # beyond the position file, which has its space
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     for number in range(40):
         place.add(f"rank_0_a.msg.{number}", "".join(_line(f"{number}-{n}") for n in range(200)))

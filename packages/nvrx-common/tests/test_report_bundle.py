@@ -82,7 +82,6 @@ _SECRET = "s3cr3tValue"
         '{{"name": "HF_TOKEN", "value": "{}"}}',
         "got Bearer {}0123456789",
         "-----BEGIN PGP PRIVATE KEY BLOCK-----\n{}\n-----END PGP PRIVATE KEY BLOCK-----",
-        "of a log\n{0}{0}{0}{0}{0}{0}\n{0}=\n-----END RSA PRIVATE KEY-----",
     ],
 )
 def test_secrets_go(text: str) -> None:

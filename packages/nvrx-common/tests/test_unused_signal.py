@@ -63,7 +63,7 @@ def test_injected_hang_leaves_a_librarys_signal_alone(
 ) -> None:
     """What holds up the main thread takes another signal."""
     monkeypatch.setattr(interpreter, "_signal", None)
-    interpreter.hang(0.0, has_callback=False)
+    interpreter.hang()
     taken = interpreter._signal
     try:
         assert taken not in (None, *of_a_library)

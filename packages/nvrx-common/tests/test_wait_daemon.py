@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils import wait_daemon as room
+from nvidia_resiliency_ext.shared_utils import wait_daemon as wait_program
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 from nvidia_resiliency_ext.shared_utils.wait_daemon import (
     read_pids_from_file,
@@ -114,7 +114,7 @@ def test_process_of_another_user_counts(
             raise ProcessLookupError
         raise PermissionError
 
-    monkeypatch.setattr(room, "PidHandle", hidden)
+    monkeypatch.setattr(wait_program, "PidHandle", hidden)
     monkeypatch.setattr(os, "kill", forbidden)
     with pytest.raises(DeadlineExceededError):
         wait_for_pids([process.pid], 0.05)
@@ -137,7 +137,7 @@ def test_recycled_number(start: Start, tmp_path: Path) -> None:
 
 def test_program(start: Start, tmp_path: Path) -> None:
     """The program exits 0 when all have ended, and 1 with a line where it cannot wait."""
-    command = [sys.executable, "-m", room.__name__]
+    command = [sys.executable, "-m", wait_program.__name__]
     process = start()
     path = tmp_path / "pids"
     path.write_text(f"monitor\n{process.pid}\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures restarts beside an attribution service: one that answers, and four that do not.
+"""Measures restarts beside an attribution service: two that answer, and eight that do not.
 
     python bench_attribution.py [--python PY] [--repeats 6] [--restarts 15]
 
@@ -11,7 +11,12 @@ another time from the first step to SIGKILL, so that it hits a client in all of 
     unreachable  nobody listens at its address
     hangs        it takes connections and requests and never answers
     silent       its machine drops every packet (an address without a route back)
+    slow         its answers are right and come after 1.5 s
     garbage      it answers what is no JSON
+    types        it answers JSON of wrong types
+    huge         it answers 200 MB
+    dies         it closes the connection in the middle of an answer
+    fails        it answers status 500
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ RANKS = 2
 # Of the block for documentation (RFC 5737): nothing answers there.
 SILENT = "http://192.0.2.1:50050"
 KILL_AFTER_S = (0.1, 0.3, 0.5)
-CASES = ("off", "answers", "unreachable", "hangs", "silent", "garbage")
+MODES = ("slow", "hangs", "garbage", "types", "huge", "dies", "fails")
+CASES = ("off", "answers", "unreachable", "silent", *MODES)
 
 
 def one_job(options: argparse.Namespace, case: str, kill_after_s: float) -> list[float]:
@@ -46,7 +52,7 @@ def one_job(options: argparse.Namespace, case: str, kill_after_s: float) -> list
         if case != "off":
             service = stack.enter_context(attribution_service())
             service.decides({"action": "RESTART", "reason": "a rank was killed"})
-            service.mode = case if case in ("hangs", "garbage") else "well"
+            service.mode = case if case in MODES else "well"
             url = {"unreachable": NOBODY, "silent": SILENT}.get(case, service.url)
             flags += ["--ft-attribution-endpoint", url]
             flags += ["--ft-attribution-stop-action", "no-restart"]

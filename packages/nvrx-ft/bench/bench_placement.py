@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-    Candidate,
     Placement,
     PlacementRules,
     place,
     summary,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 
 
-def nodes(count: int, *, has_infra_ranks: bool) -> list[Candidate]:
+def nodes(count: int, *, has_infra_ranks: bool) -> list[Arrival]:
     """Return nodes of domains of 18 and array tasks of 4, in random order."""
     made = [
-        Candidate(
+        Arrival(
             node=f"node{index:05}.cluster.local_{10_000 + index}_0",
             addr=f"node{index:05}.cluster.local",
             infra_rank=index if has_infra_ranks else -1,
@@ -40,7 +40,7 @@ def nodes(count: int, *, has_infra_ranks: bool) -> list[Candidate]:
     return made
 
 
-def after_a_loss(candidates: list[Candidate], rules: PlacementRules) -> list[Candidate]:
+def after_a_loss(candidates: list[Arrival], rules: PlacementRules) -> list[Arrival]:
     """Return the nodes of a second round in which every fiftieth is missing."""
     first = place(candidates, rules)
     assert isinstance(first, Placement)

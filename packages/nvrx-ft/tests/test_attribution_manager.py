@@ -365,7 +365,7 @@ class Watched:
             base_log_file="/logs/job.log",
             token_file=None,
             node_id="n",
-            loop=self.loop,
+            post=self.loop.post,
             on_stop=self.stops.append,
             **more,
         )
@@ -518,7 +518,7 @@ def test_a_client_that_comes_after_the_end_is_stopped(monkeypatch):
         base_log_file="/logs/job.log",
         token_file=None,
         node_id="n",
-        loop=loop,
+        post=loop.post,
         on_stop=done.append,
     )
     watch.start()

@@ -247,14 +247,14 @@ def test_it_ends_with_its_store_though_the_thread_of_that_takes_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever is woken by the thread's last call finds the thread alive, and is woken once only."""
-    released, real = threading.Event(), program.StoreHostThread.run
+    released, real = threading.Event(), program.CoordinatorThread.run
 
-    def lingers(thread: program.StoreHostThread) -> None:
+    def lingers(thread: program.CoordinatorThread) -> None:
         real(thread)
         released.wait(60)
 
-    monkeypatch.setattr(program.StoreHostThread, "_serve", lambda _thread: None)
-    monkeypatch.setattr(program.StoreHostThread, "run", lingers)
+    monkeypatch.setattr(program.CoordinatorThread, "_serve", lambda _thread: None)
+    monkeypatch.setattr(program.CoordinatorThread, "run", lingers)
     listener = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(program.ControlPlane, "_listen", lambda _control: listener)
     with program.ControlPlane(made(), os.environ) as control:

@@ -148,11 +148,11 @@ def test_readers_never_see_a_part_of_a_file(tmp_path: Path) -> None:
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let writing hang until the event is set."""
-    gate = threading.Event()
-    monkeypatch.setattr(writers, "atomic_write", lambda *_, **__: gate.wait(30))
+    may_go_on = threading.Event()
+    monkeypatch.setattr(writers, "atomic_write", lambda *_, **__: may_go_on.wait(30))
     monkeypatch.setattr(writers, "_replace_link", lambda *_: None)
-    yield gate
-    gate.set()
+    yield may_go_on
+    may_go_on.set()
 
 
 def test_a_dead_file_system_costs_two_seconds_at_most(

@@ -34,7 +34,7 @@ from nvidia_resiliency_ext.fault_tolerance._logs import sinks
 from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
 from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Spill
-from nvidia_resiliency_ext.fault_tolerance._logs.reader import ReaderConfig, open_pipe
+from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
     LogServers,
@@ -117,7 +117,7 @@ def test_streams_of_a_rank_keep_their_order_and_ranks_their_lines(
 
 def test_a_cycle_begins_while_the_last_one_is_read(logs: Logs, tmp_path: Path) -> None:
     """Each cycle has its own file; a pipe that somebody holds delays no other."""
-    made = logs(config=ReaderConfig(drain_s=0.3))
+    made = logs()
     made.begin_cycle(0, 1)
     held = made.open_pipe(0)
     os.write(held, b"begun, not ended")
@@ -168,11 +168,11 @@ def test_a_log_that_takes_nothing_stops_nobody(
 
 def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Path) -> None:
     """Lines wait in memory and in files while a log hangs, and come in order afterwards."""
-    gate, taken = threading.Event(), bytearray()
+    may_go_on, taken = threading.Event(), bytearray()
 
     class Slow:
         def write(self, data: memoryview) -> int:
-            gate.wait(DEADLINE_S)
+            may_go_on.wait(DEADLINE_S)
             taken.extend(data[:100_000])
             return min(len(data), 100_000)
 
@@ -188,7 +188,7 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
         outlet.put(target, block)
         sent += block
     assert spill.used_bytes > 2 << 20
-    gate.set()
+    may_go_on.set()
     assert outlet.close(DEADLINE_S)
     assert bytes(taken) == sent
     spill.close()
@@ -196,11 +196,11 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
 
 def test_a_hung_log_does_not_hold_up_the_end() -> None:
     """A log whose writing never returns costs the end its time limit and no more."""
-    gate = threading.Event()
+    may_go_on = threading.Event()
 
     class Hung:
         def write(self, data: memoryview) -> int:
-            gate.wait(DEADLINE_S)
+            may_go_on.wait(DEADLINE_S)
             return len(data)
 
         def close(self, _timeout_s: float = 0.0) -> bool:
@@ -211,7 +211,7 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
     started = time.monotonic()
     assert not outlet.close(0.2)
     assert time.monotonic() - started < DEADLINE_S / 2
-    gate.set()
+    may_go_on.set()
 
 
 def test_pipes_hold_a_megabyte_where_the_kernel_gives_it() -> None:
@@ -236,9 +236,9 @@ logs = CycleLogs({str(tmp_path / "job.log")!r})
 logs.capture_own_streams({str(tmp_path / "own.log")!r})
 print("  1 mem")
 print("to stderr", file=sys.stderr)
-keeper = subprocess.Popen(["sleep", "60"])  # holds the streams' pipe open
+holding = subprocess.Popen(["sleep", "60"])  # holds the streams' pipe open
 assert logs.close()
-keeper.kill(); keeper.wait()
+holding.kill(); holding.wait()
 print("after")
 """
     started = time.monotonic()

@@ -23,7 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outc
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import Probing
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, missing_module
@@ -33,6 +32,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.events import NULL_EVENTS
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 
 def plan(*words, environ=None):
@@ -125,6 +125,19 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
                 many_nodes._connect(way, clock, stop, lambda: None, lambda _: None)
     short_s, long_s = given
     assert 0 < short_s <= 5.0 < long_s == many_nodes.CALL_TIMEOUT_S
+
+
+def test_a_mistyped_key_of_the_rendezvous_is_told_of(folder):
+    """Other keys have no effect, as under torchrun: only one that looks like ours is a mistake."""
+    given = "--rdzv-conf=join_timout=5,close_timeout=5,backlog=1,last_call_timeout=2"
+    notes = [note for note in plan("--nnodes=2", given, "train.py").warnings if "-conf" in note]
+    assert notes == ["--rdzv-conf: 'join_timout' has no effect; did you mean join_timeout?"]
+
+
+def test_a_script_without_its_ending_is_named(folder):
+    """Who leaves `.py` out is told the name of the file that is there."""
+    with pytest.raises(FaultToleranceConfigError, match="'train' does not exist; did you mean tra"):
+        plan("train")
 
 
 def test_workers_that_the_launcher_ends_while_they_import_are_no_failed_standbys(folder):

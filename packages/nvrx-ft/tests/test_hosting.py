@@ -27,18 +27,21 @@ from nvidia_resiliency_ext.fault_tolerance._hosting import services as log_token
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    CycleNodes,
-    HostPlan,
-    nodes_of_members,
+    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
-NODES = CycleNodes(["n1", "n2"], [0, 1], ["n3"])
+ACTIVE = [Arrival("n1_1_0", "a1", "n1"), Arrival("n2_1_0", "n2")]
+WAITING = [Arrival("n3_1_0", "a3", "n3")]
+
+
+def closed(round_: int) -> Entry:
+    """Return a closed round."""
+    return Entry(seq=1, phase=Phase.CLOSED, round=round_)
 
 
 def content(folder: Path, cycle: int) -> dict[str, str]:
@@ -54,7 +57,7 @@ def services(
     """Run what a host runs, with cycle information in the folder; then let it go."""
     clock = SystemClock()
     loop = EventLoop(clock)
-    asked = HostPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
+    asked = ServicesPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
     place = CoordinatorContext("127.0.0.1", "host", str(folder))
     made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)
     try:
@@ -67,11 +70,11 @@ def services(
 def test_a_cycle_outlives_its_host(tmp_path: Path) -> None:
     """A host that goes leaves the cycle open; the next one goes on with its file and ends it."""
     with services(tmp_path, job_goes_on=True) as first:
-        first.begins(4, NODES)
+        first.begins(4, ACTIVE, WAITING)
     before = content(tmp_path, 4)
     assert (before["cycle_end_time"], before["standby_nodes"]) == ("", "n3")
     with services(tmp_path) as second:
-        second.goes_on(4, CycleNodes(["n1", "n2"], [0, 1]))
+        second.goes_on(closed(4), ACTIVE)
         second.ended(4)
         second.ended(4)
     after = content(tmp_path, 4)
@@ -83,10 +86,10 @@ def test_a_cycle_outlives_its_host(tmp_path: Path) -> None:
 def test_a_cycle_that_was_ended_too_early_goes_on(tmp_path: Path) -> None:
     """The next host takes the end back, which was that of its host only."""
     with services(tmp_path) as first:
-        first.begins(0, NODES)
+        first.begins(0, ACTIVE, WAITING)
     assert content(tmp_path, 0)["cycle_end_time"] > ""
     with services(tmp_path, job_goes_on=True) as second:
-        second.goes_on(0, NODES)
+        second.goes_on(closed(0), ACTIVE)
     assert (content(tmp_path, 0)["cycle_end_time"], content(tmp_path, 0)["generation"]) == ("", "2")
 
 
@@ -94,7 +97,7 @@ def test_a_cycle_without_a_file_gets_one(tmp_path: Path) -> None:
     """A host whose predecessor wrote nothing describes the cycle itself; an end alone is none."""
     with services(tmp_path, job_goes_on=True) as made:
         made.ended(2)
-        made.goes_on(3, NODES)
+        made.goes_on(closed(3), ACTIVE)
     assert content(tmp_path, 3)["active_nodes"] == "n[1-2]"
     assert os.readlink(tmp_path / "cycle_info.j.current") == "cycle_info.j.0.3"
     assert not (tmp_path / "cycle_info.j.0.2").exists()
@@ -103,10 +106,10 @@ def test_a_cycle_without_a_file_gets_one(tmp_path: Path) -> None:
 def test_a_cycle_left_open_by_a_host_that_died_is_ended(tmp_path: Path) -> None:
     """A round that ended while nobody served has an end in its file, as soon as one serves."""
     with services(tmp_path, job_goes_on=True) as first:
-        first.begins(0, NODES)
+        first.begins(0, ACTIVE, WAITING)
     with services(tmp_path) as second:
         second.ended(0)
-        second.begins(1, NODES)
+        second.begins(1, ACTIVE, WAITING)
     assert "" < content(tmp_path, 0)["cycle_end_time"] <= content(tmp_path, 1)["cycle_start_time"]
 
 
@@ -130,7 +133,7 @@ def test_job_is_the_array_where_its_tasks_may_meet(
     monkeypatch.setenv("SLURM_JOB_ID", "79")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    plan = HostPlan(
+    plan = ServicesPlan(
         logs=LogPlan(applog_prefix=str(tmp_path / "log")),
         attribution=AttributionConfig("http://127.0.0.1:9"),
         cycle_info_job_id=named,
@@ -145,14 +148,14 @@ def test_job_is_the_array_where_its_tasks_may_meet(
     assert [settings["job_id"] for settings in asked] == [job]
 
 
-def test_members_are_named_in_the_order_of_their_ranks() -> None:
-    """Hosts by name, else by address; the scheduler's rank counts where there is one."""
-    members = [
-        Member(Candidate("b_1_0", "b", infra_rank=7, previous_rank=1), "host-b"),
-        Member(Candidate("a_1_0", "a", previous_rank=0), ""),
-    ]
-    found = nodes_of_members(members)
-    assert (found.active, found.ranks) == (["a", "host-b"], [0, 7])
+def test_ranks_in_files_are_those_of_the_scheduler(tmp_path: Path) -> None:
+    """Where a node has none, its place in the round counts."""
+    with services(tmp_path) as made:
+        made.begins(0, [Arrival("a_1_0", "a"), Arrival("b_1_0", "b", infra_rank=7)])
+    assert (content(tmp_path, 0)["active_nodes"], content(tmp_path, 0)["active_ranks"]) == (
+        "a,b",
+        "0,7",
+    )
 
 
 # What nodes are told of log servers -----------------------------------------------------------

@@ -256,19 +256,41 @@ def test_streams_follow_redirects_tee_and_filter():
     assert second.stderr == output.Target("d/stderr.log", tee=False)
 
 
-def test_tee_copies_whole_lines_with_prefix_and_the_last_words(tmp_path, capfdbinary):
-    """Lines appear with their prefix as they are written; an unfinished one at the end."""
+@pytest.mark.parametrize("has_notices", [True, False])
+def test_tee_copies_whole_lines_with_prefix_and_the_last_words(
+    tmp_path, loop, capfdbinary, monkeypatch, has_notices
+):
+    """Lines appear when the kernel says that the file grew, else at an interval; the rest last."""
+    monkeypatch.setenv("NVRX_FORCE_NO_INOTIFY", "0" if has_notices else "1")
     path = tmp_path / "stdout.log"
     path.touch()
     tee = output.Tee()
     tee.follow(str(path), "[default0]:", output.Stream.STDOUT)
+    assert tee.look() == (None if has_notices else output.LOOK_INTERVAL_S)
     with path.open("ab", buffering=0) as file:
         file.write(b"one\ntw")
-        tee.look()
+        if has_notices:
+            loop.watch(tee.fileno(), tee.look)
+            loop.run_once(until=SystemClock().monotonic() + 10)
+            loop.unwatch(tee.fileno())
+        else:
+            assert tee.fileno() == -1
+            tee.look()
         assert capfdbinary.readouterr().out == b"[default0]:one\n"
         file.write(b"o")
-    tee.finish()
+    tee.close()
     assert capfdbinary.readouterr().out == b"[default0]:two\n"
+
+
+def test_a_line_written_before_the_tee_follows_is_shown_at_once(tmp_path):
+    """The kernel reports nothing of it: a standby worker may print before it is followed."""
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"early\n")
+    looks = []
+    tee = output.Tee(lambda: looks.append(1))
+    tee.follow(str(path), "", output.Stream.STDOUT)
+    assert looks == [1]
+    tee.close()
 
 
 def test_filtered_streams_have_one_file_for_all_ranks():
@@ -294,7 +316,7 @@ def test_lines_that_are_wanted_are_written_a_second_time(tmp_path, capfdbinary):
         file.write(b"one ap")
         tee.look()
         file.write(b"ple\nno default, not at its end")
-    tee.finish()
+    tee.close()
     assert sorted((tmp_path / "filtered.log").read_bytes().splitlines()) == [
         b"[default0]:apple pie",
         b"[default1]:apple pie",
@@ -312,7 +334,7 @@ def test_a_file_of_wanted_lines_that_cannot_be_written_costs_its_lines(tmp_path,
     tee = output.Tee()
     tee.filter(str(path), "", output.Filter(str(tmp_path), ("a",)))
     assert tee.look() is None
-    tee.finish()
+    tee.close()
     assert caplog.text.count("is not written any more") == 1
 
 
@@ -324,7 +346,7 @@ def test_tee_does_not_stay_with_a_worker_that_writes_without_end(tmp_path, capfd
     tee.follow(str(path), "", output.Stream.STDOUT)
     assert tee.look() == 0.0
     assert len(capfdbinary.readouterr().out) <= output.READ_BYTES * output.MAX_READS
-    tee.finish()
+    tee.close()
     assert len(capfdbinary.readouterr().out) > output.READ_BYTES
 
 
@@ -339,7 +361,7 @@ def test_tee_survives_an_odd_console(tmp_path, monkeypatch, console):
     tee.follow(str(path), "p:", output.Stream.STDOUT)
     if console == "closed":
         stream.close()
-    tee.finish()
+    tee.close()
     assert console == "closed" or stream.getvalue() == "p:line\n"
 
 
@@ -357,7 +379,7 @@ def test_tee_never_waits_for_a_console_that_does_not_read(tmp_path, monkeypatch)
         seen += len(os.read(reader, 1 << 16))
         tee.look()
     assert seen == 500_000
-    tee.finish()
+    tee.close()
     sys.stdout.close()
     os.close(reader)
 
@@ -374,13 +396,13 @@ def test_a_console_that_does_not_read_delays_no_restart_and_loses_no_line(tmp_pa
         tee.follow(str(path), "", output.Stream.STDOUT)
         if cycle == b"old\n":
             tee.end_cycle()
-            assert due == [output.LOOK_INTERVAL_S]
+            assert due[-1] == output.LOOK_INTERVAL_S
     seen = b""
     while len(seen) < 2 * 200_000 + 4:
         seen += os.read(reader, 1 << 16)
         tee.look()
     assert seen == b"old\n" * 50_001 + b"new\n" * 50_000
-    tee.finish()
+    tee.close()
     sys.stdout.close()
     os.close(reader)
 
@@ -400,7 +422,7 @@ def test_what_a_console_never_takes_holds_no_files_open(tmp_path, monkeypatch, c
     assert [os.readlink(f"/proc/self/fd/{fd}") for fd in opened].count(str(path)) == 1
     assert caplog.text.count("the console is slower than the workers") == 2
     os.close(reader)
-    tee.finish()
+    tee.close()
     sys.stdout.close()
 
 
@@ -421,7 +443,7 @@ def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, capl
         tee.follow(str(path), "", output.Stream.STDOUT)
         with path.open("ab") as file:
             file.write((b"x" * 99 + b"\n") * 30_000)
-    tee.finish()
+    tee.close()
     lacks = 2 * 30_001 * 100 - sum(shown)
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"it lacks {lacks / 1e6:.1f} MB of what they wrote" in line
@@ -452,7 +474,7 @@ def test_tee_gives_up_a_file_that_cannot_be_read(tmp_path, caplog):
     os.dup2(folder, int(fd))  # a read now fails with EISDIR
     os.close(folder)
     assert tee.look() is None
-    tee.finish()
+    tee.close()
     assert caplog.text.count("cannot be shown on the console") == 1
 
 
@@ -462,7 +484,7 @@ def test_prefix_that_is_no_unicode_is_copied(tmp_path, capfdbinary):
     path.write_bytes(b"line\n")
     tee = output.Tee()
     tee.follow(str(path), os.fsdecode(b"r\xff:"), output.Stream.STDOUT)
-    tee.finish()
+    tee.close()
     assert capfdbinary.readouterr().out == b"r\xff:line\n"
 
 
@@ -477,7 +499,7 @@ def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
     with pytest.raises(output.LogDirectoryError):
         group.start([spec], workers.Starter())
     assert os.listdir("/proc/self/fd") == before
-    tee.finish()
+    tee.close()
 
 
 def test_command_line_that_is_no_unicode_is_recorded():

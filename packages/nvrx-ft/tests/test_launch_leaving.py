@@ -43,12 +43,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     SaveAgreed,
     StartGrace,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-    Candidate,
     PlacementRules,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
     Entry,
     Kind,
     NodeMessage,
@@ -252,8 +252,8 @@ def closed(**fields):
     return Entry(5, records.Phase.CLOSED, 0, active=2, world_size=2, **fields)
 
 
-MEMORY = host.Memory(
-    active=tuple(host.Member(Candidate(n, f"10.0.0.{i}", i), n) for i, n in enumerate((A, B))),
+MEMORY = coordinator.Memory(
+    active=tuple(Arrival(n, f"10.0.0.{i}", n, i) for i, n in enumerate((A, B))),
     spares=frozenset({C}),
 )
 WANTS_TO_GO = NodeMessage(Kind.PREEMPTED, A, cause=GOES)
@@ -261,33 +261,35 @@ WANTS_TO_GO = NodeMessage(Kind.PREEMPTED, A, cause=GOES)
 
 def evaluate(entry, *messages, successes=0, me=B, min_nodes=2, memory=MEMORY, restarts=3):
     """Return what the store host decides."""
-    rules = host.CoordinatorRules(PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0)
+    rules = coordinator.CoordinatorRules(
+        PlacementRules(min_nodes, 3), Budget(restarts, None), lease_s=5.0
+    )
     done = tuple(
         NodeMessage(Kind.STATE, n, state=WorkerState.SUCCEEDED) for n in (A, B)[:successes]
     )
-    view = host.View(entry, (*messages, *done), dict.fromkeys((A, B, C), 0.0), me=me)
-    return host.decide(rules, memory, view, 100.0)
+    view = coordinator.View(entry, (*messages, *done), dict.fromkeys((A, B, C), 0.0), me=me)
+    return coordinator.decide(rules, memory, view, 100.0)
 
 
 def test_the_round_leaves_when_a_node_must_go():
     """The host says so once; then it waits until every node has told how far its ranks are."""
-    assert evaluate(closed(), WANTS_TO_GO) == host.Leave(GOES)
+    assert evaluate(closed(), WANTS_TO_GO) == coordinator.Leave(GOES)
     asked = closed(is_leaving=True)
     held = (NodeMessage(Kind.HELD, A, calls=7), NodeMessage(Kind.HELD, B, calls=9))
-    assert isinstance(evaluate(asked, WANTS_TO_GO, held[0]), host.Wait)
-    assert evaluate(asked, WANTS_TO_GO, *held) == host.Leave(GOES, 10)
+    assert isinstance(evaluate(asked, WANTS_TO_GO, held[0]), coordinator.Wait)
+    assert evaluate(asked, WANTS_TO_GO, *held) == coordinator.Leave(GOES, 10)
     agreed = closed(is_leaving=True, save_at=10)
-    assert isinstance(evaluate(agreed, WANTS_TO_GO, *held), host.Wait)
+    assert isinstance(evaluate(agreed, WANTS_TO_GO, *held), coordinator.Wait)
 
 
 def test_the_round_leaves_when_the_store_host_must_go_though_it_has_no_ranks():
     """Only nodes that work are waited for; the job is over then, whoever else is there."""
     spare_goes = NodeMessage(Kind.PREEMPTED, C, cause=GOES)
-    assert evaluate(closed(), spare_goes, me=C) == host.Leave(GOES)
+    assert evaluate(closed(), spare_goes, me=C) == coordinator.Leave(GOES)
     held = (NodeMessage(Kind.HELD, A, calls=7), NodeMessage(Kind.HELD, B, calls=9))
-    assert evaluate(closed(is_leaving=True), spare_goes, *held, me=C) == host.Leave(GOES, 10)
+    assert evaluate(closed(is_leaving=True), spare_goes, *held, me=C) == coordinator.Leave(GOES, 10)
     left = closed(is_leaving=True, save_at=10)
-    assert evaluate(left, spare_goes, successes=2, me=C) == host.End("graceful")
+    assert evaluate(left, spare_goes, successes=2, me=C) == coordinator.End("graceful")
 
 
 def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
@@ -295,18 +297,22 @@ def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
     done = NodeMessage(Kind.STATE, B, state=WorkerState.SUCCEEDED)
     asked = closed(is_leaving=True)
     reported = NodeMessage(Kind.HELD, A, calls=4)
-    assert evaluate(asked, WANTS_TO_GO, done, reported) == host.Leave(GOES, 5)
-    assert isinstance(evaluate(closed(), NodeMessage(Kind.PREEMPTED, C, cause=GOES)), host.Wait)
+    assert evaluate(asked, WANTS_TO_GO, done, reported) == coordinator.Leave(GOES, 5)
+    assert isinstance(
+        evaluate(closed(), NodeMessage(Kind.PREEMPTED, C, cause=GOES)), coordinator.Wait
+    )
 
 
 def test_the_job_goes_on_without_the_node_when_enough_others_are_there():
     """With a spare the next round opens; with none, or without restarts left, the job is over."""
     left = closed(is_leaving=True, save_at=10)
-    assert evaluate(left, WANTS_TO_GO, successes=2) == host.Open(GOES)
-    alone = host.Memory(active=MEMORY.active)
-    over = host.End("graceful")
+    assert evaluate(left, WANTS_TO_GO, successes=2) == coordinator.Open(GOES)
+    alone = coordinator.Memory(active=MEMORY.active)
+    over = coordinator.End("graceful")
     assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone) == over
-    assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == host.Open(GOES)
+    assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == coordinator.Open(
+        GOES
+    )
     assert evaluate(left, WANTS_TO_GO, successes=2, restarts=0) == over
     gone = NodeMessage(Kind.LEFT, C)
     assert evaluate(left, WANTS_TO_GO, gone, successes=2) == over
@@ -316,8 +322,8 @@ def test_the_job_ends_when_all_nodes_or_the_store_host_must_go():
     """A job that is preempted as a whole is over when its ranks have left."""
     left = closed(is_leaving=True, save_at=10)
     both = (WANTS_TO_GO, NodeMessage(Kind.PREEMPTED, B, cause=GOES))
-    assert evaluate(left, *both, successes=2) == host.End("graceful")
-    assert evaluate(left, WANTS_TO_GO, successes=2, me=A) == host.End("graceful")
+    assert evaluate(left, *both, successes=2) == coordinator.End("graceful")
+    assert evaluate(left, WANTS_TO_GO, successes=2, me=A) == coordinator.End("graceful")
 
 
 def test_new_fields_pass_through_the_store():

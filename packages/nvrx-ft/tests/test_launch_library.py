@@ -136,7 +136,7 @@ def test_no_flag_gets_lost_on_the_way_through_a_configuration(tmp_path: Path) ->
 
 
 def test_torchs_own_fields_mean_what_they_mean_there() -> None:
-    """The static backend's rank orders nodes, the endpoint's port is the meeting's, and so on."""
+    """The static backend's rank orders nodes, its port is that of the rendezvous, and so on."""
     static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 1}, "master_port": 1}
     made = plan(nodes(**static, shutdown_timeout=7))
     assert (made.node_rank, made.master_port, made.workers_stop_timeout_s) == (1, None, 7)

@@ -140,7 +140,7 @@ def test_a_sweep_ends_what_forks_all_the_time():
     ) as forker:
         group = int(forker.stdout.readline())
         forker.wait(20.0)
-        assert sweep.sweep(run_id, (), spare=(), limit_s=30) == []
+        assert sweep.sweep(run_id, (), spared=(), limit_s=30) == []
         # End of file: no process holds the stream any more.
         assert forker.stdout.read() == b""
     assert procfs.pids_in_groups([group]) == []
@@ -157,7 +157,7 @@ def test_a_sweep_without_descriptors_left_goes_on(stray, monkeypatch):
         return held(pid)
 
     monkeypatch.setattr(sweep, "PidHandle", hold)
-    assert sweep.sweep(stray.run_id, (), spare=(), limit_s=30) == []
+    assert sweep.sweep(stray.run_id, (), spared=(), limit_s=30) == []
     assert stray.wait(timeout=150) == -signal.SIGKILL
 
 

@@ -172,7 +172,7 @@ def test_escalation():
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_second_process(alive):
-    """While the holder lives the newcomer is refused; a dead holder is replaced at once."""
+    """While its process lives another one is refused; a dead one is replaced at once."""
     state, effects = run(live(), (s.Joined(2, has_live_owner=alive), T0 + 1))
     if alive:
         assert (state.connection, kinds(effects)) == (1, [s.Refuse])

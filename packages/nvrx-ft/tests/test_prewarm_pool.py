@@ -17,25 +17,23 @@ from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
     Ended,
     EndPrewarm,
     Gone,
-    GoodStep,
+    Happened,
     Idle,
     Memory,
     Pool,
-    Prepare,
     PrewarmFailed,
     PrewarmReady,
-    RanksStarted,
-    RanksStarting,
     Refused,
     SlotState,
     Stale,
     StartPrewarm,
-    Tick,
     Wanted,
     step,
 )
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+PREPARE, TICK, RANKS_STARTING, RANKS_STARTED, GOOD_STEP = Happened
 
 EMPTY, WARMING, READY = SlotState.EMPTY, SlotState.WARMING, SlotState.READY
 ACTIVATED, FAILED = SlotState.ACTIVATED, SlotState.FAILED
@@ -54,13 +52,13 @@ def after(pool, *events, now=0.0):
 def running(slots=4, cores=4):
     """Return a pool whose first cycle was started at time 0 from standbys."""
     pool = Pool.of(slots, cores)
-    pool, _ = after(pool, Prepare(), RanksStarting(), *(Gone(s) for s in range(slots)))
-    return after(pool, RanksStarted(), *(Begun(s) for s in range(slots)))[0]
+    pool, _ = after(pool, PREPARE, RANKS_STARTING, *(Gone(s) for s in range(slots)))
+    return after(pool, RANKS_STARTED, *(Begun(s) for s in range(slots)))[0]
 
 
 def test_first_cycle_starts_all_at_once():
     """Before the first cycle all standbys are started together, whatever the cores."""
-    pool, effects = step(Pool.of(4, 2), Prepare(), 0.0)
+    pool, effects = step(Pool.of(4, 2), PREPARE, 0.0)
     assert effects == tuple(StartPrewarm(slot) for slot in range(4))
     assert pool.slots == (WARMING,) * 4
 
@@ -68,8 +66,8 @@ def test_first_cycle_starts_all_at_once():
 def test_fills_two_seconds_after_go_by_half_the_cores():
     """The next standbys are started two seconds after the ranks, half as many as cores at once."""
     pool = running(slots=4, cores=4)
-    assert step(pool, Tick(), 1.9)[1] == ()
-    pool, effects = step(pool, Tick(), 2.0)
+    assert step(pool, TICK, 1.9)[1] == ()
+    pool, effects = step(pool, TICK, 2.0)
     assert effects == (StartPrewarm(0), StartPrewarm(1))
     pool, effects = step(pool, PrewarmReady(0), 3.0)
     assert effects == (StartPrewarm(2),)
@@ -78,62 +76,59 @@ def test_fills_two_seconds_after_go_by_half_the_cores():
 
 def test_idle_processors_warm_up_more():
     """Processors that nothing else uses have standbys, too; one that warms up keeps its own."""
-    pool, effects = after(running(slots=4, cores=2), Idle(1.8), (Tick(), 2.0))
+    pool, effects = after(running(slots=4, cores=2), Idle(1.8), (TICK, 2.0))
     assert effects == [StartPrewarm(0), StartPrewarm(1)]
     pool, effects = after(pool, Idle(0.0), (PrewarmReady(0), 4.0))
     assert effects == [StartPrewarm(2)]
     pool, effects = after(pool, Idle(0.0), (PrewarmReady(1), 5.0))
     assert effects == [StartPrewarm(3)]
-    assert after(running(slots=4, cores=2), Idle(0.2), (Tick(), 2.0))[1] == [StartPrewarm(0)]
+    assert after(running(slots=4, cores=2), Idle(0.2), (TICK, 2.0))[1] == [StartPrewarm(0)]
 
 
 def test_idle_processors_warm_up_before_the_first_step():
     """Workers that have their imports behind them and wait for something else leave room."""
-    pool, effects = after(running(slots=4, cores=2), Idle(2.0), (Tick(), 1.0))
+    pool, effects = after(running(slots=4, cores=2), Idle(2.0), (TICK, 1.0))
     assert effects == [StartPrewarm(0), StartPrewarm(1)]
-    assert after(running(), Idle(0.2), (Tick(), 1.0))[1] == []
+    assert after(running(), Idle(0.2), (TICK, 1.0))[1] == []
     # What was idle before says nothing of workers that start now, nor of cold ones' imports.
-    assert after(pool, (RanksStarting(), 5.0), (RanksStarted(), 5.1))[1] == []
-    assert (
-        after(pool, (RanksStarting(), 5.0), (RanksStarted(), 5.1), Idle(2.0), (Tick(), 6.0))[1]
-        == []
-    )
+    assert after(pool, (RANKS_STARTING, 5.0), (RANKS_STARTED, 5.1))[1] == []
+    assert after(pool, (RANKS_STARTING, 5.0), (RANKS_STARTED, 5.1), Idle(2.0), (TICK, 6.0))[1] == []
 
 
 def test_one_core_still_fills():
     """On one core standbys are started one by one."""
-    assert step(running(4, 1), Tick(), 5.0)[1] == (StartPrewarm(0),)
+    assert step(running(4, 1), TICK, 5.0)[1] == (StartPrewarm(0),)
 
 
 def test_first_sign_of_a_step_starts_the_fill():
     """A heartbeat or closed section before the two seconds starts the fill."""
-    assert step(running(), GoodStep(), 0.5)[1] == (StartPrewarm(0), StartPrewarm(1))
+    assert step(running(), GOOD_STEP, 0.5)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 def test_never_while_ranks_start():
     """Between the start of the first and the last rank no standby is started."""
-    pool, effects = after(running(), RanksStarting(), (Tick(), 9.0), (GoodStep(), 10.0))
+    pool, effects = after(running(), RANKS_STARTING, (TICK, 9.0), (GOOD_STEP, 10.0))
     assert effects == []
-    assert after(pool, (RanksStarted(), 11.0))[1] == []
-    assert len(after(pool, (RanksStarted(), 11.0), (Tick(), 13.0))[1]) == 2
+    assert after(pool, (RANKS_STARTED, 11.0))[1] == []
+    assert len(after(pool, (RANKS_STARTED, 11.0), (TICK, 13.0))[1]) == 2
 
 
 def test_not_while_workers_import():
     """Workers that were told to go early keep the processors, until their first step is near."""
     pool = Pool.of(2, 4)
-    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
-    assert after(pool, (Tick(), 30.0), (Begun(0), 40.0), (Tick(), 90.0))[1] == []
-    pool, effects = after(pool, (Begun(0), 30.0), (Begun(1), 40.0), (Tick(), 99.0))
+    pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
+    assert after(pool, (TICK, 30.0), (Begun(0), 40.0), (TICK, 90.0))[1] == []
+    pool, effects = after(pool, (Begun(0), 30.0), (Begun(1), 40.0), (TICK, 99.0))
     assert effects == []
-    assert step(pool, GoodStep(), 50.0)[1] == (StartPrewarm(0), StartPrewarm(1))
-    assert step(pool, Tick(), 100.0)[1] == (StartPrewarm(0), StartPrewarm(1))
+    assert step(pool, GOOD_STEP, 50.0)[1] == (StartPrewarm(0), StartPrewarm(1))
+    assert step(pool, TICK, 100.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 def test_a_worker_that_ends_while_it_imports_makes_room():
     """While the node waits for the next cycle its slot is filled, and nothing counts as failed."""
     pool = Pool.of(1, 4)
-    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), RanksStarted())
-    assert after(pool, (Tick(), 5000.0))[1] == []
+    pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), RANKS_STARTED)
+    assert after(pool, (TICK, 5000.0))[1] == []
     pool, effects = after(pool, (Ended(0), 5000.0))
     assert effects == [StartPrewarm(0)]
     assert (pool.importing, pool.last_failure) == (frozenset(), None)
@@ -163,19 +158,19 @@ def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
 def test_workers_that_start_cold_are_left_alone_as_long():
     """After a fault before any standby was ready, cold workers import undisturbed."""
     pool = Pool.of(2, 4)
-    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
-    pool, _ = after(pool, (Begun(0), 4.0), (Begun(1), 4.0), (GoodStep(), 8.0))
+    pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
+    pool, _ = after(pool, (Begun(0), 4.0), (Begun(1), 4.0), (GOOD_STEP, 8.0))
     pool = dataclasses.replace(pool, slots=(ACTIVATED, ACTIVATED))
-    cold, effects = after(pool, (RanksStarting(), 9.0), (RanksStarted(), 9.0), (Tick(), 18.9))
+    cold, effects = after(pool, (RANKS_STARTING, 9.0), (RANKS_STARTED, 9.0), (TICK, 18.9))
     assert effects == []
-    assert len(step(cold, Tick(), 19.0)[1]) == 2
+    assert len(step(cold, TICK, 19.0)[1]) == 2
 
 
 def test_a_step_before_the_last_worker_begins():
     """When a rank works already, the fill waits for the last import and no longer."""
     pool = Pool.of(2, 4)
-    pool, _ = after(pool, Prepare(), RanksStarting(), Gone(0), Gone(1), RanksStarted())
-    pool, effects = after(pool, (Begun(0), 5.0), (GoodStep(), 6.0))
+    pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
+    pool, effects = after(pool, (Begun(0), 5.0), (GOOD_STEP, 6.0))
     assert effects == []
     assert step(pool, Begun(1), 9.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
@@ -215,20 +210,20 @@ def test_second_failure_within_a_minute_disables_until_a_good_step():
     """Two failures within a minute switch to cold starts, and a good step tries again."""
     pool = running()
     pool, effects = after(
-        pool, (Tick(), 2.0), (PrewarmFailed(0, "one"), 3.0), (PrewarmFailed(1, "two"), 50.0)
+        pool, (TICK, 2.0), (PrewarmFailed(0, "one"), 3.0), (PrewarmFailed(1, "two"), 50.0)
     )
     disabled = [effect for effect in effects if isinstance(effect, Disable)]
     assert len(disabled) == 1
     assert "two" in disabled[0].reason
     assert not any(state in (WARMING, READY) for state in pool.slots)
-    assert step(pool, Tick(), 500.0)[1] == ()
-    assert step(pool, GoodStep(), 500.0)[1] == (StartPrewarm(0), StartPrewarm(1))
+    assert step(pool, TICK, 500.0)[1] == ()
+    assert step(pool, GOOD_STEP, 500.0)[1] == (StartPrewarm(0), StartPrewarm(1))
 
 
 def test_failures_far_apart_do_not_disable():
     """A failure more than a minute after the last one only costs its slot."""
     pool, effects = after(
-        running(), (Tick(), 2.0), (PrewarmFailed(0, "one"), 3.0), (PrewarmFailed(1, "two"), 64.0)
+        running(), (TICK, 2.0), (PrewarmFailed(0, "one"), 3.0), (PrewarmFailed(1, "two"), 64.0)
     )
     assert pool.disabled is None
     assert not [effect for effect in effects if isinstance(effect, Disable)]
@@ -236,32 +231,32 @@ def test_failures_far_apart_do_not_disable():
 
 def test_too_little_memory_disables():
     """With less free memory than twice the missing standbys nothing is started."""
-    need = 2 * 4 * pools.EXPECTED_STANDBY_BYTES
-    _, effects = after(running(), Memory(need - 1), (Tick(), 5.0))
+    need = 2 * 4 * pools.EXPECTED_PREWARMED_BYTES
+    _, effects = after(running(), Memory(need - 1), (TICK, 5.0))
     assert [type(effect) for effect in effects] == [Disable]
-    _, effects = after(running(), Memory(need), (Tick(), 5.0))
+    _, effects = after(running(), Memory(need), (TICK, 5.0))
     assert [type(effect) for effect in effects] == [StartPrewarm] * 2
 
 
 def test_known_size_replaces_the_estimate():
     """What a standby says it takes is what the next check counts with."""
-    pool, _ = after(running(), (Tick(), 2.0), (PrewarmReady(0, 1000), 3.0), (Gone(0), 4.0))
+    pool, _ = after(running(), (TICK, 2.0), (PrewarmReady(0, 1000), 3.0), (Gone(0), 4.0))
     assert pool.prewarmed_bytes == 1000
-    assert after(pool, Memory(1 << 20), (Tick(), 9.0))[0].disabled is None
+    assert after(pool, Memory(1 << 20), (TICK, 9.0))[0].disabled is None
 
 
 def test_refused_command_is_never_tried_again():
     """A command that cannot start warm is left alone for good."""
-    pool, _ = after(running(), Refused("--no-python"), (GoodStep(), 5.0), (Wanted(True), 6.0))
-    assert step(pool, Tick(), 100.0)[1] == ()
+    pool, _ = after(running(), Refused("--no-python"), (GOOD_STEP, 5.0), (Wanted(True), 6.0))
+    assert step(pool, TICK, 100.0)[1] == ()
 
 
 EVENTS = (
-    Prepare(),
-    Tick(),
-    RanksStarting(),
-    RanksStarted(),
-    GoodStep(),
+    PREPARE,
+    TICK,
+    RANKS_STARTING,
+    RANKS_STARTED,
+    GOOD_STEP,
     Wanted(True),
     Wanted(False),
     Memory(1 << 40),
@@ -301,15 +296,15 @@ def test_random_walks_keep_the_rules(seed):
                 assert pool.disabled is None
                 assert pool.wanted
                 assert not pool.ranks_starting
-                assert not pool.importing or isinstance(event, Prepare)
+                assert not pool.importing or event is PREPARE
                 alive.add(effect.slot)
             elif isinstance(effect, EndPrewarm):
                 assert effect.slot in alive
                 alive.discard(effect.slot)
         warming = sum(state is WARMING for state in pool.slots)
-        prepared = prepared or isinstance(event, Prepare)
+        prepared = prepared or event is PREPARE
         started = any(isinstance(effect, StartPrewarm) for effect in effects)
-        if started and not isinstance(event, Prepare):
+        if started and event is not PREPARE:
             assert warming <= max(
                 pool.width, pool.idle_width, sum(s is WARMING for s in before.slots)
             )

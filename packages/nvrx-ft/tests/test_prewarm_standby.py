@@ -199,7 +199,7 @@ def test_dies_with_the_launcher(tmp_path):
     os.close(writer)
     with child, os.fdopen(reader) as output:
         pid = int(output.readline())
-        # The pipe ends when its last holder, the standby, has gone.
+        # The pipe ends when the last process that has it, the standby, has gone.
         assert select.select([output], [], [], 20.0)[0]
         assert output.read() == ""
     try:

@@ -4,7 +4,7 @@
 import dataclasses
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, summary
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -60,12 +60,12 @@ def node(name):
 
 def decide(names, failures, **placement):
     sizes = {"min_nodes": 2, "max_nodes": 4, **placement}
-    rules = host.CoordinatorRules(
+    rules = coordinator.CoordinatorRules(
         PlacementRules(**sizes), Budget(9, None), 5.0, RULES, last_call_s=0.0
     )
-    memory = host.Memory(failures=failures)
-    view = host.View(Entry(1, Phase.OPEN, 3), tuple(node(name) for name in names))
-    return host.decide(rules, memory, view, 50.0)
+    memory = coordinator.Memory(failures=failures)
+    view = coordinator.View(Entry(1, Phase.OPEN, 3), tuple(node(name) for name in names))
+    return coordinator.decide(rules, memory, view, 50.0)
 
 
 def names_of(decision):
@@ -107,7 +107,7 @@ def test_the_rules_travel_to_a_control_plane():
         settings_of,
     )
 
-    rules = host.CoordinatorRules(
+    rules = coordinator.CoordinatorRules(
         PlacementRules(2, 3), Budget(9, None), 5.0, blame=BlameRules(7, 60.0)
     )
     assert rules_from_settings(settings_of(rules, "any-failed", "barrier")) == rules

@@ -12,15 +12,14 @@ import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host, host_loop, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import (
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, coordinator_loop, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import (
     AskRanks,
     Close,
     CoordinatorRules,
     Decision,
     End,
     EvaluateHang,
-    Member,
     Memory,
     Open,
     View,
@@ -71,11 +70,6 @@ def state(index: int, what: WorkerState) -> NodeMessage:
     return NodeMessage(Kind.STATE, name(index), state=what, cause=cause)
 
 
-def member(index: int) -> Member:
-    """Return a node that had a place in the last round."""
-    return Member(dataclasses.replace(host.candidate_of(arrival(index))), f"node{index}")
-
-
 def quiet(**seconds: float) -> Mapping[str, float]:
     """Return how long nodes have been quiet: `n1=100.0` is node number 1."""
     return {name(int(key[1:])): value for key, value in seconds.items()}
@@ -88,7 +82,7 @@ def ask(
     return decide(by, memory, View(entry=entry, messages=messages, **view), NOW)
 
 
-THREE = Memory(active=tuple(member(index) for index in range(3)))
+THREE = Memory(active=tuple(arrival(index) for index in range(3)))
 ALIVE = quiet(n0=0.1, n1=0.1, n2=0.1)
 
 
@@ -96,7 +90,7 @@ ALIVE = quiet(n0=0.1, n1=0.1, n2=0.1)
 
 BROKE = Cause("hang_section", "x", detail={"limit_words": "rank 0 was in section 'step' for 2 s"})
 ASKED = dataclasses.replace(CLOSED, hang=HangStage.ASKED, world_size=3)
-SOON, LATE = host.HANG_ANSWERS_S / 2, 2 * host.HANG_ANSWERS_S
+SOON, LATE = coordinator.HANG_ANSWERS_S / 2, 2 * coordinator.HANG_ANSWERS_S
 
 
 def hung(index: int, activity: Activity, cause: Cause | None = None) -> NodeMessage:
@@ -157,7 +151,7 @@ def test_too_few_nodes_are_waited_for_with_the_reason() -> None:
     decision = ask(rules(3), Memory(), OPEN, *came(0, 1))
     assert isinstance(decision, Wait)
     assert "needed: 3" in decision.why
-    assert decision.until <= NOW + host.LOOK_AGAIN_S
+    assert decision.until <= NOW + coordinator.LOOK_AGAIN_S
 
 
 def test_the_first_round_closes_with_the_last_needed_node() -> None:
@@ -213,7 +207,7 @@ def test_who_said_that_it_goes_is_not_waited_for(kind: Kind) -> None:
     by = rules(3, most=4)
     message = NodeMessage(kind, name(2), cause=CAUSE)
     assert isinstance(ask(by, THREE, REOPENED, *came(0, 1, 3), message, quiet_s=ALIVE), Close)
-    carried = host.carried_over(THREE, (message,))
+    carried = coordinator.carried_over(THREE, (message,))
     assert isinstance(ask(by, carried, REOPENED, *came(0, 1, 3), quiet_s=ALIVE), Close)
 
 
@@ -242,7 +236,7 @@ def test_more_unhealthy_nodes_than_may_be_missing_end_the_job(unhealthy: int, en
 
 def test_unhealthy_nodes_of_earlier_rounds_count() -> None:
     """The count is the job's, also for nodes that said so while others trained."""
-    memory = host.carried_over(THREE, (NodeMessage(Kind.UNHEALTHY, name(7)),))
+    memory = coordinator.carried_over(THREE, (NodeMessage(Kind.UNHEALTHY, name(7)),))
     last = NodeMessage(Kind.UNHEALTHY, name(8))
     assert isinstance(ask(rules(3, most=4), memory, REOPENED, *came(0, 1, 2)), Close)
     assert isinstance(ask(rules(3, most=4), memory, REOPENED, *came(0, 1, 2), last), End)
@@ -433,7 +427,7 @@ def test_the_store_does_not_grow_with_the_rounds(
     served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 500 rounds the store holds as many keys as after 50."""
-    monkeypatch.setattr(host_loop, "_keep_decisions_s", lambda _: 0.0)
+    monkeypatch.setattr(coordinator_loop, "_keep_decisions_s", lambda _: 0.0)
     counts = {}
     with hosted(served, rules(2, lease_s=60.0)):
         nodes = crew(2)
@@ -441,7 +435,7 @@ def test_the_store_does_not_grow_with_the_rounds(
             nodes.arrive()
             for index in range(2):
                 assert isinstance(nodes.follow(index), Placed)
-            counts[round_] = nodes.stores[0]._client.num_keys()
+            counts[round_] = served._server.num_keys()
             nodes.sessions[round_ % 2].open_next(round_, CAUSE)
             for index in range(2):
                 nodes.follow(index)
@@ -452,7 +446,7 @@ def test_a_node_that_dies_before_it_is_counted_delays_a_round_by_a_second(
     served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message without a count wakes nobody, and is found at the next look."""
-    monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.1)
+    monkeypatch.setattr(coordinator, "LOOK_AGAIN_S", 0.1)
     with hosted(served, rules(2)):
         nodes = crew(2)
         nodes.sessions[0].arrive(arrival(0))
@@ -596,9 +590,9 @@ def test_a_node_lost_while_a_round_is_open_stays_lost(
     served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long a round stays open, a dead node that had arrived is never alive again."""
-    monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(coordinator, "LOOK_AGAIN_S", 0.05)
     by = rules(2, lease_s=0.1)
-    expiry_s = host.expiry_s(by)
+    expiry_s = coordinator.expiry_s(by)
     with hosted(served, by) as running:
         nodes = crew(2)
         nodes.sessions[0].arrive(arrival(0))
@@ -662,7 +656,7 @@ def test_messages_of_a_round_gone_by_change_nothing(
         assert last.reason == "graceful"
         for session in nodes.sessions:
             session.take(last)
-            session.tell(Kind.GOODBYE)
+            session.send(Kind.GOODBYE)
     assert running.entry.phase is Phase.OVER
 
 
@@ -670,7 +664,7 @@ def test_who_fails_to_say_how_often_it_succeeded_still_counts(
     served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that dies after its message of success, before the count, does not hold up the end."""
-    monkeypatch.setattr(host, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(coordinator, "LOOK_AGAIN_S", 0.05)
     with hosted(served, rules(1)):
         nodes = crew(1)
         nodes.arrive()
@@ -681,7 +675,7 @@ def test_who_fails_to_say_how_often_it_succeeded_still_counts(
         assert last is not None
         assert last.reason == "graceful"
         nodes.sessions[0].take(last)
-        nodes.sessions[0].tell(Kind.GOODBYE)
+        nodes.sessions[0].send(Kind.GOODBYE)
 
 
 def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
@@ -703,7 +697,7 @@ def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
         over = nodes.follow(1)
         assert over.entry.reason == "failure"
         for session in nodes.sessions:
-            session.tell(Kind.GOODBYE)
+            session.send(Kind.GOODBYE)
 
 
 # Hosts that attribution names ------------------------------------------------------------------
@@ -762,7 +756,7 @@ def test_names_that_come_while_a_round_is_open_count_in_it(
 ) -> None:
     """The host reads them at each decision, and reports the node once."""
     named, reported = Denylist(), []
-    served_host = host_loop.Coordinator(
+    served_host = coordinator_loop.Coordinator(
         served.connect(),
         rules(1, most=2),
         me="host",

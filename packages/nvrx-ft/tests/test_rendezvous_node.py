@@ -31,11 +31,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SessionEvent,
     SpareNode,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import LeaseExpiredError, NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +126,7 @@ def test_news_of_a_job_come_in_order(served: Served, beside: Callable[..., Besid
         nodes[1].threads.submit(lambda session: session.end("graceful", None))
         assert isinstance(nodes[0].next(), Over)
         for one in nodes:
-            one.threads.submit(lambda session: session.tell(Kind.GOODBYE))
+            one.threads.submit(lambda session: session.send(Kind.GOODBYE))
 
 
 @pytest.mark.parametrize(
@@ -514,7 +515,7 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         nodes[1].join(1)
         assert isinstance(nodes[1].next(), SpareNode)
         leaves = Kind.LEFT
-        nodes[0].threads.submit(lambda session: session.tell(leaves, cause=CAUSE))
+        nodes[0].threads.submit(lambda session: session.send(leaves, cause=CAUSE))
         while not isinstance(nodes[1].next(), Opened):
             pass
         nodes[1].join(1)

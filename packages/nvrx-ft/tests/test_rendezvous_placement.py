@@ -11,22 +11,23 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-    Candidate,
     NotEnough,
     Placement,
     PlacementError,
     PlacementRules,
+    check_texts,
     place,
     summary,
     validate,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 
 SEEDS = range(20)
 DRAWS = 15
 
 
 def node(name, infra_rank=-1, **fields):
-    return Candidate(node=f"{name}_100_0", addr=name, infra_rank=infra_rank, **fields)
+    return Arrival(node=f"{name}_100_0", addr=name, infra_rank=infra_rank, **fields)
 
 
 def rules(min_nodes, max_nodes=None, **fields):
@@ -62,7 +63,7 @@ def random_job(draw, *, has_infra_ranks):
     count = max(0, min_nodes + draw.randint(-2, 12))
     infra_ranks = draw.sample(range(4 * count + 1), count)
     candidates = [
-        Candidate(
+        Arrival(
             node=f"n{draw.randint(1, 30)}_x_{index}_{draw.randint(0, 2)}",
             addr=f"10.0.0.{index}",
             infra_rank=infra_ranks[index] if has_infra_ranks else -1,
@@ -140,7 +141,7 @@ def test_infra_ranks_may_be_switched_off():
 def test_identities_are_ordered_by_address_then_numbers():
     """`a_9_0` comes before `a_10_0`, and an address may contain underscores."""
     texts = ["a_b_1_0", "a_10_1", "a_10_0", "a_9_3", "b_1_0"]
-    nodes = [Candidate(node=text, addr=text) for text in texts]
+    nodes = [Arrival(node=text, addr=text) for text in texts]
     placement = closed(place(nodes, rules(5)))
     assert [one.node for one in placement.active] == [
         "a_9_3",
@@ -264,8 +265,8 @@ def test_survivors_of_a_replaced_task_are_no_error():
     """An excluded node may share its infrastructure rank and address with the one after it."""
     nodes = [
         node("n9", 1, group="0"),
-        Candidate("n2_1_0", "n2", 2, group="1"),
-        Candidate("n2_2_0", "n2", 2, group="2"),
+        Arrival("n2_1_0", "n2", infra_rank=2, group="1"),
+        Arrival("n2_2_0", "n2", infra_rank=2, group="2"),
         node("n3", 3, group="2"),
     ]
     placement = closed(place(nodes, rules(2, 4, group_size=2)))
@@ -333,7 +334,7 @@ def test_reason_why_a_round_cannot_close(nodes, wanted, unhealthy, reason):
             ("b_100_0", "c_100_0"),
         ),
         (
-            [Candidate("a_1_0", "a", 1), Candidate("a_2_0", "a", 2)],
+            [Arrival("a_1_0", "a", infra_rank=1), Arrival("a_2_0", "a", infra_rank=2)],
             rules(2),
             "several launchers run on a: a_1_0, a_2_0: start one per node",
             ("a_1_0", "a_2_0"),
@@ -378,7 +379,7 @@ def test_an_error_about_many_nodes_is_short():
 
 def test_several_launchers_on_a_node_where_that_is_allowed():
     """Without `one_launcher_per_addr` one address may train twice."""
-    nodes = [Candidate("a_10_0", "a"), Candidate("a_9_0", "a")]
+    nodes = [Arrival("a_10_0", "a"), Arrival("a_9_0", "a")]
     placement = closed(place(nodes, rules(2, one_launcher_per_addr=False)))
     assert [one.node for one in placement.active] == ["a_9_0", "a_10_0"]
 
@@ -403,9 +404,9 @@ def test_several_launchers_on_a_node_where_that_is_allowed():
     ],
 )
 def test_texts_of_strangers(fields):
-    """What would spoil the order or a log is refused when the candidate is made."""
+    """What would spoil the order or a log is refused."""
     with pytest.raises(ValueError, match=r"no identity|too long or not printable"):
-        Candidate(**{"node": "a_1_0", "addr": "a", **fields})
+        check_texts(Arrival(**{"node": "a_1_0", "addr": "a", **fields}))
 
 
 def test_an_identity_is_its_text():
@@ -504,7 +505,7 @@ def follow_rounds(draw, *, has_infra_ranks):
         if not all(one.infra_rank >= 0 for one in (*result.active, *result.standby)):
             check_survivors(result, wanted)
         newcomers = [
-            Candidate(
+            Arrival(
                 node=f"n{draw.randint(1, 30)}_x_{1000 * (round_number + 1) + index}_0",
                 addr=f"10.{round_number + 1}.0.{index}",
                 infra_rank=1000 * (round_number + 1) + index if has_infra_ranks else -1,

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,14 +17,17 @@ import pytest
 from rendezvous_store import Served, arrival, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as restarts_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    Coordinator,
+    RoundFollower,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, resume_state_from
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement, PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
     Entry,
     HostReputation,
     Kind,
@@ -46,9 +49,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SessionEvent,
     SpareNode,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 DEADLINE_S = 60.0
 GOES = Cause("preempted", "host node0 must go", host="node0")
@@ -94,13 +98,14 @@ class Followed(RoundFollower):
     def __init__(self) -> None:
         self.notified: list[Any] = []
 
-    def closed(self, entry: Entry, placement: Any, hosts: Mapping[str, str]) -> None:  # noqa: ARG002
+    def closed(self, entry: Entry, placement: Placement) -> None:
         """Record it."""
-        self.notified.append(("closed", entry.round, sorted(hosts.values())))
+        nodes = (*placement.active, *placement.standby, *placement.excluded)
+        self.notified.append(("closed", entry.round, sorted(node.host for node in nodes)))
 
-    def goes_on(self, entry: Entry, members: Any) -> None:
+    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
         """Record it."""
-        self.notified.append(("goes on", entry.round, [member.host for member in members]))
+        self.notified.append(("goes on", entry.round, [node.host for node in active]))
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Record it."""
@@ -245,7 +250,7 @@ class Node:
 
     def tell(self, kind: Kind, **fields: Any) -> None:
         """Leave a message."""
-        self._session.tell(kind, **fields)
+        self._session.send(kind, **fields)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -401,7 +406,7 @@ def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
         assert entry.round == 1
         assert [type(one) for one in new.catch_up(entry)] == [SpareNode]
         lines, _ = plane.served.connect().lines(keys.messages(1), 0)
-        assert any(name(3) in line and '"arrived"' in line for line in lines)
+        assert any(name(3) in line and '"ARRIVED"' in line for line in lines)
 
 
 def test_a_round_after_a_restart_waits_for_the_spare_that_is_known() -> None:
@@ -512,7 +517,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert spare.resume(plane) is None, "it was one before"
         lines, _ = plane.served.connect().lines(keys.messages(0), 0)
-        assert any(name(2) in line and '"arrived"' in line for line in lines)
+        assert any(name(2) in line and '"ARRIVED"' in line for line in lines)
 
 
 def test_a_round_that_ended_while_nobody_served_is_said_to_have_ended() -> None:
@@ -654,7 +659,7 @@ def test_a_node_that_left_and_comes_again_is_there() -> None:
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         there = {name(2)}
-        plane.wait_until(lambda: host_module.arrived(tuple(plane.host._messages)).keys() == there)
+        plane.wait_until(lambda: coordinator.arrived(tuple(plane.host._messages)).keys() == there)
 
 
 def test_who_left_after_it_told_the_host_is_no_spare() -> None:
@@ -801,11 +806,11 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         plane = control.restart()
         may_connect.set()
         plane.wait_until(lambda: resume_state_from(tuple(plane.host._messages)) is not None)
-        threads.submit_last_words(lambda session: session.tell(Kind.LEFT, cause=GOES))
+        threads.submit_last_words(lambda session: session.send(Kind.LEFT, cause=GOES))
         threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)
         plane.wait_until(lambda: bool(plane.host._memory.active))
         known = tuple(plane.host._messages)
-        assert host_module.nodes_gone(known) == {name(2)}
-        assert host_module.arrived(known) == {}
+        assert coordinator.nodes_gone(known) == {name(2)}
+        assert coordinator.arrived(known) == {}

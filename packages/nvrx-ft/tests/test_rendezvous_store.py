@@ -21,8 +21,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_VALUE_BYTES,
     ForeignValueError,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils import store_sockets
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +147,7 @@ def test_multi_get_waits_for_a_missing_key(served: Served) -> None:
     client = served.raw()
     client.set("there", "1")
     client.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(WaitExpiredError):
         client.multi_get(["there", "missing"])
 
 
@@ -327,6 +328,21 @@ def test_a_wait_ends_in_time(served: Served, timeout_s: float) -> None:
     assert one.wait_for("k", timeout_s) == "v"
 
 
+def test_a_prefix_store_is_looked_at_without_waits_that_torch_warns_of(
+    served: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A short wait through a caller's PrefixStore ends in time, sees the key, prints nothing."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    torchs = TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+    one = JobStore(PrefixStore("their", torchs), PREFIX, SECRET).another()
+    assert one.wait_until_set("k", 0.1) is False
+    one.put("k", "v")
+    assert one.wait_until_set("k", SOON_S) is True
+    assert not served.connect().has("k")
+    assert not capfd.readouterr().err
+
+
 def test_a_timeout_of_the_network_is_not_the_end_of_the_wait(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +414,7 @@ def test_what_listens_and_is_no_store_is_said_so() -> None:
     """A program that accepts and says nothing does not hold a launcher up for good."""
     listener = endpoint.claim("127.0.0.1", 0, None)
     assert listener is not None
-    with listener, pytest.raises(StoreLostError, match=r"not answer as a store|timed out after"):
+    with listener, pytest.raises(StoreLostError, match="no store answers at 127"):
         store.connect("127.0.0.1", listener.getsockname()[1], PREFIX, SECRET, 1.0, 0.2)
 
 
@@ -442,10 +458,9 @@ def test_connections_leave_no_descriptors(served: Served) -> None:
         served._made.pop()
 
 
-def test_the_socket_of_a_connection_is_found_among_others(served: Served) -> None:
-    """Each connection cuts its own socket, though all go to one port."""
+def test_each_connection_is_cut_alone(served: Served) -> None:
+    """The others go on, though all go to one port."""
     made = [served.connect() for _ in range(5)]
-    assert all(one._link is not None and one._link._descriptor >= 0 for one in made)
     for index, one in enumerate(made):
         one.cut()
         with pytest.raises(StoreLostError):
@@ -456,11 +471,9 @@ def test_the_socket_of_a_connection_is_found_among_others(served: Served) -> Non
 
 def test_a_connection_is_watched_over(served: Served) -> None:
     """The kernel asks an idle connection for signs of life, and bounds its silence."""
-    link = served.connect()._link
-    assert link is not None
-    with socket.socket(fileno=os.dup(link._descriptor)) as sock:
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        limit_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    sock = served.connect()._client._sock
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    limit_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert 0 < limit_ms <= store_sockets.SILENT_S * 1000
 
 
@@ -482,12 +495,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import store
 try:
     store._connect_client("127.0.0.1", int(sys.argv[1]), 0.5)
 except store.StoreLostError as error:
-    print("lost:", error)
+    print("lost:", error, *({"torch"} & sys.modules.keys()))
 """
 
 
 def test_a_program_that_is_no_store_is_told_of_in_one_line():
-    """What takes connections and says nothing leaves none of torch's C++ frames in the log."""
+    """What takes connections and says nothing costs one line, and no import of torch."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         done = subprocess.run(
             [sys.executable, "-c", CONNECTING, str(mute.getsockname()[1])],
@@ -498,4 +511,4 @@ def test_a_program_that_is_no_store_is_told_of_in_one_line():
             check=False,
         )
     assert done.stdout.startswith("lost: "), done.stderr
-    assert "frame #" not in done.stderr
+    assert "torch" not in done.stdout

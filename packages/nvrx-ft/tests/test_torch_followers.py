@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -12,21 +13,38 @@ from typing import Any
 import pytest
 from attribution_service import LIMIT_S, STOP, AttributionService, attribution_service
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate, Placement
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
-from nvidia_resiliency_ext.fault_tolerance._torch.followers import (
-    CycleFollowers,
-    FollowerSettings,
-    follower_settings,
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    CoordinatorContext,
+    CoordinatorServices,
+    ServicesPlan,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
+from nvidia_resiliency_ext.fault_tolerance._torch.followers import follower_plan
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 
-def node(index: int) -> Candidate:
+def node(index: int) -> Arrival:
     """Return a node."""
-    return Candidate(node=f"h{index}_1_0", addr=f"host{index}", infra_rank=index)
+    return Arrival(f"h{index}_1_0", f"host{index}", f"a{index}", infra_rank=index)
 
 
 PLACED = Placement(active=(node(0), node(1)), standby=(node(2),), excluded=())
+
+
+@contextlib.contextmanager
+def services(**conf: Any) -> Iterator[tuple[CoordinatorServices, list[str]]]:
+    """Run what a rendezvous configuration asks for, as the handler does; also give its STOPs."""
+    stops: list[str] = []
+    context = CoordinatorContext("", "n", "")
+    made = CoordinatorServices(
+        follower_plan(conf), {}, context, None, SystemClock(), is_shared=True
+    )
+    made.follow_attribution(stops.append, lambda *_: None)
+    try:
+        yield made, stops
+    finally:
+        made.close()
 
 
 def closed(round_: int) -> Entry:
@@ -44,50 +62,45 @@ def service() -> Iterator[AttributionService]:
 
 def test_files_about_cycles_are_written_and_finished(tmp_path: Path) -> None:
     """Each closed round has a file with its nodes; the end of it is written, too."""
-    followers = CycleFollowers(FollowerSettings(cycle_info_dir=str(tmp_path)), "n")
-    followers.closed(closed(0), PLACED, {f"h{i}_1_0": f"a{i}" for i in range(3)})
-    # The store host may be a spare that sees rounds close only.
-    followers.closed(closed(1), PLACED, {})
-    followers.end_cycle_info()
-    followers.end_cycle_info()
-    first, second = (json.loads((tmp_path / f"cycle_info..0.{i}").read_text()) for i in range(2))
+    with services(cycle_info_dir=str(tmp_path)) as (made, _):
+        made.closed(closed(0), PLACED)
+        # The store host may be a spare that sees rounds close only.
+        made.closed(closed(1), PLACED)
+        made.end_cycle_info()
+        made.end_cycle_info()
+        first, second = (json.loads((tmp_path / f"cycle_info..0.{i}").read_text()) for i in (0, 1))
     assert (first["active_nodes"], first["standby_nodes"]) == ("a[0-1]", "a2")
     assert first["cycle_end_time"]
     assert second["active_ranks"] == "0-1"
-    followers.close()
 
 
 @pytest.mark.parametrize("enforces", [True, False])
 def test_stop_is_known_where_it_is_to_be_obeyed(
-    service: AttributionService, enforces: bool
+    service: AttributionService, enforces: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The logs of cycles go to the service; its STOP is asked for, and is a look at memory."""
-    conf = {
-        "attribution_endpoint": service.url,
-        "attribution_enforce_stop": enforces,
-        "cycle_log_prefix": "/l/job.log",
-    }
-    followers = CycleFollowers(follower_settings(conf), "n")
-    followers.closed(closed(4), PLACED, {})
-    followers.ended()
-    followers.ended()
-    deadline = time.monotonic() + LIMIT_S
-    assert followers._service is not None
-    while not followers._service.stop_verdict_observed():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert followers.stop_requested is enforces
+    """The logs of cycles go to the service; its STOP is reported where that was asked for."""
+    with services(
+        attribution_endpoint=service.url,
+        attribution_enforce_stop=enforces,
+        cycle_log_prefix="/l/job.log",
+    ) as (made, stops):
+        made.closed(closed(4), PLACED)
+        made.ended(4)
+        made.ended(4)
+        deadline = time.monotonic() + LIMIT_S
+        while "STOP" not in caplog.text or (enforces and not stops):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert bool(stops) is enforces
     assert service.posts[-1] == ("terminal", "/l/job_cycle4.log")
-    followers.close()
 
 
 def test_nothing_asked_for_is_nothing() -> None:
     """Without parameters there is nobody to tell, and no STOP."""
-    assert follower_settings({}) == FollowerSettings()
-    followers = CycleFollowers(FollowerSettings(), "n")
-    followers.closed(closed(0), PLACED, {})
-    assert not followers.stop_requested
-    followers.close()
+    assert follower_plan({}) == ServicesPlan()
+    with services() as (made, stops):
+        made.closed(closed(0), PLACED)
+    assert not stops
 
 
 @pytest.mark.parametrize(
@@ -101,4 +114,4 @@ def test_nothing_asked_for_is_nothing() -> None:
 def test_parameters_that_cannot_be_are_refused(conf: dict[str, Any], why: str) -> None:
     """As the command line refuses them."""
     with pytest.raises(ValueError, match=why):
-        follower_settings(conf)
+        follower_plan(conf)

@@ -28,15 +28,11 @@ from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
 )
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import (
-    Endpoint,
-    ForeignValueError,
-    StoreLostError,
-    iteration_keys,
-)
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 # torch asks for the name of each peer; here nobody may answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -67,8 +67,13 @@ def summaries(count: int, kind: str, slower: float, length: int = 180) -> dict[s
 
 
 def two_ranks(kernels: int) -> None:
-    """Run this rank's part and print, on rank 0, the first report and the median of others."""
+    """Run this rank's part and print, on rank 0, the first report and the median of others.
+
+    Reports of a generator use the group that is there; the first one of a detector with sections
+    only also has the ranks meet and makes their own group.
+    """
     dist.init_process_group("gloo")
+    from nvidia_resiliency_ext.attribution.straggler import Detector
     from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator
 
     rank = dist.get_rank()
@@ -82,7 +87,19 @@ def two_ranks(kernels: int) -> None:
             with taken:
                 generator.generate_report(sections, table)
             dist.barrier()
+    met = Times()
+    for _ in range(REPEATS):
+        Detector.initialize(cuda_profiling="off", control=False)
+        for number in range(SECTIONS):
+            with Detector.detection_section(f"section{number}"):
+                pass
+        dist.barrier()
+        with met:
+            Detector.generate_report()
+        dist.barrier()
+        Detector.shutdown()
     if rank == 0:
+        met.show("two_ranks_meet_ms", slice(1, None), sections=SECTIONS)
         # The very first one also opens connections of gloo.
         first.show("two_ranks_very_first_ms", slice(0, 1), kernels=kernels)
         first.show("two_ranks_first_ms", slice(1, None), kernels=kernels)

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves no detector behind, whatever a test does."""
 
+import os
+
 import leftovers
 import pytest
 
 from nvidia_resiliency_ext.attribution.straggler import Detector
+
+# torch asks for the name of each store and client; where an answer is lost the C library waits for
+# 5 s and asks again. It reads this at its first question; ranks and commands inherit it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 _leaves_nothing_behind = leftovers.guard(leftovers.threads, leftovers.run_directories)
 

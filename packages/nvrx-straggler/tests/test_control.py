@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -336,6 +337,13 @@ def test_a_store_that_is_none_is_one_line(tmp_path, listens, message):
     assert result.stderr.count("\n") == 1
 
 
+def test_a_name_server_that_is_silent_does_not_hold_up_a_command(store, monkeypatch):
+    """Before a command connects to a store, it bounds how long it waits for the store's name."""
+    monkeypatch.delenv("RES_OPTIONS")
+    assert main(["status", "--store", f"127.0.0.1:{store.port}"]) == 0
+    assert os.environ["RES_OPTIONS"] == "timeout:1 attempts:2"
+
+
 def test_a_store_without_a_detector_is_named(store, capsys):
     """Where rank 0 takes no requests, the error names what rank 0 needs."""
     Detector.shutdown()
@@ -358,7 +366,6 @@ def test_a_store_that_stands_still_does_not_hold_up_the_end(tmp_path, monkeypatc
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("of the job")
-    monkeypatch.setattr(store_control, "_CLOSE_TIMEOUT_S", 1.0)
     served = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
     try:
         port = int(served.stdout.readline())
@@ -368,6 +375,8 @@ def test_a_store_that_stands_still_does_not_hold_up_the_end(tmp_path, monkeypatc
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         client.wait([store_control._CHALLENGE])
         served.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(store_control, "_CLOSE_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(store_control, "_STORE_TIMEOUT", timedelta(seconds=1))
         DeadlineCaller().run("close", server.close, 60.0)
     finally:
         served.kill()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions for a worker process: openers that fail, and saves that end badly."""
 
+import errno
 import io
 import os
 import signal
@@ -57,6 +58,17 @@ class SlowFile(io.FileIO):
             wait_for_file(self._go)
         self._pieces += 1
         return super().write(data)
+
+
+def open_late(go, path, mode):
+    """Open a file when another one is there."""
+    wait_for_file(go)
+    return open(path, mode)
+
+
+def no_quota(path, _mode):
+    """Raise what a file system says to a user who has used up the quota."""
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), path)
 
 
 def slow_open(go, path, _mode):

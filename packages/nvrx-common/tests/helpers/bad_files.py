@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that the kernel itself lets nobody write: there is no room, or writing hangs."""
+"""Files that the kernel itself lets nobody write: there is no space, or writing hangs."""
 
 from __future__ import annotations
 

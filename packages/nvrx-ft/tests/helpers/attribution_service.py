@@ -13,6 +13,7 @@ from typing import Any
 
 LIMIT_S = 60.0
 NOBODY = "http://127.0.0.1:1"
+_HUGE_BYTES = 200 << 20
 STOP = {"action": "STOP", "reason": "the data set is empty"}
 
 
@@ -21,7 +22,9 @@ class AttributionService:
 
     Attributes:
         answer: What it says when it is asked for the result.
-        mode: `well`, `hangs` (no answer), `garbage` (no JSON), `fails` (status 500).
+        mode: `well`, `slow` (after 1.5 s), `hangs` (no answer), `garbage` (no JSON), `types` (JSON
+            of wrong types), `huge` (200 MB), `dies` (ends in the middle), `redirects`, `fails`
+            (status 500).
         posts: What was submitted: intent and path of each log.
         bodies: The same with everything else that was said.
         url: Where it is.
@@ -69,10 +72,12 @@ class AttributionService:
 
     def reply(self, value: dict[str, Any]) -> tuple[int, bytes]:
         """Return status and bytes of an answer, as the mode says."""
-        if self.mode == "hangs":
-            self._released.wait(60.0)
+        if self.mode in {"hangs", "slow"}:
+            self._released.wait(60.0 if self.mode == "hangs" else 1.5)
+        if self.mode == "types":
+            value = {"status": ["completed"], "recommendation": {"action": 7}, "attribution": []}
         data = b"\xff{not json" if self.mode == "garbage" else json.dumps(value).encode()
-        return 500 if self.mode == "fails" else 200, data
+        return {"fails": 500, "redirects": 307}.get(self.mode, 200), data
 
     def close(self) -> None:
         """End it, and whoever waits for an answer."""
@@ -99,9 +104,15 @@ def _handler_of(service: AttributionService) -> type[http.server.BaseHTTPRequest
             # Whoever asked may have given up.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                is_cut, is_huge = service.mode == "dies", service.mode == "huge"
+                length = _HUGE_BYTES if is_huge else len(data) + is_cut
+                self.send_header("Content-Length", str(length))
+                self.send_header("Location", service.url)
                 self.end_headers()
+                for _ in range(length >> 20 if is_huge else 0):
+                    self.wfile.write(b" " * (1 << 20))
                 self.wfile.write(data)
+                self.close_connection = is_cut
 
         def log_message(self, *_: object) -> None:
             pass

@@ -28,10 +28,18 @@ from typing import Any
 from unittest import mock
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, host_loop, keys, store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import host as host_module
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
+    coordinator,
+    coordinator_loop,
+    endpoint,
+    keys,
+    store,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    Coordinator,
+    RoundFollower,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -67,7 +75,7 @@ class ScheduleError(AssertionError):
 
 
 class SlowClient:
-    """A torch client whose calls take longer, at random; it may die between two of them."""
+    """A client whose calls take longer, at random; it may die between two of them."""
 
     def __init__(self, client: Any, rng: random.Random, lives_for: int | None) -> None:
         self._client = client
@@ -78,6 +86,10 @@ class SlowClient:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
         return self._slow(value) if callable(value) else value
+
+    def cut(self) -> None:
+        """End the connection, as another thread would."""
+        self._client.cut()
 
     def _slow(self, call: Any) -> Any:
         def slow(*args: Any) -> Any:
@@ -108,9 +120,9 @@ class SlowStore(store.JobStore):
     """A job's store over slow clients."""
 
     def __init__(self, port: int, prefix: str, rng: random.Random, lives_for: int | None) -> None:
-        client, link = store._connect_client("127.0.0.1", port)
+        client = store._connect_client("127.0.0.1", port)
         self._slow = SlowClient(client, rng, lives_for)
-        super().__init__(self._slow, prefix, SECRET, link)
+        super().__init__(self._slow, prefix, SECRET)
         self._arguments = (port, prefix, random.Random(rng.random()))
 
     def another(self) -> store.JobStore:
@@ -200,7 +212,7 @@ class Node(threading.Thread):
             while not self.end:
                 self._meet(self.event.get(timeout=LIMIT_S))
             if self.end == "over":
-                self.threads.submit(lambda session: session.tell(Kind.GOODBYE))
+                self.threads.submit(lambda session: session.send(Kind.GOODBYE))
         except queue.Empty:
             self.end = "stuck"
         finally:
@@ -236,7 +248,7 @@ class Node(threading.Thread):
         round_, last = placed.entry.round, self.schedule.rounds
         if self.plan.leaves_in_round is not None and round_ >= self.plan.leaves_in_round:
             cause = Cause("drained", f"{self.plan.name} leaves")
-            self.threads.submit(lambda session: session.tell(Kind.LEFT, cause=cause))
+            self.threads.submit(lambda session: session.send(Kind.LEFT, cause=cause))
             self.end = "left"
             return
         cause = Cause("exit", f"{self.plan.name} failed in {round_}")
@@ -303,7 +315,7 @@ class Schedule:
         stop = threading.Event()
 
         class Follower(RoundFollower):
-            def closed(_, entry: Entry, placement: Any, hosts: Any) -> None:  # noqa: N805, ARG002
+            def closed(_, entry: Entry, placement: Any) -> None:  # noqa: N805
                 names = [candidate.node for candidate in placement.active]
                 if self.seen.placements.setdefault(entry.round, names) is not names:
                     raise ScheduleError(f"round {entry.round} was closed twice")
@@ -453,8 +465,8 @@ def serve() -> tuple[Any, int]:
 def run_all(seeds: list[int], at_once: int) -> dict[int, str]:
     """Run schedules, several at once; return what went wrong, by seed."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host_module, "LOOK_AGAIN_S", LOOK_AGAIN_S))
-        stack.enter_context(mock.patch.object(host_loop, "GOODBYE_WAIT_S", GOODBYE_WAIT_S))
+        stack.enter_context(mock.patch.object(coordinator, "LOOK_AGAIN_S", LOOK_AGAIN_S))
+        stack.enter_context(mock.patch.object(coordinator_loop, "GOODBYE_WAIT_S", GOODBYE_WAIT_S))
         stack.enter_context(mock.patch.dict(os.environ, RES_OPTIONS=RESOLVER))
         log = logging.getLogger("nvrx")
         stack.callback(log.setLevel, log.level)

@@ -10,8 +10,8 @@ from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, keys, store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget

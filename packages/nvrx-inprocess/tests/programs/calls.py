@@ -27,8 +27,8 @@ from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess import rank_assignment as ranks
 from nvidia_resiliency_ext.inprocess._call import rendezvous
 from nvidia_resiliency_ext.inprocess._monitor import client
-from nvidia_resiliency_ext.inprocess._store.names import StoreLostError
 from nvidia_resiliency_ext.inprocess.monitor_thread import RankShouldRestart
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 FOLDER = Path(sys.argv[1])
 INITIAL_RANK = int(os.environ["RANK"])

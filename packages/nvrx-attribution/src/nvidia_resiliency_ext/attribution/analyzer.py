@@ -160,6 +160,7 @@ class Analyzer:
         *,
         log_complete: bool = False,
         evidence: Sequence[str] = (),
+        attempt_index: int | None = None,
     ) -> LogAnalyzerSubmitResult:
         """Accept a log; the same submission again changes nothing.
 
@@ -172,6 +173,9 @@ class Analyzer:
             log_complete: Nothing more will be written to the log.
             evidence: What others say about the end of the job, as lines that follow the log's
                 last; those of the first terminal submission count.
+            attempt_index: How often the scheduler has requeued the job, whose cycles and logs then
+                begin anew; None: a `progressive` submission of a log that has a verdict says so,
+                and another log for a cycle that has one.
 
         Raises:
             LogAnalyzerError: The path or the intent is refused, or the path has another job or
@@ -185,7 +189,8 @@ class Analyzer:
             if len(value) > _LONGEST_NAME or not value.isprintable():
                 raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, "user or job_id is no name")
         resolved = validate_log_path(path, self.allowed_root, must_exist=False)
-        job = self._jobs.register(resolved, user, job_id, cycle_id)
+        job = self._jobs.register(resolved, user, job_id, cycle_id, attempt_index)
+        await self._begin_attempt(job, self._attempt_of(job, intent, attempt_index))
         if self._journal is not None:
             self._journal.add(
                 {
@@ -196,6 +201,7 @@ class Analyzer:
                     "analysis_intent": intent,
                     "log_complete": log_complete,
                     "evidence": list(evidence),
+                    "attempt_index": job.attempt_index,
                 }
             )
         self.coalescer.track_submission(resolved)
@@ -362,6 +368,7 @@ class Analyzer:
                     value["analysis_intent"],
                     log_complete=value["log_complete"],
                     evidence=value.get("evidence", ()),
+                    attempt_index=value.get("attempt_index"),
                 )
                 count += 1
             except (LogAnalyzerError, KeyError, TypeError) as error:
@@ -370,6 +377,29 @@ class Analyzer:
 
     def _is_analyzed(self, path: str) -> bool:
         return self.coalescer.peek(path) is not None
+
+    def _attempt_of(self, job: Job, intent: str, given: int | None) -> int:
+        """Return which attempt of the scheduler a submission is about."""
+        if given is None:
+            name, cycle_id = attempt_key(job.path, job)
+            given = self._history.newest_attempt(name)
+            begins = intent == ANALYSIS_INTENT_PROGRESSIVE and self._history.has(job.path, given)
+            given += begins or self._history.is_taken(job.path, name, cycle_id, given)
+        return max(given, job.attempt_index)
+
+    async def _begin_attempt(self, job: Job, attempt_index: int) -> None:
+        """Forget the result of an earlier attempt with the same log; one that has none ends."""
+        if attempt_index <= job.attempt_index:
+            return
+        session, task = self._sessions.get(job.path), self._tasks.get(job.path)
+        if session is not None and task is not None:
+            session.end(is_complete=True)
+            await asyncio.wait({task}, timeout=self._compute_timeout_s)
+        if attempt_index > job.attempt_index:
+            job.attempt_index = attempt_index
+            self.coalescer.forget(job.path)
+            self._ended.discard(job.path)
+            self._failures.pop(job.path, None)
 
     def _end(self, key: str, job: Job, evidence: tuple[str, ...], *, is_complete: bool) -> None:
         self._ended.add(key)
@@ -430,6 +460,7 @@ class Analyzer:
             self.allowed_root,
             job=name,
             cycle_id=cycle_id,
+            attempt_index=job.attempt_index,
             history=self._history,
             times=self._times,
             pool=self._pool,

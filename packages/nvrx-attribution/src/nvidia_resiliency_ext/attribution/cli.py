@@ -36,7 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("--fr", metavar="PATH", help="directory or prefix of flight-recorder dumps")
     logs.add_argument("--rank-map", metavar="FILE", help='JSON: {"<rank>": "<node>"}')
     logs.add_argument("--job-id", help="the job, for its history")
-    logs.add_argument("--cycle-id", type=int, help="which attempt of the job")
+    logs.add_argument("--cycle-id", type=int, help="which run of the job's workers")
+    logs.add_argument(
+        "--attempt-index", type=int, default=0, help="how often the job was requeued before"
+    )
     logs.add_argument("--history", metavar="FILE", help="JSON lines, or SQLite (.db): kept here")
     _add_registry(logs)
     form = logs.add_mutually_exclusive_group()
@@ -140,6 +143,7 @@ def _analyze(args: argparse.Namespace) -> int:
             history=args.history,
             job_id=args.job_id,
             cycle_id=args.cycle_id,
+            attempt_index=args.attempt_index,
             registry=_load(args),
         )
         _print(verdict, as_json=args.json)
@@ -181,6 +185,7 @@ def _follow(args: argparse.Namespace) -> Verdict:
         history=args.history,
         job_id=args.job_id,
         cycle_id=args.cycle_id,
+        attempt_index=args.attempt_index,
         registry=_load(args),
         fr_report=engine.fr_report_of(args.fr),
     )

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nvidia_resiliency_ext.attribution._core.confined import open_confined
@@ -70,7 +71,8 @@ class LogScanner:
         rank_map: Rank -> node, as a mapping or a JSON file; default: as the log says.
         history: Earlier attempts: a JSON-lines or SQLite file, verdicts as JSON objects, or None.
         job_id: The job.
-        cycle_id: Which attempt of it.
+        cycle_id: Which run of its workers.
+        attempt_index: How often the scheduler had requeued the job: its cycles begin anew then.
         registry: The rules; default: the bundled ones.
         policy: What a site may set.
         fr_report: Report of the flight recorder, `nvrx_fr_report.v1`, or None.
@@ -92,6 +94,7 @@ class LogScanner:
         history: History = None,
         job_id: str | None = None,
         cycle_id: int | None = None,
+        attempt_index: int = 0,
         registry: Registry | None = None,
         policy: RetryPolicy | None = None,
         fr_report: dict[str, Any] | None = None,
@@ -100,9 +103,10 @@ class LogScanner:
         self._policy = policy or RetryPolicy()
         self._scanner = Scanner(self._registry)
         self._scanner.result.node_map.given = _rank_map(rank_map)
-        self._earlier = load_history(history, job_id, cycle_id)
         self._job_id = job_id
         self._cycle_id = cycle_id
+        self._attempt_index = attempt_index
+        self.set_history(history)
         self._started_s = time.perf_counter()
         self.fr_report = fr_report
 
@@ -120,7 +124,7 @@ class LogScanner:
         Raises:
             UnreadableInputError: The history cannot be read.
         """
-        self._earlier = load_history(history, self._job_id, self._cycle_id)
+        self._earlier = load_history(history, self._job_id, self._cycle_id, self._attempt_index)
 
     def snapshot(self) -> Verdict:
         """Return the verdict about what came so far; cheap, whatever the size of the log."""
@@ -130,6 +134,20 @@ class LogScanner:
         """Look at a last line without an end, too, and return the verdict."""
         self._scanner.finish()
         return self._verdict()
+
+    def skip(self, size: int, lines: int) -> None:
+        """Count what stands before the attempt's own part of its log, without a look at it.
+
+        Args:
+            size: Bytes before the first ones that are fed.
+            lines: Lines in them.
+        """
+        self._scanner.result.bytes, self._scanner.result.lines = size, lines
+
+    @property
+    def lines(self) -> int:
+        """How many lines were read or skipped."""
+        return self._scanner.result.lines
 
     def mark_truncated(self) -> None:
         """Say that not all of the log was read."""
@@ -208,6 +226,7 @@ def analyze(  # noqa: PLR0913 - the public signature
     history: History = None,
     job_id: str | None = None,
     cycle_id: int | None = None,
+    attempt_index: int = 0,
     registry: Registry | None = None,
     policy: RetryPolicy | None = None,
     max_bytes: int | None = None,
@@ -223,7 +242,8 @@ def analyze(  # noqa: PLR0913 - the public signature
         rank_map: Rank -> node, as a mapping or a JSON file.
         history: Earlier attempts. A file is read, and this attempt added when `job_id` is given.
         job_id: The job.
-        cycle_id: Which attempt of it.
+        cycle_id: Which run of its workers.
+        attempt_index: How often the scheduler had requeued the job: its cycles begin anew then.
         registry: The rules; default: the bundled ones.
         policy: What a site may set.
         max_bytes: Read no more than this; the verdict says so.
@@ -239,6 +259,7 @@ def analyze(  # noqa: PLR0913 - the public signature
         history=history,
         job_id=job_id,
         cycle_id=cycle_id,
+        attempt_index=attempt_index,
         registry=registry,
         policy=policy,
         fr_report=fr_report_of(fr_path, allowed_root),
@@ -256,7 +277,8 @@ def analyze(  # noqa: PLR0913 - the public signature
                 scanner.mark_truncated()
     verdict = scanner.finish()
     if job_id is not None and isinstance(history, str | os.PathLike):
-        save_attempt(os.fspath(history), attempt_of(verdict))
+        attempt = replace(attempt_of(verdict), attempt_index=attempt_index)
+        save_attempt(os.fspath(history), attempt)
     return verdict
 
 

@@ -135,7 +135,6 @@ class FileSaver:
         files = self._plan.files
         threads = max(1, min(self._plan.threads, len(files)))
         try:
-            self._make_folder()
             with ThreadPoolExecutor(threads, thread_name_prefix="nvrx-write") as pool:
                 running = [pool.submit(self._write, file) for file in files]
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
@@ -152,15 +151,6 @@ class FileSaver:
         finally:
             self.ended.set()
         return [future.result() for future in running]
-
-    def _make_folder(self) -> None:
-        if self._plan.folder is None:
-            return
-        try:
-            os.makedirs(self._plan.folder, exist_ok=True)
-        except OSError as error:
-            path = self._plan.folder
-            raise CheckpointWriteError.from_os(error, path, 0, "create") from error
 
     def _name(self, file: FilePlan) -> str:
         return temporary_name(file.path, self._tag) if self._renames else file.path

@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
+import errno
+
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 __all__ = ["AsyncSaveError", "CheckpointWriteError", "DamagedCheckpointError"]
+
+_NEXT_STEPS = {
+    errno.ENOENT: "the directory is missing or gone: create or mount it",
+    errno.ENOSPC: "free space there, or save elsewhere",
+    errno.EDQUOT: "free space of this user there, or raise the quota",
+    errno.EROFS: "mount the file system writable; its device may have failed",
+    errno.EIO: "the device or its connection failed: see the kernel's log",
+    errno.EBUSY: "give each job a directory of its own",
+}
 
 
 class AsyncSaveError(NvrxError, RuntimeError):
@@ -61,9 +72,10 @@ class CheckpointWriteError(NvrxError, OSError):
         return cls(error.errno or 0, reason, path, written_bytes, action)
 
     def __str__(self) -> str:
+        step = _NEXT_STEPS.get(self.errno or 0)
         return (
             f"cannot {self.action} {self.filename!r}: [Errno {self.errno}] {self.strerror}"
-            f" ({self.written_bytes} bytes written)"
+            f" ({self.written_bytes} bytes written)" + (f"; {step}" if step else "")
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -12,13 +12,13 @@ import os
 import secrets
 import shutil
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file
 
 from ._durable import CHUNK_BYTES, FileSaver, SaveCancelledError, publish_files, temporary_name
 from ._errors import CheckpointWriteError
+from ._locks import open_locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,6 @@ __all__ = ["LocalCopy"]
 
 _PREFIX = "nvrx-ckpt-"
 _LOCK_WAIT_S = 60.0  # others look whether a directory is left over, for moments
-_YOUNG_S = 60.0  # such a directory may belong to a worker that is about to lock it
 
 
 class LocalCopy:
@@ -57,7 +56,7 @@ class LocalCopy:
             dataclasses.replace(file, path=self._local(number))
             for number, file in enumerate(plan.files)
         ]
-        local = dataclasses.replace(plan, files=files, remove_first=[], sync=False, folder=None)
+        local = dataclasses.replace(plan, files=files, remove_first=[], sync=False)
         self._saver = FileSaver(local, view, on_progress=on_progress)
         self.results: list[FileResult] = []
 
@@ -68,9 +67,7 @@ class LocalCopy:
             CheckpointWriteError: One cannot be written; nothing is left there.
         """
         try:
-            os.makedirs(self._folder, mode=0o700)
-            self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            lock_file(self._lock, _LOCK_WAIT_S)
+            self._lock = open_locked(self._make, self._folder, _LOCK_WAIT_S)
             _remove_leftovers(os.path.dirname(self._folder))
         except OSError as error:
             self.remove()
@@ -92,8 +89,6 @@ class LocalCopy:
         """
         names = [temporary_name(file.path, self._tag) for file in self.plan.files]
         try:
-            for folder in {os.path.dirname(file.path) for file in self.plan.files}:
-                os.makedirs(folder, exist_ok=True)
             for number, file in enumerate(self.plan.files):
                 self._copy(self._local(number), names[number], file)
             publish_files(self.plan, names)
@@ -115,6 +110,10 @@ class LocalCopy:
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
+
+    def _make(self) -> int:
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        return os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _local(self, number: int) -> str:
         return os.path.join(self._folder, str(number))
@@ -147,8 +146,6 @@ def _remove_leftovers(staging_dir: str) -> None:
             folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 lock_file(folder)
-                is_empty = not os.listdir(folder)
-                if not is_empty or time.time() - os.fstat(folder).st_mtime > _YOUNG_S:
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                shutil.rmtree(entry.path, ignore_errors=True)
             finally:
                 os.close(folder)

@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import sync_directory
 
 from ._durable import temporary_name, write_small_file
 from ._errors import DamagedCheckpointError
+from ._locks import is_being_saved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,8 @@ def remove_old(
 
     A directory without metadata counts for nothing: it may be a save under way, or one that failed.
     It is removed only when a complete checkpoint comes after it. A symbolic link, such as one that
-    `publish_latest` makes, is no checkpoint and stays, and so does what it names.
+    `publish_latest` makes, is no checkpoint and stays, and so does what it names. What any process
+    is saving, up to its last finalize function, stays as well.
 
     Args:
         checkpoints: Directories, oldest first.
@@ -119,7 +121,7 @@ def remove_old(
     for path in paths[:oldest_kept]:
         if protect is not None and os.path.basename(path) == os.path.basename(protect):
             continue
-        if os.path.realpath(path) in linked:
+        if os.path.realpath(path) in linked or is_being_saved(path):
             continue
         # From the moment on that the metadata is gone nobody takes the rest for a checkpoint.
         with contextlib.suppress(FileNotFoundError):

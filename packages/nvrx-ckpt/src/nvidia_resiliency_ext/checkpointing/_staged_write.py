@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ._durable import FileSaver
 from ._errors import AsyncSaveError
+from ._locks import SaveLock
 from ._manifest import write_rank_manifest
 from ._staging import StagingBuffer
 
@@ -94,11 +95,15 @@ class StagedWrite(ABC):
             CheckpointWriteError: A file cannot be written.
         """
         buffer = StagingBuffer(self.staging_bytes(), pinned=self.pinned)
+        lock = None
         try:
             plan = self.stage(buffer)
+            lock = None if plan.manifest is None else SaveLock(plan.manifest.path)
             saver = FileSaver(plan, buffer.view, opener=self.opener, renames=self.renames)
             results = saver.run()
             manifest = write_rank_manifest(plan, results)
         finally:
+            if lock is not None:
+                lock.close()
             buffer.close()
         self.written(results, manifest)

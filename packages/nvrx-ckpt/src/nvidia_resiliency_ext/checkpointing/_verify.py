@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import stat
@@ -261,8 +262,11 @@ def _check_shards(
 
 
 def _has_lost_its_manifest(folder: str) -> bool:
-    names = os.listdir(folder)
-    return _METADATA in names and any(name.startswith(".nvrx_manifest.") for name in names)
+    # One without content is what a save that was killed has locked; it has replaced nothing yet.
+    ours = glob.glob(os.path.join(glob.escape(folder), ".nvrx_manifest.*"))
+    return os.path.lexists(os.path.join(folder, _METADATA)) and any(
+        os.lstat(path).st_size for path in ours
+    )
 
 
 def _inside(folder: str, name: str) -> str:

@@ -102,7 +102,6 @@ class WritePlan:
         io_mode: "auto", "buffered" or "direct".
         sync: Whether files and directories are synced to the device.
         staging_dir: A node-local directory that the files are written to first; None for none.
-        folder: A directory to make first, if it is missing; None for none.
     """
 
     files: list[FilePlan]
@@ -113,7 +112,6 @@ class WritePlan:
     io_mode: str = "auto"
     sync: bool = True
     staging_dir: str | None = None
-    folder: str | None = None
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from nvidia_resiliency_ext.shared_utils.errors import MalformedFrameError, UnknownMessageError
@@ -25,11 +25,7 @@ Check = Callable[[object], bool]
 
 
 def field_checks(kind: type) -> Mapping[str, Check]:
-    """Return a check for each field of a dataclass that its constructor takes.
-
-    Raises:
-        TypeError: An annotation cannot be resolved, or is of a kind that no message may have.
-    """
+    """Return a check for each field of a dataclass that its constructor takes."""
     checks = {}
     for field in dataclasses.fields(kind):
         if field.init:
@@ -137,10 +133,6 @@ class Codec:
 
     Args:
         types: Dataclasses and enums that may appear anywhere in a message.
-
-    Raises:
-        TypeError: A type is neither a dataclass nor an enum.
-        ValueError: Two types share a name, or one has the name of a built-in form.
     """
 
     def __init__(self, types: tuple[type, ...]) -> None:
@@ -154,10 +146,10 @@ class Codec:
             self._by_name[kind.__name__] = kind
         self._packers: dict[type, Callable[[Any, int], object]] = {
             int: self._pack_int,
-            float: self._pack_float,
-            bytes: self._pack_bytes,
-            list: self._pack_list,
-            tuple: self._pack_tuple,
+            float: lambda v, _: v if math.isfinite(v) else {"$": "float", "v": str(v)},
+            bytes: lambda v, _: {"$": "bytes", "v": binascii.b2a_base64(v, newline=False).decode()},
+            list: self._pack_all,
+            tuple: lambda v, depth: {"$": "tuple", "v": self._pack_all(v, depth)},
             set: self._pack_set,
             frozenset: self._pack_set,
             dict: self._pack_dict,
@@ -165,28 +157,18 @@ class Codec:
         self._unpackers: dict[str, Callable[[object, int], object]] = {
             "bytes": self._unpack_bytes,
             "float": self._unpack_float,
-            "frozenset": self._unpack_frozenset,
+            "frozenset": lambda v, depth: frozenset(self._unpack_hashable(v, depth)),
             "map": self._unpack_map,
-            "set": self._unpack_set,
-            "tuple": self._unpack_tuple,
+            "set": lambda v, depth: set(self._unpack_hashable(v, depth)),
+            "tuple": lambda v, depth: tuple(self._unpack_items(v, depth)),
         }
 
     def dumps(self, value: object) -> bytes:
-        """Return the JSON text of a value.
-
-        Raises:
-            UnknownMessageError: It holds an object of a type that is not in the set.
-            MalformedFrameError: It nests too deeply, or an integer has more than 64 bits.
-        """
+        """Return the JSON text of a value."""
         return _ENCODER.encode(self._pack(value, _DEEPEST)).encode("ascii")
 
     def loads(self, data: bytes) -> object:
-        """Return the value of a JSON text from an untrusted peer.
-
-        Raises:
-            UnknownMessageError: It names a type that is not in the set.
-            MalformedFrameError: It is wrong in any other way.
-        """
+        """Return the value of a JSON text from an untrusted peer."""
         try:
             tree = _DECODER.decode(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -279,25 +261,16 @@ class Codec:
             raise MalformedFrameError("an integer has more than 64 bits")
         return value
 
-    def _pack_float(self, value: float, _: int) -> object:
-        return value if math.isfinite(value) else {"$": "float", "v": str(value)}
-
-    def _pack_bytes(self, value: bytes, _: int) -> object:
-        return {"$": "bytes", "v": binascii.b2a_base64(value, newline=False).decode("ascii")}
-
-    def _pack_list(self, value: list[object], depth: int) -> object:
+    def _pack_all(self, value: Iterable[object], depth: int) -> list[object]:
         return [self._pack(item, depth) for item in value]
 
-    def _pack_tuple(self, value: tuple[object, ...], depth: int) -> object:
-        return {"$": "tuple", "v": [self._pack(item, depth) for item in value]}
-
     def _pack_set(self, value: set[object], depth: int) -> object:
-        return {"$": type(value).__name__, "v": [self._pack(item, depth) for item in value]}
+        return {"$": type(value).__name__, "v": self._pack_all(value, depth)}
 
     def _pack_dict(self, value: dict[object, object], depth: int) -> object:
         if all(type(key) is str and key != "$" for key in value):
             return {key: self._pack(item, depth) for key, item in value.items()}
-        pairs = [[self._pack(k, depth), self._pack(v, depth)] for k, v in value.items()]
+        pairs = [self._pack_all(pair, depth) for pair in value.items()]
         return {"$": "map", "v": pairs}
 
     def _unpack_bytes(self, value: object, _: int) -> object:
@@ -320,14 +293,8 @@ class Codec:
             raise MalformedFrameError("a collection has no list of items")
         return [self._unpack(item, depth) for item in value]
 
-    def _unpack_tuple(self, value: object, depth: int) -> object:
-        return tuple(self._unpack_items(value, depth))
-
-    def _unpack_set(self, value: object, depth: int) -> object:
-        return set(_hashable(self._unpack_items(value, depth)))
-
-    def _unpack_frozenset(self, value: object, depth: int) -> object:
-        return frozenset(_hashable(self._unpack_items(value, depth)))
+    def _unpack_hashable(self, value: object, depth: int) -> list[object]:
+        return _hashable(self._unpack_items(value, depth))
 
     def _unpack_map(self, value: object, depth: int) -> object:
         if not isinstance(value, list):

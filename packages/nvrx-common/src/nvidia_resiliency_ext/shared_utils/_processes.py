@@ -39,11 +39,7 @@ def keep_exit_statuses() -> None:
 
 
 def child_setup(*, death_signal: int | None) -> Callable[[], None] | None:
-    """Return what the child runs before exec; `None` lets Popen use the faster vfork.
-
-    Args:
-        death_signal: What the kernel sends to the child when its parent dies; `None` for nothing.
-    """
+    """Return what the child runs before exec; `None` lets Popen use the faster vfork."""
     masked = bool(signals.pthread_sigmask(signals.SIG_BLOCK, ()))
     if death_signal is None and not masked:
         return None
@@ -130,11 +126,7 @@ class PidfdWatch:
 
 
 class ThreadWatch:
-    """Watches a child of ours with a thread that ends, and closes a pipe, when the child does.
-
-    Raises:
-        OSError: The system gives no descriptor or no thread.
-    """
+    """Watches a child of ours with a thread that ends, and closes a pipe, when the child does."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -249,6 +249,7 @@ class AttributionService:
         self._not_before_s = 0.0
         # When the thread looks again without being woken; 0: it is not waiting.
         self._looks_at_s = 0.0
+        self._has_complained = False
         self._is_polling = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -301,7 +302,7 @@ class AttributionService:
         """Send what is still to be submitted, and end the thread.
 
         Args:
-            timeout: It is left behind when it has not ended by then.
+            timeout: Seconds to wait; a thread that has not ended by then is abandoned.
         """
         with self._changed:
             self._is_polling = False
@@ -415,13 +416,13 @@ class AttributionService:
                 outcome = "refused"
             is_given_up = self._state.posted(post, outcome)
         if is_given_up:
-            logger.warning("attribution: %s was not submitted: %s", post.log_path, problem)
+            self._complain(f"{post.log_path} was not submitted: {problem}")
             if post.intent == INTENT_TERMINAL:
                 self._record("ATTRIBUTION_GET_COMPLETED")
         return outcome == "failed"
 
     def _submission(self, post: Post) -> LogSubmission:
-        from .job_metadata import job_id_from_env, job_user_from_env
+        from .job_metadata import attempt_index_from_env, job_id_from_env, job_user_from_env
 
         return LogSubmission(
             post.log_path,
@@ -431,6 +432,7 @@ class AttributionService:
             analysis_intent=post.intent,
             log_complete=self._log_complete and post.intent == INTENT_TERMINAL,
             evidence=post.evidence,
+            attempt_index=attempt_index_from_env(),
         )
 
     def _poll(self, connection: JsonConnection, log_path: str) -> None:
@@ -439,10 +441,12 @@ class AttributionService:
         try:
             query = LogQuery(log_path, wait=False)
             status, payload = connection.get(ROUTE_LOGS, query.to_params())
-            problem = f"status {status}"
+            is_object = isinstance(payload, dict)
+            problem = f"status {status}" if is_object else f"status {status}, no JSON object"
         except _http_errors() as error:
             problem = f"{type(error).__name__}: {error}"
         if status == 200 and isinstance(payload, dict):  # noqa: PLR2004
+            self._has_complained = False
             reply = parse_log_reply(payload)
             with self._changed:
                 verdict = self._state.polled(reply)
@@ -458,8 +462,15 @@ class AttributionService:
         with self._changed:
             is_given_up = self._state.poll_failed(is_unknown=status == _HTTP_NOT_FOUND)
         if is_given_up:
-            logger.warning("attribution: no verdict for %s: %s", log_path, problem)
+            self._complain(f"no verdict for {log_path}: {problem}")
             self._record("ATTRIBUTION_GET_COMPLETED")
+
+    def _complain(self, problem: str) -> None:
+        """Log what is wrong with the service, once until it answers again."""
+        level = logging.DEBUG if self._has_complained else logging.WARNING
+        self._has_complained = True
+        text = "attribution: %s: %s; restarts go on without its verdicts"
+        logger.log(level, text, self.endpoint, problem)
 
     def _call_back(self, name: str, first: Any, log_path: str, verdict: Recommendation) -> None:
         """Call one of the caller's functions; this is where its errors end."""

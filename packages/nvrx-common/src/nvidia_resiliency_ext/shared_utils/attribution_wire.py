@@ -7,6 +7,7 @@ raises, and what makes no sense counts as no recommendation.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ ACTION_TIMEOUT = "TIMEOUT"
 
 _ACTIONS = frozenset({ACTION_STOP, ACTION_RESTART, ACTION_CONTINUE, ACTION_TIMEOUT})
 _TEXT_LENGTH = 2000
-_NAME_LENGTH = 255
+_HOST = re.compile(r"[A-Za-z0-9._:-]{1,255}")
 _MOST_NODES = 4096
 
 
@@ -59,6 +60,7 @@ class LogSubmission:
         analysis_intent: One of the `INTENT_` names.
         log_complete: Nothing more will be written to it.
         evidence: Lines that others say about its end, such as how a scheduler ended the job.
+        attempt_index: How often the scheduler has requeued the job, whose cycles begin anew then.
     """
 
     log_path: str
@@ -68,6 +70,7 @@ class LogSubmission:
     analysis_intent: str = INTENT_TRACK_ONLY
     log_complete: bool = False
     evidence: tuple[str, ...] = ()
+    attempt_index: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
         """Return the JSON object, without what is not known."""
@@ -84,6 +87,8 @@ class LogSubmission:
             payload["log_complete"] = True
         if self.evidence:
             payload["evidence"] = list(self.evidence)
+        if self.attempt_index is not None:
+            payload["attempt_index"] = self.attempt_index
         return payload
 
 
@@ -184,12 +189,8 @@ def _nodes(attribution: object) -> tuple[str, ...]:
         return ()
     names = (name for name in named[:_MOST_NODES] if isinstance(name, str))
     # A host's name has no spaces and no control characters; anything else would spoil a log.
-    good = (name for name in names if 0 < len(name) <= _NAME_LENGTH and _is_name(name))
+    good = (name for name in names if _HOST.fullmatch(name))
     return tuple(dict.fromkeys(good))
-
-
-def _is_name(text: str) -> bool:
-    return text.isascii() and all(c.isalnum() or c in ".-_:" for c in text)
 
 
 def _text(value: object) -> str:

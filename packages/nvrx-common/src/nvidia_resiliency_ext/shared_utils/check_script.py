@@ -115,7 +115,7 @@ class _Uses(ast.NodeVisitor):
         self._instances: dict[str, type] = {}
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Take note of `import nvidia_resiliency_ext.x [as y]`."""
+        """Record `import nvidia_resiliency_ext.x [as y]`."""
         for alias in node.names:
             if _is_ours(alias.name):
                 module = self._module(alias.name, node.lineno)
@@ -124,7 +124,7 @@ class _Uses(ast.NodeVisitor):
                 self._known[alias.asname or _ROOT] = module
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Take note of `from nvidia_resiliency_ext.x import y [as z]`."""
+        """Record `from nvidia_resiliency_ext.x import y [as z]`."""
         if node.level or not _is_ours(node.module or ""):
             return
         module = self._module(str(node.module), node.lineno)
@@ -134,7 +134,7 @@ class _Uses(ast.NodeVisitor):
                 self._known[alias.asname or alias.name] = found
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """Take note of `x = Class(...)` and `x = importlib.import_module(...)`."""
+        """Record `x = Class(...)` and `x = importlib.import_module(...)`."""
         self.generic_visit(node)
         value = node.value
         made = self._resolve(value.func) if isinstance(value, ast.Call) else None

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices of the kernel (inotify) about the entries of a directory.
+"""Notices of the kernel (inotify) about the entries of a directory, or about files that grow.
 
 Where the kernel gives none (`NVRX_FORCE_NO_INOTIFY=1`, some network file systems), the caller looks
-at the directory itself from time to time.
+itself from time to time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
 
-__all__ = ["DirectoryNotices"]
+__all__ = ["DirectoryNotices", "FileNotices"]
 
 _IN_MODIFY = 0x2
 _IN_MOVED_TO = 0x80
@@ -40,16 +41,8 @@ class DirectoryNotices:
     """
 
     def __init__(self, directory: int) -> None:
-        self._fd = -1
-        if os.environ.get("NVRX_FORCE_NO_INOTIFY") == "1":
-            return
-        libc = ctypes.CDLL(None, use_errno=True)
-        try:
-            self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        except AttributeError:
-            return
-        path = f"/proc/self/fd/{directory}".encode()
-        if self._fd >= 0 and libc.inotify_add_watch(self._fd, path, _MASK) < 0:
+        self._fd = _open()
+        if self._fd >= 0 and _add(self._fd, f"/proc/self/fd/{directory}", _MASK) < 0:
             self.close()
 
     @property
@@ -85,3 +78,69 @@ class DirectoryNotices:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class FileNotices:
+    """Report that one of some files has grown; which one, it does not say.
+
+    Example:
+        >>> notices = FileNotices()
+        >>> is_reported = notices.watch("/dev/null")  # if not, look from time to time
+        >>> notices.close()
+    """
+
+    def __init__(self) -> None:
+        self._fd = _open()
+        self._watches: set[int] = set()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a file has grown; -1: there is none."""
+        return self._fd
+
+    def watch(self, path: str) -> bool:
+        """Watch a file, too.
+
+        Args:
+            path: The file.
+
+        Returns:
+            Whether the kernel reports that it grows; False after `close` as well.
+        """
+        watch = _add(self._fd, path, _IN_MODIFY) if self._fd >= 0 else -1
+        if watch >= 0:
+            self._watches.add(watch)
+        return watch >= 0
+
+    def unwatch_all(self) -> None:
+        """Watch none of the files any more."""
+        for watch in self._watches:
+            ctypes.CDLL(None).inotify_rm_watch(self._fd, watch)
+        self._watches.clear()
+
+    def clear(self) -> None:
+        """Make the descriptor unreadable until a file grows again."""
+        if self._fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.read(self._fd, _READ_BYTES)
+
+    def close(self) -> None:
+        """End the notices; harmless when repeated."""
+        fd, self._fd = self._fd, -1
+        self._watches.clear()
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open() -> int:
+    """Return a new inotify descriptor, -1 where there is none."""
+    if os.environ.get("NVRX_FORCE_NO_INOTIFY") == "1":
+        return -1
+    try:
+        return int(ctypes.CDLL(None).inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    except AttributeError:
+        return -1
+
+
+def _add(fd: int, path: str, mask: int) -> int:
+    return int(ctypes.CDLL(None).inotify_add_watch(fd, os.fsencode(path), mask))

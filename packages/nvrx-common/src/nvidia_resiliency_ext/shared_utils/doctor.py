@@ -256,7 +256,8 @@ def installed_versions() -> dict[str, str]:
         if "Name" not in metadata or "Version" not in metadata:
             continue  # the rest of a broken installation
         # The first on the path is the one that is imported.
-        found.setdefault(_normalised(metadata["Name"]), metadata["Version"])
+        name = metadata["Name"].lower().replace("_", "-").replace(".", "-")
+        found.setdefault(name, metadata["Version"])
     return found
 
 
@@ -275,10 +276,6 @@ def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
             f"{versions[_CONFLICT]} is installed and owns the same files as the nvrx packages:"
             " uninstall it, then reinstall the nvrx packages",
         )
-
-
-def _normalised(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
 
 
 if __name__ == "__main__":

@@ -376,7 +376,7 @@ class WorkerThread:
             done(result)
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Let the waiting jobs finish, for at most `timeout_s`; one that hangs is left behind."""
+        """Let the waiting jobs finish, for at most `timeout_s`; one that hangs is abandoned."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a program sees of one open target: writing lines, waiting for them, counters."""
+"""Client of the log funnel: open a target, write lines to it, wait until the server has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.link import (
     FunnelTls,
     Link,
     SenderThread,
-    find_token,
+    access_of,
 )
 from nvidia_resiliency_ext.shared_utils._funnel_client.send_buffer import Leftover, SendBuffer
 from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
@@ -107,26 +107,27 @@ class LogTarget:
         self._send_buffer = send_buffer
         self._budget = budget
         self._close = close
-        self._take = send_buffer.write
+        # One call less for each line.
+        self.write = send_buffer.write  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Take whole lines or parts of lines; they leave together as whole lines.
 
         A part without a newline waits for the rest of its line. Data of one call stays together; of
-        two threads each should write whole lines. When there is no room, it waits or drops, as the
+        two threads each should write whole lines. When there is no space, it waits or drops, as the
         client's `when_full` says.
 
         Args:
             data: The bytes.
 
         Raises:
-            DeadlineExceededError: No room within the client's `write_timeout_s`. Of data up to
+            DeadlineExceededError: No space within the client's `write_timeout_s`. Of data up to
                 64 KiB nothing was taken.
             LogTargetRefusedError: The server refuses this file; with `when_full="drop-oldest"` the
                 lines are dropped and counted instead.
             LogFunnelClosedError: It is closed, or was opened before a fork.
         """
-        self._take(data)
+        self._send_buffer.write(data)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
         """Wait until the server has written or dropped every whole line that was written here.
@@ -260,7 +261,12 @@ class LogFunnelClient:
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
         self._budget = MemoryBudget(memory_limit_bytes, spill_limit_bytes)
-        self._link = Link(endpoint, self.node_id, find_token(token_file), tls)
+        self._link = Link(
+            endpoint,
+            self.node_id,
+            access_of(token_file, tls),
+            None if tls is None else tls.server_name,
+        )
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, _Opened] = {}
         self._is_closed = False
@@ -416,18 +422,18 @@ class LogFunnelClient:
                 return True
             leftover = send_buffer.leave()
             self._past += FunnelStats(**send_buffer.snapshot())
-        is_confirmed = self._tell(send_buffer, leftover)
+        is_confirmed = self._warn_of(send_buffer, leftover)
         self._notices.emit()
         return is_confirmed
 
-    def _tell(self, send_buffer: SendBuffer, leftover: Leftover) -> bool:
+    def _warn_of(self, send_buffer: SendBuffer, leftover: Leftover) -> bool:
         """Say what was not confirmed; return whether that is nothing."""
         left = leftover.unconfirmed
         if not left.size:
             return not send_buffer.is_refused
         where = f"wait in {leftover.place} for a later client" if leftover.place else "are lost"
         if leftover.place and not leftover.is_whole:
-            where = f"wait in part in {leftover.place}; for the rest there was no room"
+            where = f"wait in part in {leftover.place}; for the rest there was no space"
         self._notices.warn(
             f"{left.lines} lines ({left.size} bytes) for {send_buffer.path} were not confirmed by"
             f" {self.endpoint}; they {where}"

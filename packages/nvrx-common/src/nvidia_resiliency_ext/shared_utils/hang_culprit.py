@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .rank_activity import Activity
+from .rank_sets import format_ranks
 
 __all__ = ["Confidence", "Finding", "RankState", "describe", "find_culprit", "ranks_in_words"]
 
@@ -189,19 +190,12 @@ def _odd_place(ranks: Sequence[RankState]) -> list[RankState]:
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return `rank 2`, `ranks 0, 1 and 3`, or `ranks 0-6 and 8`."""
-    runs: list[list[int]] = []
     numbers = sorted(set(ranks))
-    for rank in numbers:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
     parts: list[str] = []
-    for run in runs:
-        if len(run) > 2:  # noqa: PLR2004 - two are named one by one
-            parts.append(f"{run[0]}-{run[-1]}")
-        else:
-            parts += map(str, run)
+    for run in format_ranks(numbers).split(","):
+        first, _, last = run.partition("-")
+        is_pair = last and int(last) == int(first) + 1
+        parts += [first, last] if is_pair else [run]
     head = ", ".join(parts[:-1])
     text = f"{head} and {parts[-1]}" if head else "".join(parts)
     return f"rank{'s' if len(numbers) > 1 else ''} {text}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["job_id_from_env", "job_user_from_env", "task_id_from_env"]
+__all__ = ["attempt_index_from_env", "job_id_from_env", "job_user_from_env", "task_id_from_env"]
+
+_MOST_DIGITS = 10
 
 
 def job_user_from_env() -> str | None:
@@ -22,6 +24,12 @@ def task_id_from_env() -> str | None:
     """Return the job's number, of an array's task `<array>_<task>`; `None` outside of Slurm."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else job_id_from_env()
+
+
+def attempt_index_from_env() -> int | None:
+    """Return how often Slurm has requeued the job; `None` when it does not say."""
+    text = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None
 
 
 def _first(*names: str) -> str | None:

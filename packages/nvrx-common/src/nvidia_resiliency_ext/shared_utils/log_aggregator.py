@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the program that merges the log files of a node's processes into one file.
+"""The program that merges the log files of a node's processes into one file.
 
 ``python -m nvidia_resiliency_ext.shared_utils.log_aggregator --log-dir DIR`` reads the directory in
 ``NVRX_NODE_LOCAL_TMPDIR`` until SIGTERM, SIGINT or the wait file ends it.
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -14,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .console import write_err
-from .event_loop import WakeUp
+from .event_loop import SignalQueue
 from .log_manager import LogConfig
 from .log_node_local_tmp import NodeLogAggregator
 
@@ -46,40 +47,21 @@ def main() -> None:
         LogConfig.get_max_file_size(),
         options.en_chronological_ordering,
     )
-    signals = _Signals()
-    try:
-        aggregator.start_aggregator()
-        signals.wait(options.wait_file, options.check_interval)
-    finally:
-        aggregator.shutdown()
-        signals.close()
+    signals = SignalQueue((signal.SIGTERM, signal.SIGINT))
+    with contextlib.closing(signals), signals.installed():
+        try:
+            aggregator.start_aggregator()
+            _wait(signals, options.wait_file, options.check_interval)
+        finally:
+            aggregator.shutdown()
 
 
-class _Signals:
-    """Makes SIGTERM and SIGINT something to wait for, and puts things back at the end."""
-
-    def __init__(self) -> None:
-        self._wake_up = WakeUp()
-        self._before = {
-            number: signal.signal(number, self._request_end)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-
-    def close(self) -> None:
-        """Put the handlers back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._wake_up.close()
-
-    def wait(self, wait_file: str | None, check_interval_s: float) -> None:
-        """Return at a signal, or when the file exists."""
-        timeout_s = max(0.05, check_interval_s) if wait_file else None
-        while not (wait_file and os.path.exists(wait_file)):
-            if select.select([self._wake_up], [], [], timeout_s)[0]:
-                return
-
-    def _request_end(self, *_: object) -> None:
-        self._wake_up.set()
+def _wait(signals: SignalQueue, wait_file: str | None, check_interval_s: float) -> None:
+    """Return at a signal, or when the file exists."""
+    timeout_s = max(0.05, check_interval_s) if wait_file else None
+    while not (wait_file and os.path.exists(wait_file)):
+        if select.select([signals], [], [], timeout_s)[0]:
+            return
 
 
 def _parse() -> Namespace:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the environment says about logging; configures nothing.
+"""The logger "nvrx": its settings in the environment, and its handler.
 
-Only this module of logging reads the environment. A value that makes no sense is reported by the
-``report`` argument and replaced by the default: logging is set up while modules are imported, where
-an exception would end a job over a typing mistake.
+A value that makes no sense gives one warning and the default: logging is set up while modules are
+imported, where an exception would end a job over a typing mistake.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from nvidia_resiliency_ext.shared_utils._logging.handler import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Report = Callable[[str], None]
+    from collections.abc import Mapping
     from typing import TextIO
 
     _TextHandler = logging.StreamHandler[TextIO]
@@ -36,59 +33,25 @@ else:
 __all__ = ["LogConfig", "LogManager", "setup_logger"]
 
 
-DEFAULT_MAX_FILE_SIZE_KB = 10240
-DEFAULT_MAX_LOG_FILES = 4
+_MAX_FILE_SIZE_KB = 10240
+_MAX_LOG_FILES = 4
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
-def integer(name: str, report: Report, default: int | None = None) -> int | None:
-    """Return the variable ``name`` as a number that is not negative, else ``default``."""
+def _integer(name: str, default: int | None = None) -> int | None:
+    """Return a variable as a number of 0 or more, else ``default`` and one warning."""
     given = os.environ.get(name, "").strip()
     if not given:
         return default
     if given.isascii() and given.isdigit():
         return int(given[:18])
     shown = "ignored" if default is None else f"using {default}"
-    report(f"{name}={given[:64]!r} is not a number of 0 or more: {shown}")
+    _warn_once(f"{name}={given[:64]!r} is not a number of 0 or more: {shown}")
     return default
 
 
-def text(name: str) -> str | None:
-    """Return the variable ``name``, None where it is unset or empty."""
-    return os.environ.get(name) or None
-
-
-def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether the variable ``name`` means yes."""
+def _flag(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(name, "").strip().lower() in _TRUE
-
-
-def infra_rank(report: Report) -> int | None:
-    """Return the rank of this launcher among those that Slurm started, None without Slurm.
-
-    The tasks of a Slurm array number their processes from 0 each, so the array's index comes first.
-    """
-    proc_id = integer("SLURM_PROCID", report)
-    task_id = integer("SLURM_ARRAY_TASK_ID", report)
-    if proc_id is None or task_id is None:
-        return proc_id
-    nnodes = integer("SLURM_NNODES", report)
-    if nnodes is None:
-        nnodes = integer("SLURM_JOB_NUM_NODES", report)
-    return proc_id if nnodes is None else task_id * nnodes + proc_id
-
-
-def cycle(report: Report) -> int | None:
-    """Return the launcher's cycle that this process belongs to."""
-    return integer("NVRX_CYCLE", report)
-
-
-def is_json(report: Report) -> bool:
-    """Say whether lines are JSON objects instead of text."""
-    given = os.environ.get("NVRX_LOG_FORMAT", "").strip().lower()
-    if given not in {"", "text", "json"}:
-        report(f"NVRX_LOG_FORMAT={given[:64]!r} is neither text nor json: using text")
-    return given == "json"
 
 
 class LogConfig:
@@ -114,7 +77,7 @@ class LogConfig:
         Args:
             node_local_tmp_dir: The directory; None: that of `NVRX_NODE_LOCAL_TMPDIR`.
         """
-        return node_local_tmp_dir or text("NVRX_NODE_LOCAL_TMPDIR")
+        return node_local_tmp_dir or os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or None
 
     @classmethod
     def get_max_file_size(cls, file_size_kb: int | None = None) -> int:
@@ -124,35 +87,40 @@ class LogConfig:
             file_size_kb: The size in KiB; None: `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
         """
         if file_size_kb is None:
-            default = DEFAULT_MAX_FILE_SIZE_KB
-            file_size_kb = integer("NVRX_LOG_MAX_FILE_SIZE_KB", _warn_once, default)
+            file_size_kb = _integer("NVRX_LOG_MAX_FILE_SIZE_KB", _MAX_FILE_SIZE_KB)
         return (file_size_kb or 0) * 1024
 
     @classmethod
     def get_max_log_files(cls) -> int:
         """Return how many older per-node log files stay."""
-        default = DEFAULT_MAX_LOG_FILES
-        return integer("NVRX_LOG_MAX_LOG_FILES", _warn_once, default) or 0
+        return _integer("NVRX_LOG_MAX_LOG_FILES", _MAX_LOG_FILES) or 0
 
     @classmethod
     def get_workload_rank(cls) -> int | None:
         """Return the global rank of this worker."""
-        return integer("RANK", _warn_once)
+        return _integer("RANK")
 
     @classmethod
     def get_workload_local_rank(cls) -> int | None:
         """Return this worker's rank on its node."""
-        return integer("LOCAL_RANK", _warn_once)
+        return _integer("LOCAL_RANK")
 
     @classmethod
     def get_infra_rank(cls) -> int | None:
         """Return the rank that Slurm gave to this process, counted over a whole array."""
-        return infra_rank(_warn_once)
+        proc_id, task_id = _integer("SLURM_PROCID"), _integer("SLURM_ARRAY_TASK_ID")
+        # The tasks of an array number their processes from 0 each.
+        nnodes = _integer("SLURM_NNODES")
+        if nnodes is None:
+            nnodes = _integer("SLURM_JOB_NUM_NODES")
+        if proc_id is None or task_id is None or nnodes is None:
+            return proc_id
+        return task_id * nnodes + proc_id
 
     @classmethod
     def get_infra_local_rank(cls) -> int | None:
         """Return the rank that Slurm gave to this process on its node."""
-        return integer("SLURM_LOCALID", _warn_once)
+        return _integer("SLURM_LOCALID")
 
     @classmethod
     def get_log_level(cls, environ: Mapping[str, str] = os.environ) -> int:
@@ -161,7 +129,7 @@ class LogConfig:
         Args:
             environ: The environment.
         """
-        return logging.DEBUG if flag("NVRX_LOG_DEBUG", environ) else logging.INFO
+        return logging.DEBUG if _flag("NVRX_LOG_DEBUG", environ) else logging.INFO
 
     @classmethod
     def get_process_name(cls, proc_name: str | None = None) -> str:
@@ -175,7 +143,7 @@ class LogConfig:
     @classmethod
     def get_log_to_stdout_cfg(cls) -> bool:
         """Return whether the console handler writes to stdout instead of stderr."""
-        return flag("NVRX_LOG_TO_STDOUT")
+        return _flag("NVRX_LOG_TO_STDOUT")
 
 
 class LogManager:
@@ -257,14 +225,17 @@ class LogManager:
 
     def _make_formatter(self, *, has_log_file: bool) -> logging.Formatter:
         node = LogConfig.get_node_id()
-        if is_json(_warn_once):
+        form = os.environ.get("NVRX_LOG_FORMAT", "").strip().lower()
+        if form not in {"", "text", "json"}:
+            _warn_once(f"NVRX_LOG_FORMAT={form[:64]!r} is neither text nor json: using text")
+        if form == "json":
             ranks = {
                 "workload": self._workload_rank,
                 "workload_local": self._workload_local_rank,
                 "infra": self._infra_rank,
                 "infra_local": self._infra_local_rank,
             }
-            return JsonLineFormatter(node, ranks, cycle(_warn_once))
+            return JsonLineFormatter(node, ranks, _integer("NVRX_CYCLE"))
         workload = (self._workload_rank, self._workload_local_rank)
         fmt = line_format(node, workload, (self._infra_rank, self._infra_local_rank))
         return TextLineFormatter((self._file_prefix() if has_log_file else "") + fmt)
@@ -272,7 +243,7 @@ class LogManager:
     def _file_prefix(self) -> str:
         """Return ``<infra rank>: ``, as wide as the highest rank of the job."""
         rank = "?" if self._infra_rank is None else str(self._infra_rank)
-        world_size = integer("WORLD_SIZE", _warn_once)
+        world_size = _integer("WORLD_SIZE")
         return f"{rank.rjust(len(str(world_size - 1)) if world_size else 0)}: "
 
 

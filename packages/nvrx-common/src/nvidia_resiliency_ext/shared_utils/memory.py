@@ -42,7 +42,7 @@ class GPUMemoryLogger:
         """
         from ._health import check
 
-        rank = check.local_rank() if device_index is None else device_index
+        rank = check.count_of("LOCAL_RANK") if device_index is None else device_index
         if rank is None:
             logger.error("GPU memory is asked for without device_index, and LOCAL_RANK is not set")
             return None

@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import stat
-import threading
+import time
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError, UnsafePathError
@@ -120,6 +120,7 @@ def _status_without_links(path: str) -> os.stat_result | None:
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LONGEST_NAME_BYTES = 255
 _REMOVE_ROUNDS = 5
+_LOCK_LOOK_S = 0.005
 
 
 def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
@@ -385,8 +386,8 @@ def _write_new(
 
 def _temporary_name(name: str) -> str:
     suffix = f".{os.urandom(8).hex()}.tmp"
-    room = _LONGEST_NAME_BYTES - 1 - len(suffix)
-    return "." + os.fsdecode(os.fsencode(name)[:room]) + suffix
+    space = _LONGEST_NAME_BYTES - 1 - len(suffix)
+    return "." + os.fsdecode(os.fsencode(name)[:space]) + suffix
 
 
 def _unlink_if_there(name: str, directory_fd: int) -> None:
@@ -403,53 +404,26 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
     copies, end it with `fcntl.flock(descriptor, fcntl.LOCK_UN)`.
 
     Args:
-        descriptor: The open file. After a wait in vain, close it: the lock may still come to it,
-            and is then given back at once.
+        descriptor: The open file.
         timeout_s: Seconds to wait for whoever has the lock; default: not at all.
 
     Raises:
         BlockingIOError: Somebody has the lock, for all of that time.
         OSError: The file system has no locks, or lost them during the wait.
-        RuntimeError: The system gives no thread for the wait.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if timeout_s <= 0:
-            raise
-    else:
-        return
-    # The kernel's wait has no deadline: a thread waits, on a copy, which is the same lock.
-    guard = threading.Lock()
-    is_done = threading.Event()
-    is_abandoned = False
-    errors: list[OSError] = []
-    copy = os.dup(descriptor)
-
-    def wait() -> None:
+    until = time.monotonic() + timeout_s
+    while True:
         try:
-            fcntl.flock(copy, fcntl.LOCK_EX)
-        except OSError as error:
-            errors.append(error)
-        with guard:
-            if is_abandoned:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(copy, fcntl.LOCK_UN)
-            os.close(copy)
-            is_done.set()
-
-    try:
-        threading.Thread(target=wait, name="nvrx-lock", daemon=True).start()
-    except RuntimeError:
-        os.close(copy)
-        raise
-    is_done.wait(timeout_s)
-    with guard:
-        is_abandoned = not is_done.is_set()
-    if is_abandoned:
-        raise BlockingIOError(errno.EAGAIN, f"another process has had the lock for {timeout_s:g} s")
-    if errors:
-        raise errors[0]
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                message = f"another process has had the lock for {timeout_s:g} s"
+                raise BlockingIOError(errno.EAGAIN, message) from error
+        else:
+            return
+        # The kernel's own wait has no deadline.
+        time.sleep(min(_LOCK_LOOK_S, left_s))
 
 
 # Numbers of linux/fcntl.h, where this Python does not know them.
@@ -465,10 +439,10 @@ def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int
         name: For people who look at a process's descriptors.
         size_bytes: Its size, which is sealed; 0: a file that may grow.
         directories: Where a file without a name is made when the kernel gives no such memory; the
-            first that has room is taken.
+            first that has space is taken.
 
     Raises:
-        OSError: No directory has room; it names the last one.
+        OSError: No directory has space; it names the last one.
     """
     if os.environ.get("NVRX_FORCE_NO_MEMFD") != "1" and hasattr(os, "memfd_create"):
         # An error: seccomp or an old kernel.

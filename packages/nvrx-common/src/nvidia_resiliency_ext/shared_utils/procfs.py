@@ -146,8 +146,6 @@ def cmdline(pid: int) -> bytes:
 def environ_value(pid: int, name: str) -> str | None:
     """Return a variable of the environment with which a process was started.
 
-    A program that rewrites its title can overwrite that memory; then this answers `None`.
-
     A program that changes its title can overwrite that memory; then None is returned.
 
     Args:

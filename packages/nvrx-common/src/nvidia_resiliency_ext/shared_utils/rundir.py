@@ -74,7 +74,7 @@ class RunDir:
         """Make a new run directory owned by this process.
 
         It lies in `$XDG_RUNTIME_DIR`, `$TMPDIR`, `/tmp` or `/dev/shm`: the first that is ours or
-        sticky, can be written, and leaves room for socket names of 40 bytes.
+        sticky, can be written, and leaves space for socket names of 40 bytes.
 
         Args:
             label: What the run is, in at most 24 letters, digits, `_`, `.` and `-`.
@@ -90,8 +90,8 @@ class RunDir:
         last_error: OSError | None = None
         for place in trusted_places(environ):
             path = os.path.join(place, name)
-            room_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
-            if room_bytes < _RESERVED_FOR_NAMES_BYTES:
+            space_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
+            if space_bytes < _RESERVED_FOR_NAMES_BYTES:
                 continue
             try:
                 return cls._create_at(path, label)
@@ -153,10 +153,6 @@ class RunDir:
 
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return this user's run directories whose owner no longer exists.
-
-    That is: an earlier boot of this host, or a process number that is free or was given to a
-    process that started at another time. An owner that cannot be checked from here, such as one
-    on another host that shares the directory or in another container, counts as alive.
 
     An owner no longer exists if it belongs to an earlier boot of this host, or if its process
     number is free or belongs to a process that started at another time. An owner that cannot be

@@ -109,8 +109,6 @@ class TorchFRTraceCollector(TraceCollector):
     def save(self, dump: dict[str, Any]) -> str:
         """Check the devices and write a dump; may run in any thread, also after an abort.
 
-        It returns when a crash could no longer lose the file.
-
         It returns when the file would survive a crash of the host.
 
         Args:

@@ -69,7 +69,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
     Args:
         path: Path of the listening socket.
-        timeout_s: Seconds to wait for room in the listener's queue.
+        timeout_s: Seconds to wait for space in the listener's queue.
 
     Raises:
         ValueError: The path is too long for a socket.
@@ -87,7 +87,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
         set_ipc_socket_timeouts(sock.fileno(), 0.0)
     except BlockingIOError as error:
         sock.close()
-        raise DeadlineExceededError(f"{path}: no room to connect within {timeout_s} s") from error
+        raise DeadlineExceededError(f"{path}: no space to connect within {timeout_s} s") from error
     except BaseException:  # whatever happens, the descriptor must not stay behind
         sock.close()
         raise

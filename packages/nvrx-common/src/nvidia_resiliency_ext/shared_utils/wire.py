@@ -260,8 +260,6 @@ def receive_with_fds(
 ) -> tuple[bytes, list[int]]:
     """Receive once: the bytes that are there and the descriptors sent with them.
 
-    The caller owns the descriptors; they are not inherited by programs that we start.
-
     The caller owns the descriptors; child programs do not inherit them.
 
     Args:

@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
 from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL, read_members
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
@@ -37,6 +36,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_int,
 )
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 __all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "create_handler"]
 
@@ -187,7 +187,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             if state is records.WorkerState.SUCCEEDED:
                 session.succeeded(round_)
             else:
-                session.tell(Kind.STATE, state=state, cause=cause)
+                session.send(Kind.STATE, state=state, cause=cause)
 
         try:
             self._member.ask(tell)

@@ -29,7 +29,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Placed,
     SessionEvent,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import StoreLostError
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import NodeOptions
 from nvidia_resiliency_ext.fault_tolerance.c10d_monkey_patch import create_tcp_store
 from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
@@ -38,6 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
     make_handler,
 )
 from nvidia_resiliency_ext.shared_utils import events
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names of attribution in the launcher; the code is in `_attribution`."""
+"""Public names of attribution in the launcher."""
 
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
     ATTRIBUTION_STOP_ACTIONS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small public helpers under one path; the code is in `_infra`, `_ipc` and `_process`."""
+"""Small public helpers under one path; the code is in `_core`."""
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     DEFAULT_NO_RESTART_EXIT_CODE,

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attempts of all jobs that a service has seen, in memory and in a file; it judges none."""
+"""Attempts of all jobs that a service has seen, in memory and in a file; it judges none.
+
+An attempt is one run of a job's workers: job, how often the scheduler requeued it, and cycle. A
+requeued job begins again with cycle 0 and the same name of its log, which may be continued.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution._policy.history import attempt_of
@@ -16,7 +20,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regul
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.attribution._core.verdict import Verdict
 
-__all__ = ["JobHistory"]
+__all__ = ["JobHistory", "LogEnd"]
 
 logger = logging.getLogger("nvrx")
 
@@ -25,8 +29,25 @@ _TOTAL = 3000
 _LIMIT_BYTES = 32 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class LogEnd:
+    """Where an attempt's part of its log ended.
+
+    Attributes:
+        size: Bytes up to there.
+        lines: Lines up to there.
+        digest: Of the last bytes before, by which a log that was begun anew is told.
+        written_ns: When the log was last written, by which one that says the same again is told.
+    """
+
+    size: int = 0
+    lines: int = 0
+    digest: str = ""
+    written_ns: int = 0
+
+
 class JobHistory:
-    """Keep one attempt per log, the newest 10 of a job and 3000 in all; for all threads.
+    """Keep each attempt of a log, the newest 10 of a job and 3000 in all; for all threads.
 
     Args:
         path: JSON-lines file that outlives the service; None: memory only.
@@ -35,37 +56,78 @@ class JobHistory:
     def __init__(self, path: str | None = None) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._attempts: dict[str, dict[str, Any]] = {}
+        self._attempts: dict[tuple[str, int], dict[str, Any]] = {}
         if path is not None and os.path.exists(path):
             self._load(path)
 
-    def before(self, log_path: str, job: str) -> list[dict[str, Any]]:
-        """Return the attempts of a job that were kept before this log's, oldest first."""
+    def before(self, log_path: str, job: str, attempt_index: int = 0) -> list[dict[str, Any]]:
+        """Return the attempts of a job that were kept before this one, oldest first."""
         with self._lock:
             found = []
-            for path, attempt in self._attempts.items():
-                if path == log_path:
+            for key, attempt in self._attempts.items():
+                if key == (log_path, attempt_index):
                     break
                 if attempt["job_id"] == job:
                     found.append(attempt)
             return found
 
-    def add(self, log_path: str, job: str, verdict: Verdict) -> None:
-        """Keep a log's attempt; an earlier record of the same log keeps its place."""
-        attempt = {**asdict(attempt_of(verdict)), "job_id": job}
+    def newest_attempt(self, job: str) -> int:
+        """Return how often a job was requeued, as far as its attempts say."""
         with self._lock:
-            self._attempts[log_path] = attempt
-            of_job = [path for path, other in self._attempts.items() if other["job_id"] == job]
+            attempts = [index for (_, index), a in self._attempts.items() if a["job_id"] == job]
+            return max(attempts, default=0)
+
+    def has(self, log_path: str, attempt_index: int) -> bool:
+        """Tell whether this attempt has ended."""
+        with self._lock:
+            return (log_path, attempt_index) in self._attempts
+
+    def is_taken(self, log_path: str, job: str, cycle_id: int | None, attempt_index: int) -> bool:
+        """Tell whether another log has been that of this attempt."""
+        if cycle_id is None:
+            return False
+        with self._lock:
+            return any(
+                (attempt["job_id"], attempt["cycle_id"], index) == (job, cycle_id, attempt_index)
+                for (path, index), attempt in self._attempts.items()
+                if path != log_path
+            )
+
+    def end_before(self, log_path: str, attempt_index: int) -> LogEnd:
+        """Return where the newest earlier attempt with the same log ended."""
+        with self._lock:
+            ends = [
+                (index, attempt.get("log_end"))
+                for (path, index), attempt in self._attempts.items()
+                if path == log_path and index < attempt_index
+            ]
+        end = max(ends, key=lambda item: item[0])[1] if ends else None
+        return LogEnd() if end is None else LogEnd(**end)
+
+    def add(
+        self,
+        log_path: str,
+        job: str,
+        verdict: Verdict,
+        attempt_index: int = 0,
+        end: LogEnd | None = None,
+    ) -> None:
+        """Keep an attempt; an earlier record of the same one keeps its place."""
+        attempt = {**asdict(attempt_of(verdict)), "job_id": job, "attempt_index": attempt_index}
+        attempt["log_end"] = asdict(end or LogEnd())
+        with self._lock:
+            self._attempts[log_path, attempt_index] = attempt
+            of_job = [key for key, other in self._attempts.items() if other["job_id"] == job]
             surplus = of_job[:-_PER_JOB] or list(self._attempts)[:-_TOTAL]
-            for path in surplus:
-                del self._attempts[path]
+            for key in surplus:
+                del self._attempts[key]
             if self._path is not None:
                 self._save(self._path)
 
     def _save(self, path: str) -> None:
         lines = [
             json.dumps({"log_path": log_path, **attempt})
-            for log_path, attempt in self._attempts.items()
+            for (log_path, _), attempt in self._attempts.items()
         ]
         try:
             atomic_write(path, "".join(f"{line}\n" for line in lines).encode(), fsync=False)
@@ -82,6 +144,8 @@ class JobHistory:
             try:
                 value = json.loads(line)
                 log_path = value.pop("log_path")
-                self._attempts[str(log_path)] = asdict(attempt_of(value))
+                end = asdict(LogEnd(**value.pop("log_end", {})))
+                attempt = {**asdict(attempt_of(value)), "log_end": end}
+                self._attempts[str(log_path), int(attempt["attempt_index"])] = attempt
             except (ValueError, TypeError, AttributeError, KeyError):
                 logger.warning("a line of the history %s is damaged and left out", path)

@@ -34,7 +34,7 @@ class JobTable:
     def __init__(self, allowed_root: str) -> None:
         self._root = allowed_root
         self._jobs: dict[str, Job] = {}
-        self._paths: dict[tuple[str, int], str] = {}
+        self._paths: dict[tuple[str, int, int], str] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -46,7 +46,14 @@ class JobTable:
         """Return the job of a log, or None."""
         return self._jobs.get(path)
 
-    def register(self, resolved: str, user: str, job_id: str | None, cycle_id: int | None) -> Job:
+    def register(
+        self,
+        resolved: str,
+        user: str,
+        job_id: str | None,
+        cycle_id: int | None,
+        attempt_index: int | None = None,
+    ) -> Job:
         """Return the job of a log, known or new.
 
         Raises:
@@ -60,14 +67,14 @@ class JobTable:
                 raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, message)
             return job
         if job_id is not None and cycle_id is not None:
-            other = self._paths.get((job_id, cycle_id))
+            other = self._paths.get((job_id, attempt_index or 0, cycle_id))
             if other is not None:
                 message = f"cycle {cycle_id} of job {job_id} has the log {other}"
                 raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, message)
         if len(self._jobs) >= MAX_JOBS:
             raise LogAnalyzerError(ErrorCode.JOB_LIMIT_REACHED, f"{MAX_JOBS} jobs are known")
         if job_id is not None and cycle_id is not None:
-            self._paths[job_id, cycle_id] = resolved
+            self._paths[job_id, attempt_index or 0, cycle_id] = resolved
         job = self._jobs[resolved] = Job(resolved, user, job_id, cycle_id)
         return job
 

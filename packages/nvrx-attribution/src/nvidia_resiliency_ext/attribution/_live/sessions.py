@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution import engine
+from nvidia_resiliency_ext.attribution._live.history import LogEnd
 from nvidia_resiliency_ext.attribution.orchestration.utils import open_log
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import extract_fr_dump_path
 
@@ -23,6 +25,7 @@ __all__ = ["LogSession", "SessionTimes"]
 
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_AT_ONCE = 8
+_DIGEST_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class LogSession:
         path: The log, resolved; it may come later.
         allowed_root: The log must lie below it when it is opened.
         job: Key of the job's attempts.
-        cycle_id: Which attempt.
+        cycle_id: Which run of the job's workers.
+        attempt_index: How often the job was requeued before; what earlier attempts left in the log
+            is not read.
         history: Attempts of all jobs.
         times: How to wait.
         pool: Where to read.
@@ -71,6 +76,7 @@ class LogSession:
         *,
         job: str,
         cycle_id: int | None,
+        attempt_index: int,
         history: JobHistory,
         times: SessionTimes,
         pool: Executor,
@@ -84,7 +90,11 @@ class LogSession:
         self._history = history
         self._times = times
         self._pool = pool
-        self._scanner = engine.LogScanner(job_id=job, cycle_id=cycle_id, policy=policy)
+        self._attempt_index = attempt_index
+        self._earlier_end = LogEnd()
+        self._scanner = engine.LogScanner(
+            job_id=job, cycle_id=cycle_id, attempt_index=attempt_index, policy=policy
+        )
         self._lock = threading.Lock()  # the scanner has none
         self._file = -1
         self._offset = 0
@@ -142,8 +152,11 @@ class LogSession:
     def _look(self) -> engine.Verdict:
         self._read()
         with self._lock:
-            self._scanner.set_history(self._history.before(self.path, self.job))
+            self._scanner.set_history(self._earlier())
             return self._scanner.snapshot()
+
+    def _earlier(self) -> list[dict[str, Any]]:
+        return self._history.before(self.path, self.job, self._attempt_index)
 
     async def _wait(self) -> None:
         ended = self._terminal_s is not None
@@ -169,9 +182,13 @@ class LogSession:
             for _ in range(_CHUNKS_AT_ONCE):
                 data = os.read(self._file, _CHUNK_BYTES)
                 if not data:
-                    if os.fstat(self._file).st_size < self._offset:
-                        # Truncated: what stands there now is new.
+                    if self._is_begun_anew():
+                        # What stands there now is new.
+                        if self._offset == self._earlier_end.size:
+                            self._scanner.skip(0, 0)
                         self._offset = os.lseek(self._file, 0, os.SEEK_SET)
+                        self._earlier_end = LogEnd()
+                        grew = True
                     break
                 self._offset += len(data)
                 self._scanner.feed(data)
@@ -187,19 +204,45 @@ class LogSession:
             self._file = open_log(self.path, self._root)
         except FileNotFoundError:
             return False
+        end = self._history.end_before(self.path, self._attempt_index)
+        if end.size and end.digest == self._digest(end.size):
+            self._earlier_end = end
+            self._scanner.skip(end.size, end.lines)
+            self._offset = os.lseek(self._file, end.size, os.SEEK_SET)
         return True
+
+    def _is_begun_anew(self) -> bool:
+        """Tell whether the log was truncated, or says again what the earlier attempt said."""
+        status = os.fstat(self._file)
+        if status.st_size < self._offset:
+            return True
+        end = self._earlier_end
+        return end.size == self._offset > 0 and end.written_ns != status.st_mtime_ns
+
+    def _end_of_log(self) -> LogEnd:
+        if self._file < 0:
+            return LogEnd()
+        written_ns = os.fstat(self._file).st_mtime_ns
+        return LogEnd(self._offset, self._scanner.lines, self._digest(self._offset), written_ns)
+
+    def _digest(self, size: int) -> str:
+        """Return a mark of the last bytes before a place in the log."""
+        start = max(0, size - _DIGEST_BYTES)
+        data = os.pread(self._file, size - start, start)
+        return hashlib.sha256(data).hexdigest()
 
     def _finish(self) -> engine.Verdict:
         self.dump_path = extract_fr_dump_path(self.path, self._root)
         report = engine.fr_report_of(self.dump_path, self._root)
         with self._lock:
             self._scanner.fr_report = report
-            self._scanner.set_history(self._history.before(self.path, self.job))
+            self._scanner.set_history(self._earlier())
+            end = self._end_of_log()
             # A newline first: the log's last line need not have one.
             said = [" ".join(line.split()) for line in self.evidence]
             self._scanner.feed("".join(f"\n{line}" for line in said).encode())
             verdict = self._scanner.finish()
-        self._history.add(self.path, self.job, verdict)
+        self._history.add(self.path, self.job, verdict, self._attempt_index, end)
         return verdict
 
     def _close(self) -> None:

@@ -41,6 +41,7 @@ class Attempt:
         step: Last completed step; -1: none.
         checkpoint: Last saved checkpoint; -1: none.
         is_readable: False for a log that was cut or could not be read: its progress is unknown.
+        attempt_index: How often the scheduler had requeued the job; its cycles begin anew.
     """
 
     job_id: str | None
@@ -52,6 +53,7 @@ class Attempt:
     step: int = -1
     checkpoint: int = -1
     is_readable: bool = True
+    attempt_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ def load_history(
     history: str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None,
     job_id: str | None,
     cycle_id: int | None,
+    attempt_index: int = 0,
 ) -> list[Attempt]:
     """Return the earlier attempts of a job, oldest first.
 
@@ -125,6 +128,7 @@ def load_history(
         history: A JSON-lines or SQLite file, earlier verdicts, or None. A file need not exist.
         job_id: Whose attempts.
         cycle_id: This attempt: it and later ones are left out; None: all are earlier.
+        attempt_index: How often the job was requeued before this attempt.
 
     Raises:
         UnreadableInputError: The file is no history.
@@ -137,9 +141,14 @@ def load_history(
     else:
         attempts = [attempt_of(value) for value in history]
     if cycle_id is not None:
-        attempts = [a for a in attempts if a.cycle_id is None or a.cycle_id < cycle_id]
-        attempts.sort(key=lambda a: -1 if a.cycle_id is None else a.cycle_id)
+        now = (attempt_index, cycle_id)
+        attempts = [a for a in attempts if a.cycle_id is None or _order(a) < now]
+        attempts.sort(key=_order)
     return attempts
+
+
+def _order(attempt: Attempt) -> tuple[int, int]:
+    return attempt.attempt_index, -1 if attempt.cycle_id is None else attempt.cycle_id
 
 
 def save_attempt(path: str, attempt: Attempt, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
@@ -178,7 +187,7 @@ def _save(path: str, attempt: Attempt) -> None:
         other
         for other in _read(path)
         if attempt.cycle_id is None
-        or (other.job_id, other.cycle_id) != (attempt.job_id, attempt.cycle_id)
+        or (other.job_id, _order(other)) != (attempt.job_id, _order(attempt))
     ]
     kept.append(attempt)
     of_job = [other for other in kept if other.job_id == attempt.job_id]

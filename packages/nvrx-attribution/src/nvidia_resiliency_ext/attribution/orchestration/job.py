@@ -48,6 +48,7 @@ class Job:
         logs_dir: Where the files of a split log are.
         sched_restarts: Restarts by the scheduler.
         files: Files of a split log, in their order.
+        attempt_index: How often the scheduler had requeued the job.
         submitted_s: When it was submitted, as `time.time()`.
     """
 
@@ -59,4 +60,5 @@ class Job:
     logs_dir: str | None = None
     sched_restarts: int = 0
     files: list[FileInfo] = field(default_factory=list)
+    attempt_index: int = 0
     submitted_s: float = field(default_factory=time.time)

@@ -191,6 +191,7 @@ def _add_log_routes(app: "FastAPI", service: _Service) -> None:
         analysis_intent: StrictStr | None = None
         log_complete: StrictBool = False
         evidence: Annotated[list[Evidence], Field(max_length=_MOST_EVIDENCE)] = []
+        attempt_index: Annotated[StrictInt, Field(ge=0, le=_HIGHEST)] | None = None
 
     @app.post(ROUTE_LOGS)
     async def submit(request: Request, body: Submission) -> Response:

@@ -5,10 +5,13 @@ __all__ = ["PAGE"]
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>nvrx-attrsvc</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body{font:14px system-ui,sans-serif;margin:1.5em;color:#222}
 table{border-collapse:collapse;margin:1em 0;width:100%}
 td,th{border-bottom:1px solid #ddd;padding:.3em .6em;text-align:left}
+td:last-child{overflow-wrap:anywhere;min-width:5em}
+@media(max-width:40em){body{margin:.6em}td,th{padding:.3em .25em}}
 tbody tr{cursor:pointer}
 .STOP{color:#b00;font-weight:bold}.RESTART{color:#07a}.CONTINUE{color:#070}
 pre{background:#f6f6f6;padding:.6em;white-space:pre-wrap;overflow-wrap:anywhere}
@@ -47,8 +50,9 @@ async function show(job){
 async function refresh(){
   try{
     const health=await get('/healthz');
-    $('health').textContent=health.status+' '+health.issues.join('; ');
     const jobs=(await get('/jobs')).jobs.reverse();
+    const hint=jobs.length?'Choose a line to see its verdict.':'No log was submitted yet.';
+    $('health').textContent=health.status+'. '+health.issues.map(i=>i+'. ').join('')+hint;
     const rows=document.createElement('tbody');rows.id='jobs';
     for(const job of jobs){
       const row=rows.insertRow();const action=(job.recommendation||{}).action;

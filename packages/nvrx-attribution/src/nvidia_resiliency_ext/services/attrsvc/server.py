@@ -62,7 +62,12 @@ def main(argv: list[str] | None = None) -> int:
         description="Serve verdicts about logs over HTTP. Settings are environment variables:"
         " NVRX_ATTRSVC_ALLOWED_ROOT (required), NVRX_ATTRSVC_ENDPOINT and others.",
     )
-    parser.parse_args(argv)
+    _, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(
+            f"{unknown[0]}: it takes no arguments; set environment variables, such as"
+            " NVRX_ATTRSVC_ENDPOINT=127.0.0.1:8000"
+        )
     try:
         settings = setup()
         app = create_app(settings)

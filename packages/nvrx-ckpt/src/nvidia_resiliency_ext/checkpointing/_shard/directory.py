@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, sync_directory
 
-__all__ = ["RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
+__all__ = ["DirectoryLock", "RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
 
 DIRTY = ".dirty"
 DAMAGED = ".damaged"
@@ -82,6 +83,23 @@ class RankDirectory:
         if self._session is not None:
             private_dir(self._session)
         private_dir(self.path)
+
+    def lock(self) -> DirectoryLock:
+        """Keep other processes from saving here until all in this one have dropped the lock.
+
+        Raises:
+            OSError: Another process saves here, or the directory is missing or not to be trusted.
+        """
+        with self.open() as directory:
+            if directory is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+            status = os.fstat(directory)
+            found = _locks.get((status.st_dev, status.st_ino))
+            try:
+                return found or DirectoryLock(directory)
+            except BlockingIOError as error:
+                reason = "another process saves to it; give each job a directory or session_id"
+                raise OSError(errno.EBUSY, reason, self.path) from error
 
     @contextlib.contextmanager
     def open(self) -> Iterator[int | None]:
@@ -182,6 +200,41 @@ class RankDirectory:
         return notes
 
 
+class DirectoryLock:
+    """Keeps other processes from saving to a directory until it is forgotten.
+
+    Args:
+        directory: Descriptor of the directory; it stays the caller's.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+
+    def __init__(self, directory: int) -> None:
+        descriptor = os.dup(directory)
+        self.end = weakref.finalize(self, os.close, descriptor)
+        try:
+            lock_file(descriptor)
+        except OSError:
+            self.end()
+            raise
+        status = os.fstat(descriptor)
+        _locks[status.st_dev, status.st_ino] = self
+
+
+_locks: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
+
+
+def _leave_locks() -> None:
+    """Leave the locks to the process that this one was forked from, also when that ends."""
+    for lock in list(_locks.values()):
+        lock.end()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
+
 class ShardInProgress:
     """A file that is being written; it is locked, so that others see that its writer lives.
 
@@ -204,31 +257,33 @@ class ShardInProgress:
         """Make the file durable and give it its final name.
 
         Raises:
-            CheckpointWriteError: That failed; the file is removed.
+            CheckpointWriteError: That failed; it has its old name, to be discarded.
         """
-        action, name = "fsync", self._dirty
+        name, folder = str(self._name), self._directory
+        action, is_named = "fsync", False
         try:
             os.fsync(self.descriptor)
             action = "rename"
-            os.rename(
-                self._dirty,
-                str(self._name),
-                src_dir_fd=self._directory,
-                dst_dir_fd=self._directory,
-            )
-            action, name = "fsync", str(self._name)
+            os.rename(self._dirty, name, src_dir_fd=folder, dst_dir_fd=folder)
+            action, is_named = "fsync", True
             sync_directory(self._directory)
         except OSError as error:
-            written = os.fstat(self.descriptor).st_size
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._directory)
-            self.discard()
-            raise CheckpointWriteError.from_os(error, self.path, written, action) from error
+            if is_named:
+                with contextlib.suppress(OSError):
+                    os.rename(name, self._dirty, src_dir_fd=folder, dst_dir_fd=folder)
+            nbytes = self.written_bytes()
+            raise CheckpointWriteError.from_os(error, self.path, nbytes, action) from error
         self._close()
 
     def written_bytes(self) -> int:
         """Return how long the file is so far."""
         return os.fstat(self.descriptor).st_size
+
+    def source(self) -> FileSource:
+        """Open it for reading."""
+        source = FileSource(self._dirty, self._directory)
+        source.name = self.path
+        return source
 
     def discard(self, note: str = "") -> None:
         """Give the file up; with a note, what is left says why until the leftovers are removed."""

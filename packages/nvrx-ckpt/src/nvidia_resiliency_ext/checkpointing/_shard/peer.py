@@ -35,6 +35,7 @@ from nvidia_resiliency_ext.checkpointing._shard.directory import (
 )
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
 from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_manifest
+from nvidia_resiliency_ext.checkpointing._shard.write import file_sink
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 __all__ = ["Peer", "PeerError", "PeerServer", "PeerSource", "PeerTarget"]
@@ -49,7 +50,7 @@ _DISCARD_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
 _END = _RANGE.pack(0, 0)
-_PATIENCE = 10  # the other end may have to wait for its disk
+_SIGNS_OF_LIFE = 4  # in the time after which a peer that gives none is lost
 _BACKLOG = 64
 _ACCEPT_AGAIN_S = 0.2
 
@@ -121,15 +122,18 @@ class PeerTarget:
             raise PeerError(self._peer, error) from error
 
     def finish(self) -> None:
-        """Wait until the copy is durable.
+        """Wait until the copy is durable, as long as the peer gives signs of life.
 
         Raises:
             PeerError: It is not there.
         """
         try:
             self._sock.sendall(_END)
-            self._sock.settimeout(self._peer.timeout_s * _PATIENCE)
-            answer = _receive_json(self._sock)
+            while (answer := _receive_json(self._sock)).get("is_working"):
+                pass
+        except TimeoutError as error:
+            reason = f"no sign of life for {self._peer.timeout_s:g} s (peer_timeout_s)"
+            raise PeerError(self._peer, reason) from error
         except (OSError, ValueError) as error:
             raise PeerError(self._peer, error) from error
         if answer["error"]:
@@ -256,13 +260,13 @@ class PeerServer:
         try:
             _set_options(connection, self._timeout_s)
             request = self._handshake(connection)
+            # The other end may be busy for long; TCP's probes notice when its host is lost.
+            connection.settimeout(None)
             name = ShardName(int(request["iteration"]), int(request["owner"]))
             if request["op"] == "store":
-                connection.settimeout(self._timeout_s * _PATIENCE)
                 with self._counted():
                     self._store(connection, name)
             elif request["op"] == "read":
-                connection.settimeout(None)
                 self._read(connection, name)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not self._closed:
@@ -303,7 +307,8 @@ class PeerServer:
             _send_json(connection, {"error": ""})
             problem = self._receive_shard(connection, shard, name)
             if not problem:
-                shard.publish()
+                with _signs_of_life(connection, self._timeout_s / _SIGNS_OF_LIFE):
+                    shard.publish()
         except OSError as error:
             # Ours (no space, read-only) is worth telling; of the connection's the peer knows.
             problem = str(error)
@@ -320,13 +325,15 @@ class PeerServer:
         """Write what arrives; return what is wrong with it."""
         intake = _Intake(connection, shard.descriptor)
         pieces = intake.run()
-        source = _DescriptorSource(shard)
-        if intake.received != source.nbytes:
+        if intake.received != shard.written_bytes():
             return "the copy has gaps, or parts that were sent twice"
+        source = shard.source()
         try:
             manifest = read_manifest(source)
         except DamagedCheckpointError as error:
             return f"the copy is not whole: {error}"
+        finally:
+            source.close()
         for record in manifest.records:
             if record.nbytes and pieces.get(record.offset) != (record.nbytes, record.crc32):
                 return f"the copy has other bytes than the original: {record.tensor or record.name}"
@@ -373,7 +380,7 @@ class _Intake:
     def __init__(self, connection: socket.socket, descriptor: int) -> None:
         self.received = 0
         self._connection = connection
-        self._descriptor = descriptor
+        self._write = file_sink(descriptor)
         self._turn = threading.Lock()
         self._position = self._left = 0
         self._over = False
@@ -407,7 +414,7 @@ class _Intake:
             while piece := self._next(buffer):
                 number, position, data = piece
                 self._crcs[number] = crc32(data)
-                _write_all(self._descriptor, data, position)
+                self._write(position, data)
         except BaseException:
             self._over = True
             raise
@@ -425,26 +432,6 @@ class _Intake:
             self.received += data.nbytes
             self._pieces.append((position, data.nbytes))
             return len(self._pieces) - 1, position, data
-
-
-class _DescriptorSource:
-    """The file in progress, to be read."""
-
-    def __init__(self, shard: ShardInProgress) -> None:
-        self.name = shard.path
-        self.nbytes = shard.written_bytes()
-        self._descriptor = shard.descriptor
-
-    def read_into(self, position: int, target: memoryview) -> None:
-        """Fill the target with the bytes at a position."""
-        while target:
-            count = os.preadv(self._descriptor, [target], position)
-            if count == 0:
-                raise OSError(5, "the file is shorter than it was", self.name)
-            position, target = position + count, target[count:]
-
-    def close(self) -> None:
-        """Do nothing: the file stays open."""
 
 
 def _connect(peer: Peer, operation: str, name: ShardName) -> tuple[socket.socket, dict[str, Any]]:
@@ -513,6 +500,25 @@ def _send_all(sock: socket.socket, parts: list[Any]) -> None:
             views[0] = views[0][sent:]
 
 
+@contextlib.contextmanager
+def _signs_of_life(sock: socket.socket, interval_s: float) -> Iterator[None]:
+    """Tell the other end again and again that its copy is being made durable."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            while not is_over.wait(interval_s):
+                _send_json(sock, {"error": "", "is_working": True})
+
+    thread = threading.Thread(target=tell, name="nvrx-peer-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def _discard_rest(sock: socket.socket) -> None:
     """Read until the other end closes: closing before that could destroy our last message."""
     sock.shutdown(socket.SHUT_WR)
@@ -557,12 +563,6 @@ def _receive_into(sock: socket.socket, target: memoryview) -> None:
         if count == 0:
             raise ConnectionError("the connection ended in the middle")
         target = target[count:]
-
-
-def _write_all(descriptor: int, data: memoryview, position: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, position)
-        position, data = position + written, data[written:]
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -243,6 +243,21 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         if call.run is not None and self._worker is not None:
             self._worker.cancel(call.run.job)
 
+    def release(self, call: Call) -> None:
+        """Let other processes save where a call has saved; nobody asks for it any more.
+
+        Args:
+            call: The save, which is finalised or has failed.
+        """
+        worker = self._worker
+        if worker is None:
+            return
+        # What was given up may still be written; its worker knows when that is over.
+        if call.run is not None and call.given_up is None:
+            worker.release(call.run.job)
+        if not self._calls and not self._keeps_worker:
+            self._drop_worker(worker, self.sigterm_timeout)
+
     def progress(self, call: Call) -> int:
         """Return how many bytes of a running call are written.
 
@@ -276,6 +291,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         if not no_dist:
             over = not self.sync_all_async_calls(int(not over))
         if over:
+            self.release(self._current)
             self._current = None
         return over
 
@@ -415,9 +431,6 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 "the worker process %d does not give up a save: it is replaced", worker.pid
             )
             self._lose_worker(worker)
-            return
-        if not self._calls and not self._keeps_worker:
-            self._drop_worker(worker, self.sigterm_timeout)
 
     def _settle(self, result: WorkerResult) -> None:
         if result.released:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +171,6 @@ class CheckpointWrite(StagedWrite):
             io_mode=options.io_mode,
             sync=options.sync,
             staging_dir=options.staging_dir,
-            folder=os.path.dirname(options.metadata_path) if self.renames else None,
         )
 
     def written(self, results: Sequence[FileResult], manifest: FileResult | None) -> None:

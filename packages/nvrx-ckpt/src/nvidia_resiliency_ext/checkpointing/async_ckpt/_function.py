@@ -40,27 +40,23 @@ def call_with_bytes(code: bytes, buffer: StagingBuffer) -> None:
     function(*args, **kwargs)
 
 
-class _Unpickler(pickle.Unpickler):
+class _BytesUnpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, buffer: StagingBuffer) -> None:
         super().__init__(stream)
         self._buffer = buffer
 
+    def persistent_load(self, pid: Any) -> Any:
+        start, nbytes, *_ = pid
+        return self._buffer.view[start : start + nbytes]
+
+
+class _Unpickler(_BytesUnpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         import torch
 
         start, nbytes, dtype, shape, stride, offset = pid
         data = self._buffer.tensor()[start : start + nbytes].view(getattr(torch, dtype))
         return data.as_strided(shape, stride, data.storage_offset() + offset)
-
-
-class _BytesUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, buffer: StagingBuffer) -> None:
-        super().__init__(stream)
-        self._buffer = buffer
-
-    def persistent_load(self, pid: Any) -> memoryview:
-        start, nbytes, *_ = pid
-        return self._buffer.view[start : start + nbytes]
 
 
 def _prepare(data: bytes) -> bytes:

@@ -98,7 +98,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Released:
-    """The staging buffer of a job is not needed any more; the job goes on."""
+    """From the worker: the staging buffer of a job is free, the job goes on. To it: all is over."""
 
     job: Job
 

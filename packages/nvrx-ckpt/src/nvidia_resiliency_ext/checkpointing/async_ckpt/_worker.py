@@ -123,6 +123,10 @@ class Worker:
         """Ask it to give a job up; its result then says so."""
         self._send(Cancel(job))
 
+    def release(self, job: Job) -> None:
+        """Tell it that a job is finalised, or not needed: others may save there."""
+        self._send(Released(job))
+
     def progress(self, job: Job) -> int:
         """Return how many bytes of a job have been written."""
         memory = self._memories.get(job)

@@ -8,6 +8,7 @@ first (forked children of the trainer may keep the socket open).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.checkpointing import _checksum
 from nvidia_resiliency_ext.checkpointing._durable import FileSaver, SaveCancelledError
 from nvidia_resiliency_ext.checkpointing._flush import LocalCopy
+from nvidia_resiliency_ext.checkpointing._locks import SaveLock
 from nvidia_resiliency_ext.checkpointing._manifest import write_rank_manifest
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 from nvidia_resiliency_ext.checkpointing._write_plan import WritePlan
@@ -86,6 +88,9 @@ class _Server:
         self._cancelled: set[Job] = set()
         self._buffers: dict[int, StagingBuffer] = {}
         self._max_buffers = 1
+        # By path, with the last job that asked for it: a job may save where one before it did.
+        self._locks: dict[str, tuple[Job, SaveLock]] = {}
+        self._locking = threading.Lock()
         self._fds: list[int] = []
 
     def serve(self) -> None:
@@ -124,6 +129,32 @@ class _Server:
             active = self._active.get(message.job)
             if active is not None:
                 active.cancel()
+        elif isinstance(message, Released):
+            self._begin_unlock(message.job)
+
+    def _lock(self, job: Job, plan: WritePlan) -> None:
+        if plan.manifest is None:
+            return
+        path = plan.manifest.path
+        with self._locking:
+            _, lock = self._locks.pop(path, (job, None))
+        lock = lock or SaveLock(path)
+        lock.renew()
+        with self._locking:
+            self._locks[path] = job, lock
+
+    def _begin_unlock(self, job: Job | None) -> threading.Thread:
+        # Not in this thread: the directory may hang, and messages of other jobs come.
+        thread = threading.Thread(target=self._unlock, args=(job,), name="nvrx-unlock", daemon=True)
+        thread.start()
+        return thread
+
+    def _unlock(self, job: Job | None) -> None:
+        with self._locking:
+            over = [path for path, (holder, _) in self._locks.items() if job in (None, holder)]
+            locks = [self._locks.pop(path)[1] for path in over]
+        for lock in locks:
+            lock.close()
 
     def _attach(self, fd: int) -> StagingBuffer:
         # A mapping is kept: mapping the same memory again costs a page fault for each page.
@@ -148,6 +179,7 @@ class _Server:
                 one.remove()
             else:
                 one.ended.wait(_CLEAN_UP_S)
+        self._begin_unlock(None).join(_CLEAN_UP_S)
 
     def _work(self) -> None:
         _checksum.crc32(bytes(4 << 20))  # imports numpy before the first save
@@ -178,13 +210,18 @@ class _Server:
     def _flush(self) -> None:
         while True:
             run, memory, begin, local = self._flushes.get()
+            attempt = functools.partial(self._flush_locked, run.job, local)
             result: Any
             try:
-                result = self._retry(run, local, local.flush, local.plan, _FLUSH_RETRIES)
+                result = self._retry(run, local, attempt, local.plan, _FLUSH_RETRIES)
             except BaseException as error:  # noqa: BLE001 - the trainer reports it
                 result = error
             local.remove()
             self._finish(run, memory, begin, result)
+
+    def _flush_locked(self, job: Job, local: LocalCopy) -> list[FileResult]:
+        self._lock(job, local.plan)
+        return local.flush()
 
     def _write(self, run: Run, plan: WritePlan, buffer: StagingBuffer, memory: JobMemory) -> Any:
         opener = None
@@ -199,6 +236,7 @@ class _Server:
                 plan, buffer.view, opener=opener, renames=run.renames, on_progress=counter.add
             )
             self._start(run, saver)
+            self._lock(run.job, plan)
             return saver.run()
 
         return self._retry(run, None, attempt, plan, 0)
@@ -224,7 +262,9 @@ class _Server:
         retries, delay = max(run.retries, least), run.retry_delay
         for number in range(retries + 1):
             try:
-                return _describe_files(plan, attempt(), number + 1)
+                found = _describe_files(plan, attempt(), number + 1)
+                self._lock(run.job, plan)  # what has taken the place of the locked file
+                return found  # noqa: TRY300 - an error here is one of the attempt
             except OSError:
                 active = local or self._active.get(run.job)
                 if number == retries or active is None or active.stopped.wait(delay):
@@ -244,6 +284,8 @@ class _Server:
         position = memory.append(text)
         memory.close()
         self._active.pop(run.job, None)
+        if not ok:
+            self._unlock(run.job)
         self._cancelled.discard(run.job)
         self._send(Finished(run.job, ok, position, len(text), time.monotonic() - begin))
 

@@ -286,8 +286,12 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
                 break
             if self.async_calls and self.async_calls[0] is call:
                 self.async_calls.popleft()
-            if failure is None:
-                failure = self._finalize(call)
+            try:
+                if failure is None:
+                    failure = self._finalize(call)
+            finally:
+                if self._caller is not None:
+                    self._caller.release(call)
             if failure is None:
                 done.append(call.idx)
             else:

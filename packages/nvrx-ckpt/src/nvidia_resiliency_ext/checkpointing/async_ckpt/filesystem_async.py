@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 import logging
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from nvidia_resiliency_ext.checkpointing._durable import write_small_file
+from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
 from nvidia_resiliency_ext.checkpointing._manifest import (
     MANIFEST,
     rank_manifest_name,
@@ -390,7 +392,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             results: For each rank the results of its writes.
 
         Raises:
-            CheckpointWriteError: The manifest or `.metadata` cannot be written.
+            CheckpointWriteError: The manifest or `.metadata` cannot be written, or what a rank has
+                written is gone.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
@@ -405,6 +408,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             return
         from zlib import crc32
 
+        for one in self.rank_manifests:
+            _require_file(os.path.join(self.path, one["name"]), one["bytes"])
         about = {"bytes": len(data), "crc32": crc32(data)}
         content = {"kind": "dcp", "metadata": about, "ranks": self.rank_manifests}
         write_manifest(os.path.join(self.path, MANIFEST), content, sync=self.sync_files)
@@ -465,6 +470,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         transformed.write(raw)
         transformed.close()
         return stream.getbuffer(), list(descriptors)
+
+
+def _require_file(path: str, nbytes: int) -> None:
+    """Make sure that a rank's manifest, the last file that it writes, is there and no other one."""
+    try:
+        with open(path, "rb") as file:  # over NFS only opening asks the server
+            found = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise CheckpointWriteError.from_os(error, path, 0, "find") from error
+    if found != nbytes:
+        raise CheckpointWriteError(errno.EBUSY, "another one is there", path, found, "find")
 
 
 def _write_here(

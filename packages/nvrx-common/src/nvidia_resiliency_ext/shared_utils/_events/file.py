@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how an event becomes one line of JSON, at most ``LINE_LIMIT`` bytes long; writes nothing."""
+"""An event as one line of JSON, at most ``LINE_LIMIT`` bytes long, and the file of these lines."""
 
 from __future__ import annotations
 
@@ -30,21 +30,14 @@ def encode_line(fields: Mapping[str, object]) -> bytes:
     try:
         line = _ENCODER.encode(fields)
     except (ValueError, TypeError, RecursionError):
-        line = _ENCODER.encode({str(name): _plain(value, 0) for name, value in fields.items()})
-    if len(line) < LINE_LIMIT:
-        return line.encode("ascii") + b"\n"
-    return _cut_line(fields)
-
-
-def _cut_line(fields: Mapping[str, object]) -> bytes:
-    """Halve the longest value until the line fits; numbers and short values stay whole."""
-    sized = {str(name): _plain(value, 0) for name, value in fields.items()}
-    while True:
-        line = _ENCODER.encode(sized)
-        if len(line) < LINE_LIMIT:
-            return line.encode("ascii") + b"\n"
-        longest = max(sized, key=lambda name: len(_ENCODER.encode(sized[name])))
-        sized[longest] = _halved(sized[longest])
+        line = ""
+    if not line or len(line) >= LINE_LIMIT:
+        sized = {str(name): _plain(value, 0) for name, value in fields.items()}
+        # Halve the longest value until the line fits; numbers and short values stay whole.
+        while len(line := _ENCODER.encode(sized)) >= LINE_LIMIT:
+            longest = max(sized, key=lambda name: len(_ENCODER.encode(sized[name])))
+            sized[longest] = _halved(sized[longest])
+    return line.encode("ascii") + b"\n"
 
 
 def _halved(value: object) -> object:
@@ -130,6 +123,7 @@ class NodeFile:
         self.host = host
         self.launch_id = launch_id
         self.fd = -1
+        self.size = 0  # bytes that all processes had written when it was last looked at
         self._job_id = job_id
         self._versions = dict(versions)
         self._identity = (0, 0)
@@ -140,7 +134,6 @@ class NodeFile:
 
     @property
     def path(self) -> str:
-        """Path of the file."""
         name = f"events-{_name_part(self.host)}-{_name_part(self.launch_id)}.jsonl"
         return os.path.join(self.directory, name)
 
@@ -190,7 +183,6 @@ class NodeFile:
         return self._look() == _OURS
 
     def close(self) -> None:
-        """Close the file for good."""
         self._is_closed = True
         self._let_go(even_ours=True)
 
@@ -217,15 +209,12 @@ class NodeFile:
             return _FOREIGN
         if (found.st_dev, found.st_ino) != self._identity:
             return _FOREIGN
+        self.size = found.st_size
         return _OURS if found.st_nlink else _REMOVED
 
     def may_open(self) -> bool:
         """Say whether the last failure is long enough ago to try again."""
         return time.monotonic() >= self._next_open_at
-
-    def size(self) -> int:
-        """Return how many bytes all processes have written."""
-        return os.fstat(self.fd).st_size
 
     def write(self, line: bytes) -> str:
         """Write one line and return why that failed, nothing when it did not.
@@ -272,14 +261,9 @@ class NodeFile:
         return fd
 
     def _write_header(self, fd: int) -> None:
-        header = self._header()
-        if os.write(fd, header) < len(header):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _header(self) -> bytes:
         from nvidia_resiliency_ext.shared_utils import procfs
 
-        return encode_line(
+        header = encode_line(
             {
                 "kind": "header",
                 "schema": SCHEMA,
@@ -291,3 +275,5 @@ class NodeFile:
                 "versions": self._versions,
             }
         )
+        if os.write(fd, header) < len(header):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the writing of events: what is recorded, what is dropped, and that a file may be full.
+"""The writing of events: what is recorded, what is dropped, and that a file may be full.
 
-It does not own the file (``file``), the kinds of events (``kinds``), their text (``encode``) or
-reading (``read``).
 Nothing here raises into the program that is being recorded: what cannot be written is counted,
 one warning says so, and a ``dropped`` event tells about it as soon as writing works again. There
 is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
@@ -38,12 +36,12 @@ class EventLog:
     ``max_bytes`` except for faults, cycles and the job's start and end.
 
     Args:
-        directory: Where the file is.
-        src: Name of the writing program, such as `launcher` or `rank`.
-        job_id: The job; None if unknown.
-        launch_id: Identifier of the launch; part of the file's name.
+        directory: Where the file is; made with mode 0700 when missing.
+        src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
+        job_id: The scheduler's job; None if there is none.
+        launch_id: Unique for this launcher; part of the file's name.
         host: Name of the node; part of the file's name.
-        versions: Versions of distributions, for the header.
+        versions: Versions worth knowing later, by distribution; for the header.
         max_bytes: Size of the file from which only the most important events are written.
 
     Example:
@@ -101,15 +99,6 @@ class EventLog:
         A file of the same host and launch that is there already is never continued: this launch
         then gets a number behind its id (see the attribute ``launch_id``). A directory that
         cannot be written gives one warning and a log that tries again later.
-
-        Args:
-            directory: Where the file goes; made with mode 0700 when missing.
-            src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
-            job_id: The scheduler's job, if there is one.
-            launch_id: Unique for this launcher.
-            host: The node's name.
-            versions: Versions worth knowing later, by distribution.
-            max_bytes: The size at which the file is full.
         """
         log = cls(
             os.fspath(directory),
@@ -216,7 +205,7 @@ class EventLog:
     def close(self) -> None:
         """Tell what was dropped and close the file; later events are ignored."""
         if self._dropped_count and self._is_usable():
-            self._tell_dropped()
+            self._record_dropped()
         self._is_closed = True
         self._file.close()
 
@@ -231,16 +220,12 @@ class EventLog:
         if not self._is_usable():
             self._drop(len(line), self._dropped_why or "no file")
             return
-        try:
-            size = self._file.size()
-        except OSError as error:  # another thread closed the file in this moment
-            self._drop(len(line), error.strerror or type(error).__name__)
-            return
+        size = self._file.size
         if size + len(line) > self.max_bytes and not self._passes_limit(kind, size):
             self._drop(len(line), "file limit reached")
             return
         if self._dropped_count and size < self.max_bytes:
-            self._tell_dropped()
+            self._record_dropped()
         failure = self._file.write(line)
         if failure:
             self._drop(len(line), failure)
@@ -258,7 +243,7 @@ class EventLog:
         common = {"t": time.time(), "m": time.monotonic(), "kind": kind, "src": self.src}
         return encode_line({**common, "cycle": None, "rank": None, "pid": os.getpid(), **fields})
 
-    def _tell_dropped(self) -> None:
+    def _record_dropped(self) -> None:
         count, lost_bytes = self._dropped_count, self._dropped_bytes
         fields = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
         if not self._file.write(self._own_line("dropped", fields)):
@@ -310,7 +295,6 @@ class _NullEventLog(EventLog):
     enabled = False
 
     def __init__(self) -> None:
-        """Make a log without a file."""
         super().__init__("", src="", job_id=None, launch_id="", host="")
 
     def record(
@@ -322,7 +306,7 @@ class _NullEventLog(EventLog):
         t: float | None = None,
         m: float | None = None,
     ) -> None:
-        """Do nothing."""
+        """Do nothing; parameters by name cost less than collecting them."""
 
     def environment(self) -> dict[str, str]:
         """Return nothing: there is no file to find."""

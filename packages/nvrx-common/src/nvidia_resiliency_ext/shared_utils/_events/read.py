@@ -109,7 +109,10 @@ def read_events(path: str | os.PathLike[str]) -> EventFile:
     events: list[EventRecord] = []
     bad_lines = 0
     try:
-        with open(name, "rb", opener=_open_at_once) as file:
+        # A fifo or a device must not block the reader.
+        with open(
+            name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+        ) as file:
             for line in _lines(file):
                 found = _parse(line)
                 if isinstance(found, EventRecord):
@@ -126,11 +129,6 @@ def read_events(path: str | os.PathLike[str]) -> EventFile:
     if not header and not events:
         raise EventFileError(name, "is not an event file" if bad_lines else "is empty")
     return EventFile(path=name, header=header, events=tuple(events), bad_lines=bad_lines)
-
-
-def _open_at_once(name: str, flags: int) -> int:
-    """Open a file; a fifo or a device must not block the reader."""
-    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -12,31 +12,25 @@ import time
 from typing import TYPE_CHECKING, Any, final
 
 from . import interpreter, resources
-from .interpreter import async_raise, signal_from_outside
-from .kinds import Fault, InjectedException, Plain, add_fault
+from .interpreter import SignalFromOutside, async_raise
+from .kinds import Action, Fault, InjectedException, add_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from .kinds import Action, Preparer
 
     Callback = Callable[[], object]
     Handler = Callable[[float, Callback | None], object]
 
 
-PREPARERS: dict[Fault, Preparer] = {
+PREPARERS: dict[Fault, Callable[[], Action]] = {
     Fault.GPU_ERROR: resources.gpu_assert,
     Fault.GPU_SLEEP: resources.gpu_spin,
-    Fault.WORKLOAD_EXC: interpreter.workload_exception_flag,
+    Fault.WORKLOAD_EXC: lambda: Action(lambda _: interpreter.workload_raise_event.set()),
     Fault.ASYNC_EXC: interpreter.async_exception,
     Fault.SIGNAL_EXC: interpreter.signal_exception,
-    Fault.OS_ABORT: interpreter.crash_by_abort,
+    Fault.OS_ABORT: lambda: Action(lambda _: os.abort()),
     Fault.LOCK_GIL: interpreter.hold_gil,
-    Fault.SEGFAULT: interpreter.crash_by_segfault,
-    Fault.SIGINT: signal_from_outside(signal.SIGINT),
-    Fault.SIGKILL: signal_from_outside(signal.SIGKILL),
-    Fault.SIGTERM: signal_from_outside(signal.SIGTERM),
-    Fault.SIGSTOP: signal_from_outside(signal.SIGSTOP),
+    Fault.SEGFAULT: lambda: Action(_read_address_0),
     Fault.HANG: interpreter.hang,
     Fault.SLOWDOWN: interpreter.slow_down,
     Fault.CPU_SPIN: resources.spin,
@@ -45,6 +39,10 @@ PREPARERS: dict[Fault, Preparer] = {
     Fault.OOM_GPU: resources.exhaust_gpu_memory,
     Fault.DISK_FULL: resources.disk_full,
     Fault.CLOCK_SKEW: resources.skew_clock,
+}
+SIGNALS = {
+    fault: signal.Signals[fault.name]
+    for fault in (Fault.SIGINT, Fault.SIGKILL, Fault.SIGTERM, Fault.SIGSTOP)
 }
 
 _handlers: dict[Fault, Handler] = {}
@@ -83,11 +81,6 @@ def register_fault(
             fault = add_fault(fault_name_or_enum)
         _handlers[fault] = handler
     return fault
-
-
-def handler_of(fault: Fault) -> Handler | None:
-    """Return the handler that a program has registered for the fault."""
-    return _handlers.get(fault)
 
 
 logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
@@ -231,13 +224,25 @@ def dispatch_fault_injection(
         raise RuntimeError(f"unknown fault {fault!r}")  # noqa: TRY004 - callers catch this one
     if switched_off(fault.name):
         return DispatchedFault(fault)._refuse()  # noqa: SLF001 - its maker
-    handler = handler_of(fault)
+    handler = _handlers.get(fault)
     if handler is not None:
         return DispatchedFault(fault)._hand_over(handler, delay, callback)  # noqa: SLF001
+    action = _prepare(fault, due, callback)
+    return DispatchedFault(fault)._start(due, callback, action)  # noqa: SLF001
+
+
+def _prepare(fault: Fault, due: float, callback: Callback | None) -> Action:
+    if fault in SIGNALS:
+        return SignalFromOutside(SIGNALS[fault], due, has_callback=callback is not None)
     if fault not in PREPARERS:
         raise RuntimeError(f"unknown fault {fault!r}")
-    action = PREPARERS[fault](due, callback is not None)
-    return DispatchedFault(fault)._start(due, callback, action)  # noqa: SLF001
+    return PREPARERS[fault]()
+
+
+def _read_address_0(_: threading.Event) -> None:
+    import ctypes
+
+    ctypes.string_at(0)
 
 
 def switched_off(name: str) -> bool:
@@ -261,12 +266,7 @@ def _checked_delay(delay: float) -> float:
 
 
 def workload_exception(delay: float, callback: Callback | None) -> None:
-    """Set the flag that `maybe_raise_workload_exception` reads.
-
-    Args:
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Set the flag of `maybe_raise_workload_exception` after `delay` s and `callback()`."""
     _make(Fault.WORKLOAD_EXC, delay, callback)
 
 
@@ -278,17 +278,12 @@ def async_raise_exception(tid: int, delay: float, callback: Callback | None) -> 
         delay: Seconds to wait first.
         callback: Called without arguments just before the fault; None: nothing.
     """
-    action = Plain(lambda _: async_raise(tid, InjectedException))
+    action = Action(lambda _: async_raise(tid, InjectedException))
     _run("ASYNC_EXC", action, delay, callback)
 
 
 def raise_gpu_error(delay: float, callback: Callback | None) -> None:
-    """Trigger a device-side assertion on the current CUDA device.
-
-    Args:
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Trigger an assertion of the current CUDA device after `delay` s and `callback()`."""
     _make(Fault.GPU_ERROR, delay, callback)
 
 
@@ -300,37 +295,21 @@ def gpu_sleep(delay: float, device: Any, callback: Callback | None) -> None:
         device: The CUDA device.
         callback: Called without arguments just before the fault; None: nothing.
     """
-    action = resources.gpu_spin_on(resources.require_cuda("GPU_SLEEP"), device)
-    _run("GPU_SLEEP", action, delay, callback)
+    _run("GPU_SLEEP", resources.gpu_spin(device), delay, callback)
 
 
 def lock_gil(delay: float, callback: Callback | None) -> None:
-    """Hold the GIL in C code; does not return.
-
-    Args:
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Hold the GIL in C code after `delay` s and `callback()`; does not return."""
     _make(Fault.LOCK_GIL, delay, callback)
 
 
 def segfault(delay: float, callback: Callback | None) -> None:
-    """Read an invalid address.
-
-    Args:
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Read an invalid address after `delay` s and `callback()`."""
     _make(Fault.SEGFAULT, delay, callback)
 
 
 def abort(delay: float, callback: Callback | None) -> None:
-    """Call `abort()`.
-
-    Args:
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Call `abort()` after `delay` s and `callback()`."""
     _make(Fault.OS_ABORT, delay, callback)
 
 
@@ -343,11 +322,11 @@ def send_signal(pid: int, signal: int, delay: float, callback: Callback | None) 
         delay: Seconds to wait first.
         callback: Called without arguments just before the fault; None: nothing.
     """
-    _run(f"signal {signal} to {pid}", Plain(lambda _: os.kill(pid, signal)), delay, callback)
+    _run(f"signal {signal} to {pid}", Action(lambda _: os.kill(pid, signal)), delay, callback)
 
 
 def _make(fault: Fault, delay: float, callback: Callback | None) -> None:
-    action = PREPARERS[fault](time.monotonic() + delay, callback is not None)
+    action = _prepare(fault, time.monotonic() + delay, callback)
     _run(fault.name, action, delay, callback)
 
 

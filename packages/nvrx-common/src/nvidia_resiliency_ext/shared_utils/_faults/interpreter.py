@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
-from .kinds import Action, InjectedException, Plain, on_main_thread_only, refusal
+from .kinds import Action, InjectedException, on_main_thread_only, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-
-    from .kinds import Preparer
 
 
 workload_raise_event = threading.Event()
@@ -84,43 +82,20 @@ def termination_signal_handler(signum: int, frame: FrameType | None) -> None:
     raise InjectedException(f"injected by signal {signum}")
 
 
-def workload_exception_flag(due: float, has_callback: bool) -> Action:
-    """Prepare the flag that `maybe_raise_workload_exception` reads."""
-    del due, has_callback
-    return Plain(lambda _: workload_raise_event.set())
-
-
-def async_exception(due: float, has_callback: bool) -> Action:
+def async_exception() -> Action:
     """Prepare an exception in the main thread."""
-    del due, has_callback
     tid = threading.main_thread().ident or 0
-    return Plain(lambda _: async_raise(tid, InjectedException))
+    return Action(lambda _: async_raise(tid, InjectedException))
 
 
-def signal_exception(due: float, has_callback: bool) -> Action:
+def signal_exception() -> Action:
     """Prepare SIGUSR1 with a handler that raises in the main thread."""
-    del due, has_callback
     on_main_thread_only("SIGNAL_EXC")
     return _SignalException()
 
 
-def crash_by_abort(due: float, has_callback: bool) -> Action:
-    """Prepare `abort()`."""
-    del due, has_callback
-    return Plain(lambda _: os.abort())
-
-
-def crash_by_segfault(due: float, has_callback: bool) -> Action:
-    """Prepare an invalid read."""
-    del due, has_callback
-    import ctypes
-
-    return Plain(lambda _: ctypes.string_at(0))
-
-
-def hold_gil(due: float, has_callback: bool) -> Action:
+def hold_gil() -> Action:
     """Prepare a call of C code that keeps the GIL for 68 years."""
-    del due, has_callback
     import ctypes
 
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -133,19 +108,17 @@ def hold_gil(due: float, has_callback: bool) -> Action:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         sleep(_FOR_EVER_S)
 
-    return Plain(hold)
+    return Action(hold)
 
 
 class _SignalException(Action):
     """Owns the handler of SIGUSR1 until it has run once."""
 
     def __init__(self) -> None:
+        main_thread = threading.main_thread().ident or 0
+        super().__init__(lambda _: signal.pthread_kill(main_thread, signal.SIGUSR1))
         self._armed = True
         self._previous = signal.signal(signal.SIGUSR1, self._handle)
-
-    def act(self, stop: threading.Event) -> None:
-        del stop
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def withdraw(self) -> bool:
         self._armed = False
@@ -173,21 +146,19 @@ _waiting: collections.deque[Callable[[], object]] = collections.deque()
 _signal: signal.Signals | int | None = None
 
 
-def hang(due: float, has_callback: bool) -> Action:
+def hang() -> Action:
     """Prepare a wait without end in the main thread."""
-    del due, has_callback
     _install("HANG")
 
     def act(stop: threading.Event) -> None:
         _run_in_main_thread(stop.wait)
         stop.wait()
 
-    return Plain(act)
+    return Action(act)
 
 
-def slow_down(due: float, has_callback: bool) -> Action:
+def slow_down() -> Action:
     """Prepare that the main thread rests for half of the time."""
-    del due, has_callback
     _install("SLOWDOWN")
 
     def act(stop: threading.Event) -> None:
@@ -195,7 +166,7 @@ def slow_down(due: float, has_callback: bool) -> Action:
             if not _waiting:  # else it has not even come to the last rest
                 _run_in_main_thread(lambda: stop.wait(_SLICE_S))
 
-    return Plain(act)
+    return Action(act)
 
 
 def _install(fault: str) -> None:
@@ -230,16 +201,7 @@ _GRACE_WITH_CALLBACK_S = 1.0
 _WITHDRAW_WAIT_S = 5.0
 
 
-def signal_from_outside(number: signal.Signals) -> Preparer:
-    """Return what prepares that signal to this process."""
-
-    def prepare(due: float, has_callback: bool) -> Action:
-        return _SignalFromOutside(number, due, has_callback=has_callback)
-
-    return prepare
-
-
-class _SignalFromOutside(Action):
+class SignalFromOutside(Action):
     """Owns the helper process until it has sent the signal or given up."""
 
     def __init__(self, number: signal.Signals, due: float, *, has_callback: bool) -> None:
@@ -247,6 +209,7 @@ class _SignalFromOutside(Action):
         from nvidia_resiliency_ext.shared_utils.children import start_child
         from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
+        super().__init__(self._send)
         self._has_callback = has_callback
         pid = os.getpid()
         grace = _GRACE_WITH_CALLBACK_S if has_callback else _GRACE_S
@@ -263,11 +226,10 @@ class _SignalFromOutside(Action):
 
     def begin(self) -> None:
         if self._has_callback:
-            self._tell(b"b")
+            self._notify(b"b")
 
-    def act(self, stop: threading.Event) -> None:
-        del stop
-        self._tell(b"g")
+    def _send(self, _: threading.Event) -> None:
+        self._notify(b"g")
         self._helper.wait()
         self._helper.close()
 
@@ -278,7 +240,7 @@ class _SignalFromOutside(Action):
         self._helper.close()
         return status is None or status.code != 0
 
-    def _tell(self, word: bytes) -> None:
+    def _notify(self, word: bytes) -> None:
         if self._helper.stdin is not None:
             try:
                 os.write(self._helper.stdin.fileno(), word)

@@ -90,11 +90,7 @@ class Fault(enum.Enum, metaclass=_FaultType):
 
 
 def add_fault(name: str) -> Fault:
-    """Return the fault of that name, made with the next free number if there is none.
-
-    Raises:
-        ValueError: The name cannot be one of a fault.
-    """
+    """Return the fault of that name, made with the next free number if there is none."""
     with _adding:
         if name in Fault.__members__:
             return Fault[name]
@@ -128,19 +124,7 @@ def draw_plan(
     seed: int,
     world_size: int,
 ) -> FaultPlan:
-    """Draw a plan that depends on the arguments only.
-
-    Args:
-        faults: One of these.
-        num_faults: How many ranks, or the least and the most; cut to those who may be chosen.
-        keep_alive: How many ranks, from 0 on, are never chosen.
-        delay: Seconds, or the least and the most.
-        seed: Of the generator.
-        world_size: Number of ranks.
-
-    Raises:
-        ValueError: There is no fault to choose from, or a pair is not in order.
-    """
+    """Draw a plan that depends on the arguments only."""
     from random import Random
 
     choices = (faults,) if isinstance(faults, Fault) else tuple(faults)
@@ -168,28 +152,21 @@ def _pair(name: str, values: tuple[float, float]) -> tuple[float, float]:
 
 
 class Action:
-    """One fault on its way; made while it is dispatched, used by one background thread."""
+    """One fault on its way; made while it is dispatched, used by one background thread.
+
+    Args:
+        effect: Makes it happen; a lasting effect that can end ends when the event is set.
+    """
+
+    def __init__(self, effect: Callable[[threading.Event], object]) -> None:
+        self.act = effect
 
     def begin(self) -> None:
         """Learn that the time has come and that the callback runs next."""
 
-    def act(self, stop: threading.Event) -> None:
-        """Make it happen; a lasting effect that can end ends when `stop` is set."""
-        raise NotImplementedError
-
     def withdraw(self) -> bool:
         """Give it up before its time; return whether it surely does not happen."""
         return True
-
-
-class Plain(Action):
-    """An effect that needs no preparation."""
-
-    def __init__(self, effect: Callable[[threading.Event], object]) -> None:
-        self._effect = effect
-
-    def act(self, stop: threading.Event) -> None:
-        self._effect(stop)
 
 
 def refusal(fault: str, reason: str) -> RuntimeError:
@@ -201,7 +178,3 @@ def on_main_thread_only(fault: str) -> None:
     """Refuse a fault whose signal handler only the main thread may install."""
     if threading.current_thread() is not threading.main_thread():
         raise refusal(fault, "dispatch it from the main thread, which alone can install handlers")
-
-
-if TYPE_CHECKING:
-    Preparer = Callable[[float, bool], Action]

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from .kinds import Action, Plain, refusal
+from .kinds import Action, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,20 +23,18 @@ _LARGEST_DISK = 16 << 30
 _DISK_VARIABLE = "NVRX_FAULT_DISK_DIR"
 
 
-def spin(due: float, has_callback: bool) -> Action:
+def spin() -> Action:
     """Prepare a thread that burns a core and contends for the GIL."""
-    del due, has_callback
 
     def act(stop: threading.Event) -> None:
         while not stop.is_set():
             pass
 
-    return Plain(act)
+    return Action(act)
 
 
-def exhaust_memory(due: float, has_callback: bool) -> Action:
+def exhaust_memory() -> Action:
     """Prepare to take memory until there is none; the kernel is told to kill this process first."""
-    del due, has_callback
 
     def act(stop: threading.Event) -> None:
         before = _set_oom_score(b"1000")
@@ -53,15 +51,14 @@ def exhaust_memory(due: float, has_callback: bool) -> Action:
         if before is not None:
             _set_oom_score(before)
 
-    return Plain(act)
+    return Action(act)
 
 
-def drop_network(due: float, has_callback: bool) -> Action:
+def drop_network() -> Action:
     """Prepare to shut every IPv4 and IPv6 socket of the process down.
 
     They are not closed: the next file would get the number, and a library would write into it.
     """
-    del due, has_callback
     import socket
 
     from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy
@@ -81,12 +78,11 @@ def drop_network(due: float, has_callback: bool) -> Action:
                 # ENOTCONN for a socket without a peer, which is shut down nevertheless.
                 found.shutdown(socket.SHUT_RDWR)
 
-    return Plain(act)
+    return Action(act)
 
 
-def disk_full(due: float, has_callback: bool) -> Action:
+def disk_full() -> Action:
     """Prepare to fill the mount that `NVRX_FAULT_DISK_DIR` names, as long as the process lives."""
-    del due, has_callback
     directory = os.environ.get(_DISK_VARIABLE, "")
     if not os.path.isabs(directory) or os.path.normpath(directory) == "/":
         raise refusal("DISK_FULL", f"{_DISK_VARIABLE} must name a mount of its own to fill")
@@ -107,9 +103,10 @@ class _Filling(Action):
     """Owns a file without a name: whatever ends the process also frees the space."""
 
     def __init__(self, descriptor: int) -> None:
+        super().__init__(self._fill)
         self._descriptor = descriptor
 
-    def act(self, stop: threading.Event) -> None:
+    def _fill(self, stop: threading.Event) -> None:
         size, block = 0, _LARGEST_BLOCK
         while block >= _SMALLEST_BLOCK and not stop.is_set():
             try:
@@ -148,9 +145,8 @@ _GPU_LARGEST_BLOCK = 1 << 30
 _GPU_SMALLEST_BLOCK = 1 << 20
 
 
-def gpu_assert(due: float, has_callback: bool) -> Action:
+def gpu_assert() -> Action:
     """Prepare an index far outside of its tensor, which the device asserts against."""
-    del due, has_callback
     torch, device = _current_device("GPU_ERROR")
 
     def act(stop: threading.Event) -> None:
@@ -159,18 +155,13 @@ def gpu_assert(due: float, has_callback: bool) -> Action:
             values = torch.zeros(1, device=device)
             values[torch.full((1,), _FAR_OUTSIDE, dtype=torch.int64, device=device)]
 
-    return Plain(act)
+    return Action(act)
 
 
-def gpu_spin(due: float, has_callback: bool) -> Action:
-    """Prepare a kernel without end on the device that is current now."""
-    del due, has_callback
-    torch, device = _current_device("GPU_SLEEP")
-    return gpu_spin_on(torch, device)
-
-
-def gpu_spin_on(torch: Any, device: Any) -> Action:
-    """Return the action that starts the kernel on the given device."""
+def gpu_spin(device: Any = None) -> Action:
+    """Prepare a kernel without end on a device; default: the one that is current now."""
+    torch = _require_cuda("GPU_SLEEP")
+    device = torch.cuda.current_device() if device is None else device
 
     def act(stop: threading.Event) -> None:
         del stop
@@ -178,12 +169,11 @@ def gpu_spin_on(torch: Any, device: Any) -> Action:
             # The same thread's default stream blocks the other streams of the device.
             torch.cuda._sleep(_FOR_EVER_CYCLES)  # noqa: SLF001 - torch has no other one
 
-    return Plain(act)
+    return Action(act)
 
 
-def exhaust_gpu_memory(due: float, has_callback: bool) -> Action:
+def exhaust_gpu_memory() -> Action:
     """Prepare to take the memory of the current device until there is none."""
-    del due, has_callback
     torch, device = _current_device("OOM_GPU")
 
     def act(stop: threading.Event) -> None:
@@ -197,15 +187,11 @@ def exhaust_gpu_memory(due: float, has_callback: bool) -> Action:
         stop.wait()
         taken.clear()
 
-    return Plain(act)
+    return Action(act)
 
 
-def require_cuda(fault: str) -> Any:
-    """Return torch, with CUDA.
-
-    Raises:
-        RuntimeError: torch is missing or sees no GPU.
-    """
+def _require_cuda(fault: str) -> Any:
+    """Return torch, with CUDA."""
     try:
         import torch
     except ImportError as error:
@@ -216,7 +202,7 @@ def require_cuda(fault: str) -> Any:
 
 
 def _current_device(fault: str) -> tuple[Any, int]:
-    torch = require_cuda(fault)
+    torch = _require_cuda(fault)
     return torch, torch.cuda.current_device()
 
 
@@ -225,9 +211,8 @@ _CAP_SYS_TIME = 25
 _WHOLE_MACHINE = ["0", "0", "4294967295"]
 
 
-def skew_clock(due: float, has_callback: bool) -> Action:
+def skew_clock() -> Action:
     """Prepare to set the clock an hour ahead until the fault is cancelled or the program ends."""
-    del due, has_callback
     if not _may_set_clock():
         raise refusal("CLOCK_SKEW", "this process may not set the clock (CAP_SYS_TIME)")
     return Skew(time.time, lambda wall_s: time.clock_settime(time.CLOCK_REALTIME, wall_s))
@@ -237,11 +222,12 @@ class Skew(Action):
     """Owns one jump ahead and the jump back."""
 
     def __init__(self, read: Callable[[], float], write: Callable[[float], object]) -> None:
+        super().__init__(self._jump)
         self._read = read
         self._write = write
         self._ahead = False
 
-    def act(self, stop: threading.Event) -> None:
+    def _jump(self, stop: threading.Event) -> None:
         self._write(self._read() + SKEW_S)
         self._ahead = True
         atexit.register(self._go_back)

@@ -182,16 +182,19 @@ RESUMED = _encode(_RESUMED) + b"\x01"
 SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
 
 
+def _pb() -> Any:
+    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2
+
+    return log_aggregation_pb2
+
+
 def prepare() -> None:
     """Import the generated modules and make a first message: 15-50 ms, too long for a stream."""
     health(0)
 
 
 def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> bytes:
-    """Return an Ack."""
-    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-    message = pb.Ack(stream_id=stream_id, committed_seq=committed_seq)
+    message = _pb().Ack(stream_id=stream_id, committed_seq=committed_seq)
     if refusal is not None:
         message.refusal, message.reason = refusal.code, refusal.reason
     return bytes(message.SerializeToString())
@@ -199,17 +202,12 @@ def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> b
 
 def read_ack(data: bytes) -> tuple[str, int, str, str]:
     """Return stream, number, refusal and its reason of an Ack."""
-    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-    message = pb.Ack.FromString(data)
+    message = _pb().Ack.FromString(data)
     return message.stream_id, message.committed_seq, message.refusal, message.reason
 
 
 def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
-    """Return a StreamResponse."""
-    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-    message = pb.StreamResponse(
+    message = _pb().StreamResponse(
         status=status, bytes_received=bytes_received, committed_seq=committed_seq
     )
     return bytes(message.SerializeToString())
@@ -217,26 +215,19 @@ def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
 
 def health(connected_clients: int, *, healthy: bool = True) -> bytes:
     """Return a HealthResponse."""
-    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-    message = pb.HealthResponse(healthy=healthy, connected_clients=connected_clients)
+    message = _pb().HealthResponse(healthy=healthy, connected_clients=connected_clients)
     return bytes(message.SerializeToString())
 
 
 def read_health(data: bytes) -> bool:
-    """Return whether a HealthResponse says healthy."""
-    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-    return bool(pb.HealthResponse.FromString(data).healthy)
+    return bool(_pb().HealthResponse.FromString(data).healthy)
 
 
 def stats(
     found: FunnelStats, connected_clients: int, sources: Iterable[Source], now: float
 ) -> bytes:
     """Return a StatsResponse."""
-    from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-    message = pb.StatsResponse(
+    message = _pb().StatsResponse(
         bytes_received=found.received_bytes,
         chunks_received=found.received_chunks,
         bytes_written=found.written_bytes,

@@ -67,7 +67,6 @@ def _base_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def root_parser() -> argparse.ArgumentParser:
-    """Return the root's parser."""
     parser = _base_parser(
         "grpc_log_server", "Collects log lines of all nodes and appends them to files."
     )
@@ -100,7 +99,6 @@ def root_parser() -> argparse.ArgumentParser:
 
 
 def leaf_parser() -> argparse.ArgumentParser:
-    """Return the leaf's parser."""
     parser = _base_parser(
         "grpc_log_leaf_server", "Collects log lines of some nodes and passes them to the root."
     )
@@ -116,11 +114,7 @@ def leaf_parser() -> argparse.ArgumentParser:
 
 
 def root_config(options: argparse.Namespace) -> RootConfig:
-    """Return what a command line of the root says.
-
-    Raises:
-        ConfigError: The token or a certificate is unusable, or anybody in the network could call.
-    """
+    """Return what a command line of the root says."""
     return RootConfig(
         host=options.host,
         port=options.port,
@@ -178,15 +172,10 @@ def run_program(
     raise_file_limit()
     try:
         return serve(options)
-    except ConfigError as error:
-        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}\n")
-        return _EXIT_CONFIG
-    except AddressError as error:
-        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}\n")
-        return 1
-    except ModuleNotFoundError as error:
-        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}; install nvrx-common[grpc]\n")
-        return 1
+    except (ConfigError, AddressError, ModuleNotFoundError) as error:
+        hint = "; install nvrx-common[grpc]" if isinstance(error, ModuleNotFoundError) else ""
+        console.write_err(f"{parser.prog.rpartition('.')[2]}: {error}{hint}\n")
+        return _EXIT_CONFIG if isinstance(error, ConfigError) else 1
 
 
 def leave(code: int) -> None:

@@ -38,7 +38,7 @@ class Delivery:
     """Writes what waits for targets. `arrange` and `submit` are called with the lock held.
 
     Args:
-        grant: Lets in what has room now and returns whom to tell; called with the lock held.
+        grant: Lets in what has space now and returns whom to tell; called with the lock held.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of one funnel
@@ -58,7 +58,7 @@ class Delivery:
         self._clock = clock
         self._completion = completion
         self._grant = grant
-        # Nobody may have to wait for room while what is there waits for more.
+        # Nobody may have to wait for space while what is there waits for more.
         self._enough_bytes = min(options.flush_bytes, state.budget.file_limit_bytes // 2)
         self._is_watching = False
         self._writers = Writers(self._serve, _MAX_WRITERS)

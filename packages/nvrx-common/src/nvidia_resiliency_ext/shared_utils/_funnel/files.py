@@ -153,9 +153,6 @@ class Roots:
     Args:
         paths: Existing directories. They are resolved here, once.
         must_exist: Without it they need not: for code that checks paths and opens none.
-
-    Raises:
-        ConfigError: One is no directory that can be entered, or there is none.
     """
 
     def __init__(self, paths: Iterable[str], *, must_exist: bool = True) -> None:
@@ -176,12 +173,7 @@ class Roots:
             raise ConfigError("no allowed root is given")
 
     def locate(self, path: str) -> Place:
-        """Return the place that a path names, from its text alone.
-
-        Raises:
-            Refusal: It is empty, relative, too long, outside of all roots, or not a name that a log
-                may have.
-        """
+        """Return the place that a path names, from its text alone."""
         if not path:
             raise _invalid("file_path is empty")
         shown = repr(path if len(path) <= 200 else path[:200] + "...")  # noqa: PLR2004
@@ -205,15 +197,7 @@ class Roots:
         raise _invalid(f"outside of the allowed roots: {shown}")
 
     def open(self, place: Place) -> tuple[int, int]:
-        """Open a log for appending, with the directories to it made where they are missing.
-
-        Returns:
-            Descriptors of its directory and of the file; the caller owns both.
-
-        Raises:
-            UnsafePathError: A component is a symbolic link or of the wrong kind.
-            OSError: It cannot be opened now.
-        """
+        """Open a log for appending, with the directories to it made where they are missing."""
         directory = os.open(place.root, _OPEN_DIRECTORY)
         try:
             for name in place.names[:-1]:
@@ -347,7 +331,6 @@ class LogFile:
         os.fdatasync(self._log)
 
     def close(self) -> None:
-        """Close both files; harmless when repeated."""
         for descriptor in (self._ledger, self._log, self._directory):
             if descriptor >= 0:
                 # Network file systems report late errors here; the data is not ours any more.
@@ -375,7 +358,7 @@ class LogFile:
         if os.write(self._ledger, record) != len(record):
             # What stands there is no record; nothing behind it may be glued to it.
             os.ftruncate(self._ledger, self._ledger_bytes)
-            raise OSError(errno.ENOSPC, "no room for the ledger")
+            raise OSError(errno.ENOSPC, "no space for the ledger")
         self._ledger_bytes += len(record)
         if sync:
             os.fdatasync(self._ledger)

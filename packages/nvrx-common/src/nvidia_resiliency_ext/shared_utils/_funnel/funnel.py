@@ -31,11 +31,7 @@ _SMALL_BYTES = 4 << 10
 
 
 class Funnel:
-    """Takes chunks, writes them, and knows which are in their files; safe in all threads.
-
-    Raises:
-        ConfigError: A root is no directory.
-    """
+    """Takes chunks, writes them, and knows which are in their files; safe in all threads."""
 
     def __init__(self, options: FunnelOptions, clock: Clock | None = None) -> None:
         self._options = options
@@ -55,7 +51,7 @@ class Funnel:
             self._completion,
             self._grant,
         )
-        # Sources that wait for room, first come first; guarded by the state's lock.
+        # Sources that wait for space, first come first; guarded by the state's lock.
         self._queue: deque[Source] = deque()
 
     @property
@@ -74,7 +70,7 @@ class Funnel:
             size: Bytes of the message that its data keeps alive.
 
         Returns:
-            False when it must wait for room: nothing more may be offered for this source until its
+            False when it must wait for space: nothing more may be offered for this source until its
             `waiting` is `None`; the connection is told then.
 
         Raises:
@@ -91,13 +87,7 @@ class Funnel:
                 raise
 
     def finish(self, source: Source, *, is_clean: bool) -> None:
-        """Note that nothing more comes from a source; what was taken will still be written.
-
-        Args:
-            source: The stream.
-            is_clean: Its sender said so. A named stream that broke off may come back and go on in
-                the middle of a line.
-        """
+        """Note that nothing more comes from a source; what was taken will still be written."""
         now = self._clock.monotonic()
         with self._state.lock:
             if source.waiting is not None:
@@ -130,7 +120,7 @@ class Funnel:
             )
 
     def wait_admitted(self, source: Source) -> None:
-        """Wait until the source's waiting chunk has room or is refused."""
+        """Wait until the source's waiting chunk has space or is refused."""
         with self._state.settled:
             self._state.settled.wait_for(lambda: source.waiting is None or self._state.is_closed)
 
@@ -150,7 +140,6 @@ class Funnel:
         return self._clock.monotonic()
 
     def stats(self) -> FunnelStats:
-        """Return what was done so far."""
         return self._state.stats()
 
     def flush(self, deadline: Deadline) -> bool:
@@ -168,11 +157,7 @@ class Funnel:
             return done
 
     def close(self, deadline: Deadline) -> int:
-        """Write everything, close all files and end the threads; harmless when repeated.
-
-        Returns:
-            The bytes that could not be written by the deadline.
-        """
+        """Write everything, close all files and end the threads; harmless when repeated."""
         with self._state.lock:
             if self._state.is_closed:
                 return 0
@@ -310,7 +295,7 @@ class Funnel:
             self._admit(target, pending, now)
 
     def _grant(self) -> list[Source]:
-        """Let in what has room now, first come first served; return whom to tell."""
+        """Let in what has space now, first come first served; return whom to tell."""
         moved: list[Source] = []
         if not self._queue:
             return moved
@@ -341,7 +326,7 @@ class Funnel:
         return moved
 
     def _forget_one(self) -> None:
-        """Make room for another file by forgetting the one that was not used for longest."""
+        """Make space for another file by forgetting the one that was not used for longest."""
         for path, target in self._state.targets.items():
             is_at_rest = not target.is_busy or target.is_closing
             if not target.users and not target.waiting and is_at_rest:

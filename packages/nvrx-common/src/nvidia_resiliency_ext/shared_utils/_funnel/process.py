@@ -14,7 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import chunks, service
+from . import chunks
+from .service import RootService, Service, address_of, start
 from .servicer import LogAggregationServicer
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .settings import Access, FunnelOptions
 
 
-CUT_OFF_S = 5.0
+_CUT_OFF_S = 5.0
 _COLLECT_AFTER = 10_000
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -119,13 +120,12 @@ def _calm_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-_logger = logging.getLogger("LogAggregationServer")
 _STATS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootConfig:
-    """Everything that the root is told.
+class ServerConfig:
+    """What both servers are told.
 
     Attributes:
         host: Where it listens; `unix:PATH` for a Unix socket.
@@ -136,6 +136,12 @@ class RootConfig:
     port: int
     grace_s: float
     access: Access
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootConfig(ServerConfig):
+    """Everything that the root is told."""
+
     funnel: FunnelOptions
 
 
@@ -149,41 +155,35 @@ def run(config: RootConfig) -> int:
     servicer = LogAggregationServicer(
         graceful_shutdown_timeout=config.grace_s, options=config.funnel
     )
+
+    async def main() -> None:
+        await serve(RootService(servicer, config.access), config, stop_event())
+
     try:
-        run_until_complete(lambda: _serve(config, servicer))
+        run_until_complete(main)
     finally:
         # Also after an error: the threads must end.
         servicer.shutdown()
     return 1 if servicer.lost_bytes else 0
 
 
-async def _serve(config: RootConfig, servicer: LogAggregationServicer) -> None:
-    stopping = stop_event()
-    methods = service.RootService(servicer, config.access)
-    address = service.address_of(config.host, config.port)
-    server, port = await service.start(methods.handlers(), address, config.access)
-    where = address if config.host.startswith("unix:") else service.address_of(config.host, port)
-    _logger.info("listening on %s", where)
+async def serve(
+    service: Service[Any], config: ServerConfig, stopping: asyncio.Event, remark: str = ""
+) -> None:
+    """Serve until the event is set, then until every stream has ended or the grace is over."""
+    logger = service.logger
+    address = address_of(config.host, config.port)
+    server, port = await start(service.handlers(), address, config.access)
+    where = address if config.host.startswith("unix:") else address_of(config.host, port)
+    logger.info("listening on %s%s", where, remark)
     while not await happened(stopping.wait(), _STATS_S):
-        log_stats(servicer)
-    _logger.info(
-        "asked to end: serving %d streams for up to %.0f s",
-        servicer.connected_clients, config.grace_s,
-    )  # fmt: skip
-    if not await happened(methods.wait_empty(), config.grace_s):
-        _logger.warning("%d streams are cut off", servicer.connected_clients)
+        service.log_stats()
+    service.refuse_new()
+    logger.info(
+        "asked to end: serving %d streams for up to %.0f s", service.stream_count, config.grace_s
+    )
+    if not await happened(service.wait_empty(), config.grace_s):
+        logger.warning("%d streams are cut off", service.stream_count)
     await server.stop(0)
-    await happened(methods.wait_empty(), CUT_OFF_S)
-    log_stats(servicer)
-
-
-def log_stats(servicer: LogAggregationServicer) -> None:
-    """Log what was done so far."""
-    found = servicer.funnel.stats()
-    _logger.info(
-        "received %d bytes in %d chunks, wrote %d bytes to %d files (%d failing), %d bytes wait"
-        " (at most %d), %d chunks came again, %d bytes lost, %d streams open",
-        found.received_bytes, found.received_chunks, found.written_bytes, found.files,
-        found.failing_files, found.buffered_bytes, found.buffered_bytes_peak,
-        found.repeated_chunks, found.lost_bytes, servicer.connected_clients,
-    )  # fmt: skip
+    await happened(service.wait_empty(), _CUT_OFF_S)
+    service.log_stats()

@@ -7,16 +7,17 @@ import enum
 import heapq
 import itertools
 import logging
+import os
+import re
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from .target import CycleFile, Cycles
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from nvidia_resiliency_ext.shared_utils.clock import Clock
 
@@ -39,7 +40,7 @@ class Budget:
     """Bytes that wait for their file.
 
     One file may hold an eighth, and all files that cannot be written at present a half together, so
-    that the others always find room.
+    that the others always find space.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -68,19 +69,14 @@ class Budget:
         over_troubled = troubled_held > 0 and troubled_held + size > self.troubled_limit_bytes
         if over_file or over_troubled:
             return Verdict.REFUSE if is_failing else Verdict.WAIT
-        return Verdict.ADMIT if self.has_space(size) else Verdict.WAIT
-
-    def has_space(self, size: int) -> bool:
-        """Tell whether so much more may wait, whatever its file."""
-        return self.held_bytes + size <= self.limit_bytes
+        has_space = self.held_bytes + size <= self.limit_bytes
+        return Verdict.ADMIT if has_space else Verdict.WAIT
 
     def take(self, size: int) -> None:
-        """Count a chunk in."""
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def give(self, size: int) -> None:
-        """Count a chunk out."""
         self.held_bytes -= size
 
 
@@ -88,16 +84,16 @@ class Budget:
 class FunnelStats:
     """What the funnel did so far; all but the counts of files only grow or are momentary."""
 
-    received_bytes: int
-    received_chunks: int
-    written_bytes: int
-    repeated_chunks: int
-    lost_bytes: int
-    buffered_bytes: int
-    buffered_bytes_peak: int
-    files: int
-    open_files: int
-    failing_files: int
+    received_bytes: int = 0
+    received_chunks: int = 0
+    written_bytes: int = 0
+    repeated_chunks: int = 0
+    lost_bytes: int = 0
+    buffered_bytes: int = 0
+    buffered_bytes_peak: int = 0
+    files: int = 0
+    open_files: int = 0
+    failing_files: int = 0
 
 
 class FunnelState:
@@ -127,7 +123,6 @@ class FunnelState:
         self.lost_bytes = 0
 
     def stats(self) -> FunnelStats:
-        """Return what was done so far."""
         with self.lock:
             return FunnelStats(
                 received_bytes=self.received_bytes,
@@ -232,7 +227,6 @@ class Ticker:
         self._thread.start()
 
     def call_at(self, when: float, function: Callable[[], None]) -> None:
-        """Have a function called at a monotonic time."""
         with self._changed:
             heapq.heappush(self._heap, (when, next(self._order), function))
             if self._heap[0][0] == when:
@@ -263,8 +257,32 @@ class Ticker:
                 _logger.exception("a timed call failed in an unforeseen way")
 
 
+_CYCLE = re.compile(r"_cycle(\d+)(?!\d)", re.ASCII)
+_MAX_DIGITS = 18
+_MAX_REMEMBERED = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class CycleFile:
+    """One cycle's log.
+
+    Attributes:
+        unwritten: Bytes that have arrived and are not in the file.
+        flushed_at: Wall time of the last write; `None` before the first.
+        is_complete: The line that says so was issued and nothing came since.
+    """
+
+    path: str
+    family: str
+    number: int
+    arrived_at: float
+    unwritten: int = 0
+    flushed_at: float | None = None
+    is_complete: bool = False
+
+
 class Completion:
-    """Announces files of cycles once they look complete.
+    """The files of cycles, and the announcement of those that look complete.
 
     All but `announce` is called with the funnel's lock held.
 
@@ -277,19 +295,68 @@ class Completion:
         self._state = state
         self._ticker = ticker
         self._clock = clock
-        self._cycles = Cycles(idle_s)
+        self._families: dict[str, dict[str, CycleFile]] = {}
+        self._files: dict[str, CycleFile] = {}
         self._check_at = float("inf")
 
     def track(self, path: str, now: float) -> CycleFile | None:
-        """Return the record of a file that belongs to a cycle."""
-        file = self._cycles.track(path, now)
-        if file is not None:
-            # It may be the successor that others were waiting for.
-            self._check_at_time(now)
-        return file
+        """Return the record of a file that belongs to a cycle, a new one at first sight."""
+        known = self._files.get(path)
+        if known is not None:
+            return known
+        folder, name = os.path.split(path)
+        match = _CYCLE.search(name)
+        if match is None or len(match[1]) > _MAX_DIGITS:
+            return None
+        family = os.path.join(folder, name[: match.start()] + name[match.end() :])
+        made = CycleFile(path, family, int(match[1]), now)
+        self._forget_old()
+        self._files[path] = made
+        self._families.setdefault(family, {})[path] = made
+        # It may be the successor that others were waiting for.
+        self._check_at_time(now)
+        return made
+
+    def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
+        """Return the files that look complete by now, each once."""
+        found = []
+        for family in self._families.values():
+            newest = _newest(family)
+            for file in sorted(family.values(), key=attrgetter("number")):
+                if (file.number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
+                    file.is_complete = True
+                    found.append(file)
+        return found
+
+    def next_check(self) -> float:
+        """Return when a file can look complete at the earliest; infinite if none can."""
+        times = [
+            file.arrived_at + self._idle_s
+            for family in self._families.values()
+            for newest in (_newest(family),)
+            for file in family.values()
+            if not file.is_complete and not file.unwritten and file.flushed_at is not None
+            and file.number < newest
+        ]  # fmt: skip
+        return min(times, default=float("inf"))
+
+    def _is_ripe(self, file: CycleFile, now: float, *, at_end: bool) -> bool:
+        if file.is_complete or file.unwritten or file.flushed_at is None:
+            return False
+        return at_end or now - file.arrived_at >= self._idle_s
+
+    def _forget_old(self) -> None:
+        if len(self._files) < _MAX_REMEMBERED:
+            return
+        done = [file for file in self._files.values() if file.is_complete]
+        for file in (done or list(self._files.values()))[: _MAX_REMEMBERED // 10]:
+            del self._files[file.path]
+            family = self._families[file.family]
+            del family[file.path]
+            if not family:
+                del self._families[file.family]
 
     def arrived(self, file: CycleFile, now: float) -> None:
-        """Note a chunk."""
         file.arrived_at = now
         if file.is_complete:
             file.is_complete = False
@@ -305,9 +372,9 @@ class Completion:
         """Announce what looks complete; at the end that is all that was written."""
         with self._state.lock:
             self._check_at = float("inf")
-            done = self._cycles.take_complete(self._clock.monotonic(), at_end=at_end)
+            done = self.take_complete(self._clock.monotonic(), at_end=at_end)
             if not at_end:
-                self._check_at_time(self._cycles.next_check())
+                self._check_at_time(self.next_check())
         for file in done:
             _logger.info(
                 "Heuristic cycle log complete: file_path=%s last_flush_time=%s",
@@ -324,3 +391,7 @@ class Completion:
 def _iso(wall_s: float) -> str:
     moment = datetime.fromtimestamp(wall_s, timezone.utc)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _newest(family: Mapping[str, CycleFile]) -> int:
+    return max(file.number for file in family.values())

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import uuid
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import chunks
@@ -21,8 +23,6 @@ from .chunks import RETRY_CODE, Refusal
 from .service import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .settings import Access
 
 
@@ -33,49 +33,46 @@ class StreamOwner(Protocol):
     """The call that a stream came with."""
 
     def progress(self, stream: RelayStream) -> None:
-        """Take note that the root has more of the stream, or refuses it."""
+        """Record that the root has more of the stream, or refuses it."""
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """A chunk that the root has not confirmed."""
 
-    __slots__ = ("is_settled", "raw", "seq", "stream")
-
-    def __init__(self, stream: RelayStream, seq: int, raw: bytes) -> None:
-        self.stream = stream
-        self.seq = seq
-        self.raw = raw
-        self.is_settled = False
+    stream: RelayStream
+    seq: int
+    raw: bytes
+    is_settled: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class RelayStream:
     """One stream of one call.
 
     Attributes:
         is_named: The sender gave it that name and numbers its chunks.
-        is_paused: The root has no room for it at present; its chunks wait here.
+        is_paused: The root has no space for it at present; its chunks wait here.
         unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
-    __slots__ = (
-        "committed_seq", "held_bytes", "is_named", "is_paused", "next_seq", "outstanding", "owner",
-        "path", "received_bytes", "refusal", "stream_id", "unfinished",
-    )  # fmt: skip
+    owner: StreamOwner
+    stream_id: str
+    is_named: bool = True
+    outstanding: deque[Held] = field(default_factory=deque)
+    committed_seq: int = 0
+    next_seq: int = 1
+    held_bytes: int = 0
+    received_bytes: int = 0
+    is_paused: bool = False
+    refusal: Refusal | None = None
+    path: str = ""
+    unfinished: set[str] = field(default_factory=set)
 
-    def __init__(self, owner: StreamOwner, stream_id: str) -> None:
-        self.owner = owner
-        self.is_named = bool(stream_id)
-        self.stream_id = stream_id or f"leaf-{uuid.uuid4().hex}"
-        self.outstanding: deque[Held] = deque()
-        self.committed_seq = 0
-        self.next_seq = 1
-        self.held_bytes = 0
-        self.received_bytes = 0
-        self.is_paused = False
-        self.refusal: Refusal | None = None
-        self.path = ""
-        self.unfinished: set[str] = set()
+    def __post_init__(self) -> None:
+        self.is_named = bool(self.stream_id)
+        self.stream_id = self.stream_id or f"leaf-{uuid.uuid4().hex}"
 
     @property
     def is_settled(self) -> bool:
@@ -100,14 +97,10 @@ class Relay:
         self.has_unsent = asyncio.Event()
         self._space_freed = asyncio.Event()
         self._space_freed.set()
-        self.settled = asyncio.Event()
+        self._settled = asyncio.Event()
 
     async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
-        """Hold a chunk and queue it for the root; wait while there is no room.
-
-        Raises:
-            Refusal: The root takes nothing more of this stream.
-        """
+        """Hold a chunk and queue it for the root; wait while there is no space."""
         while not self._has_space(stream, len(raw)):
             self._space_freed.clear()
             await self._space_freed.wait()
@@ -193,14 +186,15 @@ class Relay:
         """Queue everything again: the root at the end of a new connection knows of nothing."""
         self._refused.clear()
         self._unsent.clear()
-        for stream in self._all():
+        for stream in itertools.chain.from_iterable(self._streams.values()):
             stream.is_paused = False
             for held in stream.outstanding:
                 self._queue(held)
 
-    def _all(self) -> Iterator[RelayStream]:
-        for streams in self._streams.values():
-            yield from streams
+    async def wait_settled(self) -> None:
+        while self.held_chunks:
+            self._settled.clear()
+            await self._settled.wait()
 
     def _queue(self, held: Held) -> None:
         self._unsent.append(held)
@@ -246,7 +240,7 @@ class Relay:
                 del self._streams[stream.stream_id]
         self._space_freed.set()
         if not self.held_chunks:
-            self.settled.set()
+            self._settled.set()
 
 
 _logger = logging.getLogger("LogAggregationLeaf")
@@ -348,7 +342,6 @@ class Upstream:
             await self._pause(retry_s)
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._channel.close()
 
     async def _renew(self) -> None:

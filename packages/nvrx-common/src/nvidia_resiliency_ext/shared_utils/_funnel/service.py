@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the gRPC service of the root and its log streams: reading, acknowledging, refusing, ending.
+"""The gRPC service of a server and its log streams: reading, acknowledging, refusing, ending.
 
 It lives in the event loop, so an idle stream costs a suspended coroutine and no thread. Messages
-are read one by one, and none while a chunk waits for room: gRPC's flow control then holds the
+are read one by one, and none while a chunk waits for space: gRPC's flow control then holds the
 sender.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import errno
 import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import chunks
 from .chunks import AckWriter, Chunk, Refusal, decode, forget_settled
@@ -20,38 +21,83 @@ from .servicer import LoopQueue
 from .target import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from .funnel import Funnel
+    from .queue import FunnelStats
     from .servicer import LogAggregationServicer
     from .settings import Access
 
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
+MAX_ID_CHARS = 256
 _PATIENCE_S = 5.0
-_MAX_ID_CHARS = 256
 _MAX_SOURCES = 4096
 
 _logger = logging.getLogger("LogAggregationServer")
 
 
-class StreamRpc:
-    """One open StreamLogs or StreamLogsAcked; a connection to the funnel."""
+class Rpc(abc.ABC):
+    """One open StreamLogs or StreamLogsAcked of a root or a leaf."""
+
+    def __init__(self, context: Any, *, acknowledges: bool) -> None:
+        self._context = context
+        self._acks = AckWriter(context.write) if acknowledges else None
+        self._task = asyncio.current_task()
+        self._changed = asyncio.Event()
+        self._is_reading = False
+        self.node_id = ""
+
+    @abc.abstractmethod
+    async def run(self) -> None:
+        """Take all chunks; return when every byte is in its file, raise the call's `Refusal`."""
+
+    @abc.abstractmethod
+    def response(self) -> bytes:
+        """Return the answer to a call that has ended."""
+
+    @abc.abstractmethod
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """Return which chunk was refused, as far as is known."""
+
+    @abc.abstractmethod
+    async def _read_each(self) -> None: ...
+
+    @abc.abstractmethod
+    def _raise_refusal(self) -> None: ...
+
+    async def _read_all(self) -> None:
+        try:
+            await self._read_each()
+        except asyncio.CancelledError:
+            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
+            self._raise_refusal()
+            raise
+        finally:
+            self._is_reading = False
+
+    def _end_reading(self) -> None:
+        """Wake the task that reads, which then raises the refusal."""
+        self._changed.set()
+        if self._is_reading and self._task is not None:
+            self._task.cancel()
+
+
+class StreamRpc(Rpc):
+    """A stream of the root; a connection to the funnel."""
 
     def __init__(
         self, funnel: Funnel, context: Any, loop_queue: LoopQueue, *, acknowledges: bool
     ) -> None:
+        super().__init__(context, acknowledges=acknowledges)
         self._funnel = funnel
         self._loop_queue = loop_queue
-        self._context = context
         self._is_relay = acknowledges and _has_errors_in_acks(context)
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
         self.sources: dict[str, Source] = {}
         self._is_waiting = False
-        self._changed = asyncio.Event()
-        self._is_reading = False
-        self._acks = AckWriter(context.write) if acknowledges else None
+        # Why the last bytes of a stream that has ended cannot be written at present.
+        self._trouble = ""
 
     def progress(self, source: Source) -> None:
         """Have a source's progress noted in the event loop; from any thread."""
@@ -60,11 +106,6 @@ class StreamRpc:
             self._loop_queue.post(self._queue_ack, source)
 
     async def run(self) -> None:
-        """Take all chunks of the stream; return when every byte is in its file.
-
-        Raises:
-            Refusal: Something is not taken; the call must end with its code.
-        """
         is_clean = False
         try:
             await self._read_all()
@@ -84,25 +125,16 @@ class StreamRpc:
             if self._acks is not None:
                 self._acks.close()
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the stream that are in their files."""
-        return sum(source.written_bytes for source in self.sources.values())
+    def response(self) -> bytes:
+        sources = self.sources.values()
+        if self._trouble:
+            return chunks.response(self._trouble, sum(s.written_bytes for s in sources))
+        seq = max((source.committed_seq for source in sources), default=0)
+        return chunks.response("OK", sum(s.received_bytes for s in sources), seq)
 
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of the stream that were taken."""
-        return sum(source.received_bytes for source in self.sources.values())
-
-    async def _read_all(self) -> None:
-        try:
-            await self._read_each()
-        except asyncio.CancelledError:
-            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
-            self._raise_refusal()
-            raise
-        finally:
-            self._is_reading = False
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        refused = [source.refused_seq for source in self.sources.values() if source.refusal]
+        return (("nvrx-refused-seq", str(refused[0])),) if refused else ()
 
     async def _read_each(self) -> None:
         import grpc.aio
@@ -110,13 +142,12 @@ class StreamRpc:
         # One turn for each message: what can be done before the loop is.
         end, read, offer = grpc.aio.EOF, self._context.read, self._funnel.offer
         source: Source | None = None
-        node_id = ""
         self._is_reading = True
         while (raw := await read()) is not end:
             chunk = decode(raw)
             if source is None or chunk.stream_id != source.stream_id:
-                node_id = node_id or chunk.node_id
-                source = self._source(chunk, node_id)
+                self.node_id = self.node_id or chunk.node_id
+                source = self._source(chunk)
             if source.refusal is not None and self._is_relay:
                 if not chunk.resumed:
                     continue
@@ -130,16 +161,16 @@ class StreamRpc:
                 _logger.debug("refused in an acknowledgement: %s", str(refusal))
                 self.progress(source)
 
-    def _source(self, chunk: Chunk, node_id: str) -> Source:
-        if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
-            raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
+    def _source(self, chunk: Chunk) -> Source:
+        if len(chunk.stream_id) > MAX_ID_CHARS or len(chunk.node_id) > MAX_ID_CHARS:
+            raise Refusal("INVALID_ARGUMENT", f"an id has more than {MAX_ID_CHARS} characters")
         source = self.sources.get(chunk.stream_id)
         if source is None:
             if len(self.sources) >= _MAX_SOURCES:
                 # Of streams that have ended, the connection of a leaf tells nothing. One that goes
                 # on after all is a new source; the ledger knows what it has sent.
                 forget_settled(self.sources, self._acks, _MAX_SOURCES, self._forget)
-            source = self._new_source(chunk.stream_id, chunk.node_id or node_id)
+            source = self._new_source(chunk.stream_id, chunk.node_id or self.node_id)
             self.sources[chunk.stream_id] = source
         return source
 
@@ -167,8 +198,7 @@ class StreamRpc:
     def _queue_ack(self, source: Source) -> None:
         self._changed.set()
         if source.refusal is not None and not self._is_relay:
-            if self._is_reading and self._task is not None:
-                self._task.cancel()
+            self._end_reading()
         elif self._acks is not None and self.sources.get(source.stream_id) is source:
             self._acks.send(source.stream_id, source.committed_seq, source.refusal)
 
@@ -198,32 +228,26 @@ class StreamRpc:
             try:
                 await asyncio.wait_for(self._changed.wait(), _PATIENCE_S)
             except (asyncio.TimeoutError, TimeoutError):
-                self._check_trouble(behind, self._loop.time() - since)
+                self._trouble = self._trouble_of(behind, self._loop.time() - since)
+                if self._trouble:
+                    return
 
-    def _check_trouble(self, behind: list[Source], waited_s: float) -> None:
+    def _trouble_of(self, behind: list[Source], waited_s: float) -> str:
+        """Return the name of the error that keeps a stream's bytes from their file, if one does."""
         # A sender without acknowledgements cannot tell waiting from writing, so it is told.
-        if self._acks is not None:
-            return
-        for source in behind:
+        for source in behind if self._acks is None else ():
             error = self._funnel.trouble_of(source)
             if error is not None:
                 _logger.warning(
                     "node %r leaves with %d bytes unwritten after %.0f s: %s",
                     source.node_id, source.behind_bytes, waited_s, error.strerror,
                 )  # fmt: skip
-                raise UnwrittenError(error)
+                return errno.errorcode.get(error.errno or errno.EIO, "EIO")
+        return ""
 
 
 def _has_errors_in_acks(context: Any) -> bool:
     return ERRORS_IN_ACKS in [tuple(pair) for pair in context.invocation_metadata() or ()]
-
-
-class UnwrittenError(Exception):
-    """A stream ended, and its last bytes cannot be written at present."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(error)
-        self.status = errno.errorcode.get(error.errno or errno.EIO, "EIO")
 
 
 MAX_MESSAGE_BYTES = 10 << 20
@@ -308,25 +332,52 @@ def _is_served(address: str) -> bool:
         try:
             probe.connect(address.removeprefix("unix:").removeprefix("//"))
         except BlockingIOError:
-            return True  # so many want to talk to it that there is no room for one more
+            return True  # so many want to talk to it that there is no space for one more
         except (OSError, ValueError):
             return False
     return True
 
 
-class RootService:
-    """The methods of the root's service.
+AnyRpc = TypeVar("AnyRpc", bound=Rpc)
 
-    It must be made in the event loop.
-    """
 
-    def __init__(self, servicer: LogAggregationServicer, access: Access) -> None:
-        self._servicer = servicer
-        self._funnel = servicer.funnel
+class Service(abc.ABC, Generic[AnyRpc]):
+    """The methods of a server's service and its open streams; made in the event loop."""
+
+    logger: logging.Logger
+
+    def __init__(self, access: Access) -> None:
         self._access = access
-        self._rpcs: set[StreamRpc] = set()
+        self._rpcs: set[AnyRpc] = set()
         self._left = asyncio.Event()
-        self._loop_queue = LoopQueue()
+        self._refuses_new = False
+
+    @property
+    def stream_count(self) -> int:
+        """How many streams are open."""
+        return len(self._rpcs)
+
+    @property
+    def is_healthy(self) -> bool:
+        """What the server answers to a health check."""
+        return True
+
+    @abc.abstractmethod
+    def log_stats(self) -> None:
+        """Log what was done so far."""
+
+    def refuse_new(self) -> None:
+        """Prepare the end; a root goes on taking streams until it stops."""
+
+    @abc.abstractmethod
+    def _open(self, context: Any, *, acknowledges: bool) -> AnyRpc: ...
+
+    @abc.abstractmethod
+    def _note_refusal(self, node_id: str, refusal: Refusal) -> None: ...
+
+    @abc.abstractmethod
+    def _found(self) -> tuple[FunnelStats, Iterable[Source], float]:
+        """Return counts, streams that are told one by one, and the monotonic time."""
 
     def handlers(self) -> dict[str, Any]:
         """Return gRPC's handlers; messages stay bytes."""
@@ -340,65 +391,76 @@ class RootService:
         }
 
     async def wait_empty(self) -> None:
-        """Return when no stream is open."""
         while self._rpcs:
             self._left.clear()
             await self._left.wait()
 
     async def _stream_logs(self, _requests: Any, context: Any) -> bytes:
-        rpc = await self._enter(context, acknowledges=False)
-        try:
-            await rpc.run()
-        except UnwrittenError as error:
-            return chunks.response(error.status, rpc.bytes_written)
-        except Refusal as refusal:
-            await self._refuse(context, rpc, refusal)
-        finally:
-            self._leave(rpc)
-        seq = max((s.committed_seq for s in rpc.sources.values()), default=0)
-        return chunks.response("OK", rpc.bytes_received, seq)
+        return (await self._serve(context, acknowledges=False)).response()
 
     async def _stream_logs_acked(self, _requests: Any, context: Any) -> None:
-        rpc = await self._enter(context, acknowledges=True)
+        await self._serve(context, acknowledges=True)
+
+    async def _serve(self, context: Any, *, acknowledges: bool) -> AnyRpc:
+        # Plain code: when all nodes come at once, what one stream costs holds up all others.
+        await check_access(self._access, context)
+        if self._refuses_new:
+            await abort(context, Refusal("UNAVAILABLE", "this server is ending"))
+        rpc = self._open(context, acknowledges=acknowledges)
+        self._rpcs.add(rpc)
         try:
-            # The sender learns at once that the method exists.
-            await context.send_initial_metadata(())
+            if acknowledges:
+                # The sender learns at once that the method exists.
+                await context.send_initial_metadata(())
             await rpc.run()
         except Refusal as refusal:
-            await self._refuse(context, rpc, refusal)
+            self._note_refusal(rpc.node_id, refusal)
+            await abort(context, refusal, rpc.trailers())
         finally:
-            self._leave(rpc)
+            self._rpcs.discard(rpc)
+            self._left.set()
+        return rpc
 
     async def _health_check(self, _request: bytes, context: Any) -> bytes:
         await check_access(self._access, context)
-        return chunks.health(self._servicer.connected_clients)
+        return chunks.health(len(self._rpcs), healthy=self.is_healthy)
 
     async def _stats(self, _request: bytes, context: Any) -> bytes:
         await check_access(self._access, context)
+        found, sources, now = self._found()
+        return chunks.stats(found, len(self._rpcs), sources, now)
+
+
+class RootService(Service[StreamRpc]):
+    """The root's service."""
+
+    logger = _logger
+
+    def __init__(self, servicer: LogAggregationServicer, access: Access) -> None:
+        super().__init__(access)
+        self._servicer = servicer
+        self._funnel = servicer.funnel
+        self._loop_queue = LoopQueue()
+
+    def log_stats(self) -> None:
+        found = self._funnel.stats()
+        _logger.info(
+            "received %d bytes in %d chunks, wrote %d bytes to %d files (%d failing), %d bytes wait"
+            " (at most %d), %d chunks came again, %d bytes lost, %d streams open",
+            found.received_bytes, found.received_chunks, found.written_bytes, found.files,
+            found.failing_files, found.buffered_bytes, found.buffered_bytes_peak,
+            found.repeated_chunks, found.lost_bytes, len(self._rpcs),
+        )  # fmt: skip
+
+    def _open(self, context: Any, *, acknowledges: bool) -> StreamRpc:
+        return StreamRpc(self._funnel, context, self._loop_queue, acknowledges=acknowledges)
+
+    def _note_refusal(self, node_id: str, refusal: Refusal) -> None:
+        self._servicer.note_refusal(node_id, refusal)
+
+    def _found(self) -> tuple[FunnelStats, Iterable[Source], float]:
         sources = [source for rpc in self._rpcs for source in rpc.sources.values()]
-        now = self._funnel.now()
-        clients = self._servicer.connected_clients
-        return chunks.stats(self._funnel.stats(), clients, sources, now)
-
-    async def _enter(self, context: Any, *, acknowledges: bool) -> StreamRpc:
-        # Plain code: when all nodes come at once, what one stream costs holds up all others.
-        await check_access(self._access, context)
-        rpc = StreamRpc(self._funnel, context, self._loop_queue, acknowledges=acknowledges)
-        self._rpcs.add(rpc)
-        self._servicer.count_client(1)
-        return rpc
-
-    def _leave(self, rpc: StreamRpc) -> None:
-        self._servicer.count_client(-1)
-        self._rpcs.discard(rpc)
-        self._left.set()
-
-    async def _refuse(self, context: Any, rpc: StreamRpc, refusal: Refusal) -> None:
-        nodes = [source.node_id for source in rpc.sources.values()]
-        self._servicer.note_refusal(nodes[0] if nodes else "", refusal)
-        refused = [source.refused_seq for source in rpc.sources.values() if source.refusal]
-        trailers = (("nvrx-refused-seq", str(refused[0])),) if refused else ()
-        await abort(context, refusal, trailers)
+        return self._funnel.stats(), sources, self._funnel.now()
 
 
 async def check_access(access: Access, context: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import threading
 from collections import deque
@@ -143,7 +144,7 @@ class LogAggregationServicer:
 
         waiter = _Waiter()
         sources: dict[str, Source] = {}
-        with self.counted_client():
+        with self._counted_client():
             try:
                 self._read(request_iterator, waiter, sources)
             except Refusal as refusal:
@@ -156,7 +157,7 @@ class LogAggregationServicer:
                     error = self.funnel.trouble_of(source)
                     if error is not None:
                         written = sum(item.written_bytes for item in sources.values())
-                        status = _error_name(error)
+                        status = errno.errorcode.get(error.errno or errno.EIO, "EIO")
                         return pb.StreamResponse(status=status, bytes_received=written)
                 if source.refusal is not None:
                     return self._abort(context, sources, source.refusal)
@@ -201,22 +202,14 @@ class LogAggregationServicer:
             _logger.error("%d bytes could not be written before the end", lost)
 
     @contextlib.contextmanager
-    def counted_client(self) -> Iterator[None]:
-        """Count an open stream."""
-        self.count_client(1)
+    def _counted_client(self) -> Iterator[None]:
+        with self.clients_lock:
+            self.connected_clients += 1
         try:
             yield
         finally:
-            self.count_client(-1)
-
-    def count_client(self, change: int) -> None:
-        """Add to the number of open streams.
-
-        Args:
-            change: 1 when a stream opens, -1 when it ends.
-        """
-        with self.clients_lock:
-            self.connected_clients += change
+            with self.clients_lock:
+                self.connected_clients -= 1
 
     def note_refusal(self, node_id: str, refusal: Refusal) -> None:
         """Log a refusal, ever more seldom if there are many.
@@ -268,9 +261,3 @@ class _Waiter:
 
     def progress(self, source: Source) -> None:
         """Do nothing: the funnel's condition wakes the thread."""
-
-
-def _error_name(error: OSError) -> str:
-    import errno
-
-    return errno.errorcode.get(error.errno or errno.EIO, "EIO")

@@ -83,16 +83,7 @@ _PREFIX = re.compile(rb"^ *(\d{1,9}): ", re.MULTILINE)
 
 
 def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str, str] | None:
-    """Note a node's prefixes, unless one is another node's.
-
-    Args:
-        data: Whole lines.
-        node_id: Who sends them.
-        owners: Whose each prefix of this file is; changed only when all are the node's own.
-
-    Returns:
-        The prefix of another node and that node, or `None`.
-    """
+    """Note a node's prefixes, unless one is another node's."""
     found = set(_PREFIX.findall(data))
     for prefix in found:
         owner = owners.get(prefix, node_id)
@@ -130,35 +121,19 @@ class Access:
     def for_server(cls, host: str, *, insecure: bool = False, **files: str | None) -> Access:
         """Take the token from the file that NVRX_LOG_FUNNEL_TOKEN_FILE names, if it is set.
 
-        Raises:
-            ConfigError: The token or a certificate is unusable, or anybody could write and nobody
-                said that this is meant.
+        Refuse to listen where everybody in the network could write logs, unless it is meant.
         """
         path = os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
         pems = {name: None if file is None else PemFile(file) for name, file in files.items()}
         access = cls(token=TokenFile(path) if path else None, **pems)
-        access.check_reach(host, insecure=insecure)
+        if access.token is None and access.authority is None and not is_loopback(host):
+            if not insecure:
+                raise ConfigError(
+                    f"listening on {host} needs a token (NVRX_LOG_FUNNEL_TOKEN_FILE), client"
+                    " certificates (--tls-ca), or --insecure-no-auth"
+                )
+            _logger.warning("anybody who reaches %s can write logs here (--insecure-no-auth)", host)
         return access
-
-    @property
-    def is_open(self) -> bool:
-        """Anybody who reaches the port may talk to the server."""
-        return self.token is None and self.authority is None
-
-    def check_reach(self, host: str, *, insecure: bool = False) -> None:
-        """Refuse to listen where everybody in the network could write logs, unless told to.
-
-        Raises:
-            ConfigError: It would be so.
-        """
-        if not self.is_open or is_loopback(host):
-            return
-        if not insecure:
-            raise ConfigError(
-                f"listening on {host} needs a token (NVRX_LOG_FUNNEL_TOKEN_FILE), client"
-                " certificates (--tls-ca), or --insecure-no-auth"
-            )
-        _logger.warning("anybody who reaches %s can write logs here (--insecure-no-auth)", host)
 
     def admits(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Tell whether a call may proceed."""

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -14,115 +12,9 @@ from .chunks import NEWLINE_BYTE
 from .files import IOV_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .chunks import Refusal
     from .files import LogFile, Piece, Place
-
-
-_CYCLE = re.compile(r"_cycle(\d+)(?!\d)", re.ASCII)
-_MAX_DIGITS = 18
-_MAX_REMEMBERED = 10_000
-
-
-@dataclass(slots=True, eq=False)
-class CycleFile:
-    """One cycle's log.
-
-    Attributes:
-        unwritten: Bytes that have arrived and are not in the file.
-        flushed_at: Wall time of the last write; `None` before the first.
-        is_complete: The line that says so was issued and nothing came since.
-    """
-
-    path: str
-    family: str
-    number: int
-    arrived_at: float
-    unwritten: int = 0
-    flushed_at: float | None = None
-    is_complete: bool = False
-
-
-class Cycles:
-    """All files of cycles that a server has seen; one thread at a time.
-
-    Args:
-        idle_s: How long nothing must have come for a file.
-    """
-
-    def __init__(self, idle_s: float) -> None:
-        self._idle_s = idle_s
-        self._families: dict[str, dict[str, CycleFile]] = {}
-        self._files: dict[str, CycleFile] = {}
-
-    def track(self, path: str, now: float) -> CycleFile | None:
-        """Return the record of a file that belongs to a cycle, a new one at first sight."""
-        known = self._files.get(path)
-        if known is not None:
-            return known
-        folder, name = os.path.split(path)
-        match = _CYCLE.search(name)
-        if match is None or len(match[1]) > _MAX_DIGITS:
-            return None
-        family = os.path.join(folder, name[: match.start()] + name[match.end() :])
-        made = CycleFile(path, family, int(match[1]), now)
-        self._forget_old()
-        self._files[path] = made
-        self._families.setdefault(family, {})[path] = made
-        return made
-
-    def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
-        """Return the files that look complete by now, each once.
-
-        Args:
-            now: The monotonic time.
-            at_end: Nothing will come any more: the newest cycle counts too, and no time must pass.
-        """
-        found = []
-        for family in self._families.values():
-            newest = _newest(family)
-            for file in sorted(family.values(), key=_number_of):
-                if (file.number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
-                    file.is_complete = True
-                    found.append(file)
-        return found
-
-    def next_check(self) -> float:
-        """Return when a file can look complete at the earliest; infinite if none can."""
-        times = [
-            file.arrived_at + self._idle_s
-            for family in self._families.values()
-            for newest in (_newest(family),)
-            for file in family.values()
-            if not file.is_complete and not file.unwritten and file.flushed_at is not None
-            and file.number < newest
-        ]  # fmt: skip
-        return min(times, default=float("inf"))
-
-    def _is_ripe(self, file: CycleFile, now: float, *, at_end: bool) -> bool:
-        if file.is_complete or file.unwritten or file.flushed_at is None:
-            return False
-        return at_end or now - file.arrived_at >= self._idle_s
-
-    def _forget_old(self) -> None:
-        if len(self._files) < _MAX_REMEMBERED:
-            return
-        done = [file for file in self._files.values() if file.is_complete]
-        for file in (done or list(self._files.values()))[: _MAX_REMEMBERED // 10]:
-            del self._files[file.path]
-            family = self._families[file.family]
-            del family[file.path]
-            if not family:
-                del self._families[file.family]
-
-
-def _newest(family: Mapping[str, CycleFile]) -> int:
-    return max(file.number for file in family.values())
-
-
-def _number_of(file: CycleFile) -> int:
-    return file.number
+    from .queue import CycleFile
 
 
 _FIRST_RETRY_S = 0.05
@@ -135,6 +27,7 @@ _NEWLINE = b"\n"
 _BATCH_CHUNKS = IOV_MAX // 2
 
 
+@dataclass(slots=True, eq=False)
 class Target:
     """One log.
 
@@ -143,7 +36,7 @@ class Target:
         waiting: Chunks that are not in the file, in order.
         held_bytes: Their messages' bytes.
         users: Open sources that have named it.
-        waiters: Sources that wait for room in it.
+        waiters: Sources that wait for space in it.
         is_busy: It waits for a writer or is with one; no other writer takes it.
         is_scheduled: A write at a later time is arranged.
         is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
@@ -153,34 +46,27 @@ class Target:
         owners: Whose line prefix is whose, where that is watched.
     """
 
-    __slots__ = (
-        "cycle", "error", "held_bytes", "is_awaited", "is_busy", "is_closing", "is_refused",
-        "is_scheduled", "is_stalled", "is_unsynced", "log", "owners", "path", "place", "retry_s",
-        "users", "waiters", "waiting", "working_since", "written_at", "written_bytes",
-    )  # fmt: skip
-
-    def __init__(self, path: str, place: Place, cycle: CycleFile | None) -> None:
-        self.path = path
-        self.place = place
-        self.cycle = cycle
-        self.waiting: deque[Pending] = deque()
-        self.held_bytes = 0
-        self.users = 0
-        self.waiters = 0
-        self.is_busy = False
-        self.is_scheduled = False
-        self.is_awaited = False
-        self.is_stalled = False
-        self.is_refused = False
-        self.is_closing = False
-        self.is_unsynced = False
-        self.working_since: float | None = None
-        self.written_at = -math.inf  # The first write waits for nothing.
-        self.written_bytes = 0
-        self.error: OSError | None = None
-        self.retry_s = 0.0
-        self.log: LogFile | None = None
-        self.owners: dict[bytes, str] = {}
+    path: str
+    place: Place
+    cycle: CycleFile | None
+    waiting: deque[Pending] = field(default_factory=deque)
+    held_bytes: int = 0
+    users: int = 0
+    waiters: int = 0
+    is_busy: bool = False
+    is_scheduled: bool = False
+    is_awaited: bool = False
+    is_stalled: bool = False
+    is_refused: bool = False
+    is_closing: bool = False
+    is_unsynced: bool = False
+    working_since: float | None = None
+    written_at: float = -math.inf  # The first write waits for nothing.
+    written_bytes: int = 0
+    error: OSError | None = None
+    retry_s: float = 0.0
+    log: LogFile | None = None
+    owners: dict[bytes, str] = field(default_factory=dict)
 
     @property
     def is_troubled(self) -> bool:
@@ -296,13 +182,14 @@ class Connection(Protocol):
     """One RPC, as its service implements it."""
 
     def progress(self, source: Source) -> None:
-        """Take note that a source of this connection moved: committed, admitted or refused.
+        """Record that a source of this connection moved: committed, admitted or refused.
 
         It is called from any thread, with no lock held, and must not block.
         """
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """A chunk that is not in its file yet; one without data ends its source's unfinished line.
 
@@ -311,21 +198,17 @@ class Pending:
         growing: The same, as long as further small chunks of its source may be added.
     """
 
-    __slots__ = ("arrived_at", "data", "growing", "is_done", "is_end", "seq", "size", "source")
-
-    def __init__(
-        self, source: Source, seq: int, data: memoryview | bytearray, size: int, arrived_at: float
-    ) -> None:
-        self.source = source
-        self.seq = seq
-        self.data = data
-        self.size = size
-        self.arrived_at = arrived_at
-        self.is_done = False
-        self.is_end = False
-        self.growing: bytearray | None = None
+    source: Source
+    seq: int
+    data: memoryview | bytearray
+    size: int
+    arrived_at: float
+    is_done: bool = False
+    is_end: bool = False
+    growing: bytearray | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Source:
     """One stream of chunks on one connection.
 
@@ -334,59 +217,39 @@ class Source:
 
     Attributes:
         identity: Tells whose line a file ends with; the `stream_id`, or something unique.
-        is_patient: It waits for room in a file that hangs. A connection that carries the streams
+        is_patient: It waits for space in a file that hangs. A connection that carries the streams
             of many would hold up the others, so it is refused for now instead.
         targets: The files that it named, with when it last went over to each in `used_at`.
         current: The file that its last chunk was for.
-        waiting: The target for whose room this source waits, with its chunk.
+        waiting: The target for whose space this source waits, with its chunk.
         refusal: Why nothing more is taken from it.
     """
 
-    __slots__ = (
-        "behind_bytes",
-        "committed_seq",
-        "connection",
-        "current",
-        "identity", "is_patient",
-        "node_id",
-        "outstanding",
-        "received_bytes",
-        "received_seq",
-        "refusal",
-        "refused_seq",
-        "stream_id",
-        "targets",
-        "unfinished",
-        "used_at",
-        "waiting",
-        "written_bytes",
-    )  # fmt: skip
+    connection: Connection
+    stream_id: str
+    node_id: str
+    is_patient: bool = field(default=True, kw_only=True)
+    identity: str = ""
+    outstanding: deque[Pending] = field(default_factory=deque)
+    received_seq: int = 0
+    committed_seq: int = 0
+    received_bytes: int = 0
+    written_bytes: int = 0
+    behind_bytes: int = 0
+    targets: dict[str, Target] = field(default_factory=dict)
+    used_at: dict[str, float] = field(default_factory=dict)
+    current: Target | None = None
+    unfinished: set[Target] = field(default_factory=set)
+    waiting: tuple[Target, Pending] | None = None
+    refusal: Refusal | None = None
+    refused_seq: int = 0
 
-    def __init__(
-        self, connection: Connection, stream_id: str, node_id: str, *, is_patient: bool = True
-    ) -> None:
-        self.connection = connection
-        self.stream_id = stream_id
-        self.is_patient = is_patient
-        self.identity = stream_id or f"\n{id(self)}"
-        self.node_id = node_id
-        self.outstanding: deque[Pending] = deque()
-        self.received_seq = 0
-        self.committed_seq = 0
-        self.received_bytes = 0
-        self.written_bytes = 0
-        self.behind_bytes = 0
-        self.targets: dict[str, Target] = {}
-        self.used_at: dict[str, float] = {}
-        self.current: Target | None = None
-        self.unfinished: set[Target] = set()
-        self.waiting: tuple[Target, Pending] | None = None
-        self.refusal: Refusal | None = None
-        self.refused_seq = 0
+    def __post_init__(self) -> None:
+        self.identity = self.stream_id or f"\n{id(self)}"
 
     @property
     def is_settled(self) -> bool:
-        """Nothing of it waits for room or for its file."""
+        """Nothing of it waits for space or for its file."""
         return not self.outstanding and self.waiting is None
 
     def admit(self, pending: Pending) -> None:

@@ -124,11 +124,7 @@ class Backoff:
 
     @staticmethod
     def slow_s(draw: float) -> float:
-        """Return the seconds to wait where the cause will not go away by itself.
-
-        Args:
-            draw: A random number from 0 to 1.
-        """
+        """Return the seconds to wait where the cause will not go away by itself."""
         return SLOW_RETRY_S * (0.75 + 0.5 * draw)
 
 
@@ -169,7 +165,7 @@ class MemoryBudget:
         return self._version
 
     def take_memory(self, size: int, held: int) -> bool:
-        """Count bytes in, if there is room or the taker holds next to nothing.
+        """Count bytes in, if there is space or the taker holds next to nothing.
 
         Args:
             size: Bytes wanted.
@@ -191,10 +187,10 @@ class MemoryBudget:
         """Count bytes out."""
         with self._changed:
             self._memory_bytes -= size
-            self._tell()
+            self._wake_waiters()
 
     def take_spill(self, size: int) -> bool:
-        """Count bytes of files in, if there is room."""
+        """Count bytes of files in, if there is space."""
         with self._changed:
             if self._spill_bytes + size > self.spill_limit_bytes:
                 return False
@@ -210,12 +206,12 @@ class MemoryBudget:
         """Count bytes of files out."""
         with self._changed:
             self._spill_bytes -= size
-            self._tell()
+            self._wake_waiters()
 
     def wake(self) -> None:
         """Make every waiter look again."""
         with self._changed:
-            self._tell()
+            self._wake_waiters()
 
     def wait(self, version: int, timeout_s: float) -> None:
         """Wait until something has changed since `version` was read."""
@@ -226,7 +222,7 @@ class MemoryBudget:
             finally:
                 self._waiters -= 1
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         self._version += 1
         if self._waiters:
             self._changed.notify_all()

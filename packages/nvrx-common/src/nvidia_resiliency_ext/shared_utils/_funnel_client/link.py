@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
@@ -46,50 +47,30 @@ class FunnelTls:
     server_name: str | None = None
 
 
-class Tls:
-    """The files of a connection, as they are now.
+def access_of(token_file: str | None, tls: FunnelTls | None) -> Access:
+    """Return what a connection shows; the token's file is given, or named by the environment.
 
     Raises:
-        ConfigError: A file cannot be read, or only one of key and certificate is given.
+        ConfigError: A file cannot be used, or only one of key and certificate is given.
     """
+    token_file = token_file or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
+    token = TokenFile(token_file) if token_file else None
+    if tls is None:
+        return Access(token=token)
+    if (tls.cert_file is None) != (tls.key_file is None):
+        raise ConfigError("the log funnel's TLS: cert_file and key_file go together")
 
-    def __init__(self, files: FunnelTls) -> None:
-        if (files.cert_file is None) != (files.key_file is None):
-            raise ConfigError("the log funnel's TLS: cert_file and key_file go together")
-        self.server_name = files.server_name
-        self._files = tuple(
-            None if path is None else PemFile(path, f"the log funnel's TLS: {name}")
-            for name, path in (
-                ("ca_file", files.ca_file),
-                ("key_file", files.key_file),
-                ("cert_file", files.cert_file),
-            )
-        )
+    def pem(name: str) -> PemFile | None:
+        path = getattr(tls, name)
+        return None if path is None else PemFile(path, f"the log funnel's TLS: {name}")
 
-    def read(self) -> tuple[bytes | None, ...]:
-        """Return certificate authority, key and certificate."""
-        return tuple(None if file is None else file.read() for file in self._files)
-
-
-def find_token(path: str | None) -> TokenFile | None:
-    """Return the token in a file, or in the one that the environment names; None without.
-
-    Raises:
-        ConfigError: The file cannot be read, is open to others, or holds no token.
-    """
-    path = path or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
-    return TokenFile(path) if path else None
+    return Access(
+        token=token, authority=pem("ca_file"), key=pem("key_file"), certificate=pem("cert_file")
+    )
 
 
 def target_of(endpoint: str) -> str:
-    """Return an endpoint as gRPC names it.
-
-    Args:
-        endpoint: `host:port`, `[address]:port` or `unix:/absolute/path`.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Return an endpoint as gRPC names it."""
     scheme, _, path = endpoint.partition(":")
     if scheme == "unix":
         path = path.removeprefix("//")
@@ -171,21 +152,17 @@ class Link:
 
     Args:
         endpoint: `host:port` or `unix:/path`.
-        token: The job's secret, if there is one.
-        tls: Certificates, None for an open connection.
-
-    Raises:
-        ConfigError: The endpoint or a file makes no sense.
-        MissingExtraError: gRPC is not installed.
+        access: The job's secret and certificates.
+        server_name: Name in the server's certificate, where it is not the endpoint's host.
     """
 
     def __init__(
-        self, endpoint: str, node_id: str, token: TokenFile | None, tls: FunnelTls | None
+        self, endpoint: str, node_id: str, access: Access, server_name: str | None
     ) -> None:
         self._target = target_of(endpoint)
         self._node_id = node_id
-        self._token = token
-        self._tls = None if tls is None else Tls(tls)
+        self._access = access
+        self._server_name = server_name
         self._files: tuple[bytes | None, ...] | None = None
         self._lock = threading.Lock()
         self._channel: Any = None
@@ -214,8 +191,7 @@ class Link:
             encoded: bytes = message.SerializeToString()
             return encoded
 
-        token = self._token
-        metadata = () if token is None else (("authorization", token.header()),)
+        metadata = self._access.metadata()
         channel = self._open_channel()
         if is_plain:
             method = channel.stream_unary(
@@ -252,7 +228,7 @@ class Link:
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("the client is closed")
-            files = None if self._tls is None else self._tls.read()
+            files = self._access.channel_files()
             if self._channel is not None and files != self._files:
                 # It keeps the certificates that it began with. Its streams are sent again.
                 self._channel.close()
@@ -260,11 +236,11 @@ class Link:
             if self._channel is None:
                 self._files = files
                 options: list[tuple[str, str | int]] = list(_OPTIONS)
-                if self._tls is None or files is None:
+                if files is None:
                     self._channel = grpc.insecure_channel(self._target, options=options)
                 else:
-                    if self._tls.server_name is not None:
-                        options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+                    if self._server_name is not None:
+                        options.append(("grpc.ssl_target_name_override", self._server_name))
                     credentials = grpc.ssl_channel_credentials(*files)
                     self._channel = grpc.secure_channel(self._target, credentials, options=options)
             return self._channel
@@ -303,7 +279,6 @@ class SenderThread:
             call.cancel()
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait for the thread; say whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

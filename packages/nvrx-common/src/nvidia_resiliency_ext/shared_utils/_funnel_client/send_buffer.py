@@ -61,7 +61,6 @@ class Sending:
         self._send_buffer = send_buffer
 
     def __iter__(self) -> Sending:
-        """Return itself."""
         return self
 
     def __next__(self) -> Chunk:
@@ -95,7 +94,7 @@ class SendBuffer:
         notices: Lines for people.
         drops: Lines that nobody will take are counted and dropped; without it writing them is an
             error.
-        write_timeout_s: How long `write` may wait for room.
+        write_timeout_s: How long `write` may wait for space.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that meet here
@@ -161,7 +160,7 @@ class SendBuffer:
             deadline = deadline or Deadline.after(self._write_timeout_s)
             if deadline.expired():
                 message = (
-                    f"no room for more log lines for {self.path} within"
+                    f"no space for more log lines for {self.path} within"
                     f" {self._write_timeout_s:g} s: the log server does not confirm any"
                 )
                 raise DeadlineExceededError(message)

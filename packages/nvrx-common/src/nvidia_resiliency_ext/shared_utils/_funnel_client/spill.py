@@ -67,11 +67,7 @@ class Segment:
 
     @classmethod
     def create(cls, directory: str, number: int, gap: Gap) -> Segment:
-        """Make a new file.
-
-        Raises:
-            OSError: It cannot be made or its header cannot be written; nothing is left of it.
-        """
+        """Make a new file."""
         segment = cls(number, -1, gap)
         path = os.path.join(directory, segment.name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -88,16 +84,14 @@ class Segment:
 
     @classmethod
     def load(cls, number: int, fd: int) -> Segment | None:
-        """Look through the records of a file; what a crash tore at its end is cut off.
-
-        Returns:
-            The file, or `None` when it is none of ours.
-        """
+        """Look through the records of a file; what a crash tore at its end is cut off."""
         status = os.fstat(fd)
         header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
         if len(header) != _HEADER.size or not header.startswith(_MAGIC):
             return None
-        segment = cls(number, fd, _gap_of(header))
+        _, packed, checksum = _HEADER.unpack(header)
+        gap = Gap(*_GAP.unpack(packed)) if zlib.crc32(packed) == checksum else Gap()
+        segment = cls(number, fd, gap)
         while segment.size < status.st_size:
             chunk = _read_record(fd, segment.size, status.st_size)
             if chunk is None:
@@ -108,12 +102,10 @@ class Segment:
 
     @staticmethod
     def record_bytes(chunk: Chunk) -> int:
-        """Return what a chunk takes in a file."""
         return _RECORD.size + len(chunk.data)
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return f"{self.number:08d}{SUFFIX}"
 
     def has_unread(self) -> bool:
@@ -121,11 +113,7 @@ class Segment:
         return bool(self.gap.lines) or self.read_at < self.size
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk.
-
-        Raises:
-            OSError: It cannot be written whole, and is not there.
-        """
+        """Add a chunk."""
         checked = _CHECKED.pack(len(chunk.data), chunk.seq, chunk.lines)
         checksum = zlib.crc32(chunk.data, zlib.crc32(checked))
         header = _CHECKSUM.pack(checksum) + checked
@@ -175,11 +163,6 @@ def _pack_header(gap: Gap) -> bytes:
     return _HEADER.pack(_MAGIC, packed, zlib.crc32(packed))
 
 
-def _gap_of(header: bytes) -> Gap:
-    _, packed, checksum = _HEADER.unpack(header)
-    return Gap(*_GAP.unpack(packed)) if zlib.crc32(packed) == checksum else Gap()
-
-
 def _read_record(fd: int, offset: int, end: int) -> Chunk | None:
     try:
         header = os.pread(fd, _RECORD.size, offset)
@@ -195,7 +178,7 @@ def _read_record(fd: int, offset: int, end: int) -> Chunk | None:
     return Chunk(seq, data, lines) if len(data) == size and checked == checksum else None
 
 
-_FIRST_NUMBER = 1000  # leaves room for files put before it
+_FIRST_NUMBER = 1000  # leaves space for files put before it
 _FEWEST_SEGMENTS = 16
 _SMALLEST_SEGMENT_BYTES = 256 * 1024
 _GENERATION = 1 << 32  # numbers for the chunks of one process
@@ -407,9 +390,6 @@ def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Repo
     """Take over what an earlier process of the same name left for this target.
 
     Of several the oldest is taken; the others wait for later processes.
-
-    Returns:
-        The spill, with the stream id of that process; None when there is nothing.
     """
     for path, fd, found in ownerless(spill_dir, identity):
         spill = Spill(spill_dir, found, budget, report)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.os_utils import (
@@ -31,19 +32,19 @@ _RANDOM_BYTES = 6
 _KEY_DIGITS = 32
 
 
+@dataclass(frozen=True)
 class Identity:
     """Whose lines a spill holds.
 
-    Args:
+    Attributes:
         name: The client's name for what it leaves behind.
         node_id: The node that the lines are from.
     """
 
-    def __init__(self, name: str, node_id: str, path: str, stream_id: str) -> None:
-        self.name = name
-        self.node_id = node_id
-        self.path = path
-        self.stream_id = stream_id
+    name: str
+    node_id: str
+    path: str
+    stream_id: str
 
     @property
     def key(self) -> str:
@@ -53,14 +54,7 @@ class Identity:
 
 
 def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
-    """Make a directory for a spill.
-
-    Returns:
-        The directory, and the descriptor whose lock says that its owner lives.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make a directory for a spill."""
     name = f"{identity.key}-{os.urandom(_RANDOM_BYTES).hex()}"
     path = os.path.join(private_dir(spill_dir), name)
     try:

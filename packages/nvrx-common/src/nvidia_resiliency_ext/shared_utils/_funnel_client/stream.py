@@ -94,7 +94,6 @@ class Stream:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Bytes held in memory."""
         return self._window_bytes + self._waiting_bytes + len(self.buffer)
 
     @property
@@ -107,7 +106,6 @@ class Stream:
         return Gap(self._next_seq - 1, lines + spilled.lines, size + spilled.size)
 
     def has_chunks(self) -> bool:
-        """Say whether a chunk is not confirmed yet."""
         return bool(self._in_flight) or self.has_unsent()
 
     def has_unsent(self) -> bool:
@@ -123,7 +121,7 @@ class Stream:
     # The caller's side
 
     def make_way(self) -> bool:
-        """Cut a full buffer into chunks; False when there is no room and nothing may be dropped."""
+        """Cut a full buffer into chunks; False without space where nothing may be dropped."""
         while len(self.buffer) >= BATCH_BYTES:
             end = cut_at(self.buffer)
             if not end:
@@ -178,11 +176,7 @@ class Stream:
         self._in_flight.clear()
 
     def confirm(self, seq: int) -> bool | None:
-        """Let go of everything up to `seq`.
-
-        Returns:
-            Whether it was new; None for a number that was never sent.
-        """
+        """Let go of everything up to `seq`."""
         if seq > self._last_seq:
             return None
         freed = self._confirm_in(self._in_flight, seq)
@@ -219,7 +213,7 @@ class Stream:
         return left
 
     def release(self) -> None:
-        """Give the room back; nothing is sent any more."""
+        """Give the space back; nothing is sent any more."""
         self._budget.give_memory(self._window_bytes + self._waiting_bytes)
         self._window_bytes = self._waiting_bytes = 0
         for part in (self._in_flight, self._resend, self._waiting):
@@ -263,7 +257,7 @@ class Stream:
             self.is_urgent = False
 
     def _cut(self, end: int) -> bool:
-        """Move the first bytes of the buffer into a chunk; False when there is no room."""
+        """Move the first bytes of the buffer into a chunk; False when there is no space."""
         chunk = self._peek_chunk(end)
         while True:
             if self._take_memory(len(chunk.data)):

@@ -205,21 +205,10 @@ def nvml_in_helper() -> bool:
     return os.environ.get("NVRX_NVML_SUBPROCESS", "").strip().lower() in _TRUE
 
 
-def expected_gpus() -> int | None:
-    """Return how many GPUs this node is said to have."""
-    value = _number("NVRX_EXPECTED_GPUS", "ignored")
+def count_of(name: str) -> int | None:
+    """Return the variable `name` as a number of 0 or more; `None` without one."""
+    value = _number(name, "ignored")
     return None if value is None or value < 0 else int(value)
-
-
-def local_rank() -> int | None:
-    """Return this process's rank on its node."""
-    value = _number("LOCAL_RANK", "ignored")
-    return None if value is None or value < 0 else int(value)
-
-
-def visible_devices() -> str | None:
-    """Return which devices CUDA may use, as the user wrote it; `None` for all."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def job_start_s() -> float | None:
@@ -246,7 +235,7 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
     """Run checks at the same time and return their results in the same order.
 
     A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
-    so; it is left behind.
+    so; it is abandoned.
 
     Args:
         checks: What to look at.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the command line of the health checks: options, what to run, how it is printed."""
+"""The command line of the health checks: options, what to run, how it is printed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nvidia_resiliency_ext.shared_utils.console import plain, write_out
 from .check import run_checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from .check import Check, HealthResult
 
 
+_NAMES = ("gpu", "nvlink", "nic", "storage", "daemon")
 _DEFAULT_DEADLINE_S = 60.0
 _LONGEST_S = 86400.0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nvidia_resiliency_ext.shared_utils.health_check",
         description="Look at this node's GPUs, NVLinks, network adapters and storage.",
@@ -32,9 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checks",
         type=_names,
-        default=list(_MAKERS),
+        default=list(_NAMES),
         metavar="NAME,...",
-        help=f"which of {','.join(_MAKERS)} (default: all)",
+        help=f"which of {','.join(_NAMES)} (default: all)",
     )
     parser.add_argument(
         "--expected-gpus", type=_count, metavar="N", help="fewer visible GPUs are unhealthy"
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What the log would say is printed as results.
     logging.getLogger("nvrx").addHandler(logging.NullHandler())
     logging.getLogger("nvrx").propagate = False
-    checks = [check for name in options.checks for check in _MAKERS[name](options)]
+    checks = [check for name in options.checks for check in _make(name, options)]
     results = run_checks(checks, options.deadline)
     write_out("".join(f"{_line(result, as_json=options.json)}\n" for result in results))
     return 0 if all(results) else 1
@@ -88,53 +88,28 @@ def _line(result: HealthResult, *, as_json: bool) -> str:
     return f"{result.status:<9} {result.name:<13} {plain(text)}"
 
 
-def _gpu(options: argparse.Namespace) -> list[Check]:
-    from .gpu import GPUHealthCheck
+def _make(name: str, options: argparse.Namespace) -> list[Check]:
+    from . import gpu, nic, node_daemon, nvlink, storage
 
-    return [GPUHealthCheck(expected_gpus=options.expected_gpus)]
-
-
-def _nvlink(_options: argparse.Namespace) -> list[Check]:
-    from .nvlink import NVLHealthCheck
-
-    return [NVLHealthCheck()]
-
-
-def _nic(options: argparse.Namespace) -> list[Check]:
-    from .nic import NicLinkStateHealthCheck
-
-    return [NicLinkStateHealthCheck(expected_ports=options.expected_ports)]
-
-
-def _storage(options: argparse.Namespace) -> list[Check]:
-    from .storage import DistributedStorageHealthCheck, StoragePathHealthCheck
-
-    checks: list[Check] = [DistributedStorageHealthCheck()]
+    if name == "gpu":
+        return [gpu.GPUHealthCheck(expected_gpus=options.expected_gpus)]
+    if name == "nvlink":
+        return [nvlink.NVLHealthCheck()]
+    if name == "nic":
+        return [nic.NicLinkStateHealthCheck(expected_ports=options.expected_ports)]
+    if name == "daemon":
+        return [node_daemon.NodeHealthCheck(options.node_daemon or "/var/run/nvhcd/nvhcd.sock")]
+    checks: list[Check] = [storage.DistributedStorageHealthCheck()]
     if options.storage_path:
-        checks.append(StoragePathHealthCheck(options.storage_path))
+        checks.append(storage.StoragePathHealthCheck(options.storage_path))
     return checks
-
-
-def _daemon(options: argparse.Namespace) -> list[Check]:
-    from .node_daemon import DEFAULT_SOCKET, NodeHealthCheck
-
-    return [NodeHealthCheck(options.node_daemon or DEFAULT_SOCKET)]
-
-
-_MAKERS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
-    "gpu": _gpu,
-    "nvlink": _nvlink,
-    "nic": _nic,
-    "storage": _storage,
-    "daemon": _daemon,
-}
 
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in _MAKERS:
-            known = ", ".join(_MAKERS)
+        if name not in _NAMES:
+            known = ", ".join(_NAMES)
             raise argparse.ArgumentTypeError(f"{name!r} is none of {known}")
     if not names:
         raise argparse.ArgumentTypeError("no check is named")

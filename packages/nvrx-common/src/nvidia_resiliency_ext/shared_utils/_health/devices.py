@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 
@@ -17,28 +17,26 @@ from .pci import normal_bus_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .nvml_helper import HelperAnswering
+
 
 lock = threading.RLock()
 """Held for one driver call at a time by the session; others may hold it around calls of theirs."""
 
 
-class Answering(Protocol):
-    """Answers one question at a time, within a deadline."""
-
-    def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """Return the answer, or raise an error of `nvml_errors`."""
-        ...
-
-    def close(self) -> None:
-        """Give back what can be given back."""
-        ...
-
-
 class NvmlSession:
-    """Puts questions of `NvmlQueries` to whoever answers them in this process."""
+    """Puts questions of `NvmlQueries` to the driver: in a thread per call, or in a helper process.
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
+    Args:
+        load: Gives the binding.
+        helper: Answers in a process of its own; None: a thread does, with the binding.
+    """
+
+    def __init__(self, load: Callable[[], Any], helper: HelperAnswering | None = None) -> None:
+        self._load = load
+        self._helper = helper
+        self._queries: NvmlQueries | None = None
+        self._caller = DeadlineCaller()
 
     def ask(self, query: str, *arguments: Any) -> Any:
         """Return the answer to one question, by the name of a method of `NvmlQueries`.
@@ -55,32 +53,20 @@ class NvmlSession:
             raise DriverHungError(query, timeout_s)
         try:
             # The whole time, however long others took before: it is the driver's, not the queue's.
-            return self._answering.ask(query, arguments, timeout_s)
+            if self._helper is not None:
+                return self._helper.ask(query, arguments, timeout_s)
+            return self._caller.run(query, lambda: self._answer(query, arguments), timeout_s)
+        except DriverHungError:
+            raise
+        except StuckError as error:
+            raise DriverHungError(error.what, error.seconds) from error
         finally:
             held.release()
 
     def close(self) -> None:
-        """Let it go; the library itself stays as it is."""
-        self._answering.close()
-
-
-class _ThreadAnswering:
-    """Answers in a thread per call; while one hangs, all later questions fail at once."""
-
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
-        self._queries: NvmlQueries | None = None
-        self._caller = DeadlineCaller()
-
-    def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        answer = functools.partial(self._answer, query, arguments)
-        try:
-            return self._caller.run(query, answer, timeout_s)
-        except StuckError as error:
-            raise DriverHungError(error.what, error.seconds) from error
-
-    def close(self) -> None:
-        pass
+        """End a helper; the library itself stays as it is."""
+        if self._helper is not None:
+            self._helper.close()
 
     def _answer(self, query: str, arguments: tuple[Any, ...]) -> Any:
         if self._queries is None:
@@ -105,7 +91,7 @@ def session() -> NvmlSession:
     """Return the session of this process, made at the first call."""
     with _state.guard:
         if _state.session is None:
-            _state.session = NvmlSession(_choose())
+            _state.session = _make_session()
         return _state.session
 
 
@@ -139,15 +125,15 @@ def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-def _choose() -> Answering:
-    if _state.binding is not None:
-        binding = _state.binding
-        return _ThreadAnswering(lambda: binding)
+def _make_session() -> NvmlSession:
+    binding = _state.binding
+    if binding is not None:
+        return NvmlSession(lambda: binding)
     if _state.is_forked or check.nvml_in_helper():
         from .nvml_helper import HelperAnswering
 
-        return HelperAnswering()
-    return _ThreadAnswering(load_binding)
+        return NvmlSession(load_binding, HelperAnswering())
+    return NvmlSession(load_binding)
 
 
 def _after_fork() -> None:
@@ -186,12 +172,7 @@ def device_of_rank(rank: int, visible: str | None) -> int | str | None:
 
 
 def visible_devices(visible: str | None, present: int) -> list[int | str]:
-    """Return the devices that a process sees, by ordinal, as `device_of_rank` names them.
-
-    Args:
-        visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
-        present: How many GPUs the driver has.
-    """
+    """Return the devices that a process sees, by ordinal, as `device_of_rank` names them."""
     if visible is None:
         return list(range(present))
     found: list[int | str] = []
@@ -226,11 +207,7 @@ _MIN_MIG_UUID_LENGTH = len("MIG-") + 36
 
 
 def selected_devices(device_index: int | None) -> list[int | str]:
-    """Return the devices to look at: the one of a local rank, or all of this node.
-
-    Raises:
-        NvmlError: The driver cannot say.
-    """
+    """Return the devices to look at: the one of a local rank, or all of this node."""
     if device_index is None:
         count = session().ask("device_count")
         return list(range(count))
@@ -239,12 +216,8 @@ def selected_devices(device_index: int | None) -> list[int | str]:
 
 
 def resolve_device(rank: int) -> int | str | None:
-    """Return the device of a local rank; `None` when CUDA_VISIBLE_DEVICES hides all.
-
-    Raises:
-        NvmlError: The driver cannot say.
-    """
-    device = device_of_rank(rank, check.visible_devices())
+    """Return the device of a local rank; `None` when CUDA_VISIBLE_DEVICES hides all."""
+    device = device_of_rank(rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not isinstance(device, str):
         return device
     ask = session().ask

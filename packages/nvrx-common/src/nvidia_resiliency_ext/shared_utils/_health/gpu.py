@@ -135,7 +135,6 @@ class GpuReading:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it, if anything."""
         if self.error is not None:
             return f"{self.label}: {self.error}"
         if self.recovery_action:
@@ -153,12 +152,7 @@ def driver_major(version: str) -> int | None:
 
 
 def evaluate_gpus(readings: Sequence[GpuReading], expected: int | None) -> Finding:
-    """Return what to think of these GPUs.
-
-    Args:
-        readings: One of each GPU that was looked at.
-        expected: How many there must be, where that matters.
-    """
+    """Return what to think of these GPUs."""
     evidence: dict[str, Any] = {
         "gpus": [_evidence(reading) for reading in readings],
     }
@@ -221,7 +215,9 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
     ) -> None:
         super().__init__(interval, on_failure)
         self.device_index = device_index
-        self.expected_gpus = check.expected_gpus() if expected_gpus is None else expected_gpus
+        self.expected_gpus = (
+            check.count_of("NVRX_EXPECTED_GPUS") if expected_gpus is None else expected_gpus
+        )
         self._kmsg = kmsg
         job_start_s = check.job_start_s()
         self._since_s = seconds_since_boot(time.time() if job_start_s is None else job_start_s)

@@ -28,10 +28,6 @@ def match_nics(
 
     The closest pairs are joined first, each adapter to one GPU; GPUs that are left share the
     adapter that is closest to them.
-
-    Args:
-        gpus: PCI ancestors of each GPU, nearest first.
-        nics: PCI ancestors of each adapter.
     """
     distances = {
         (gpu, nic): distance
@@ -147,7 +143,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self.pci_topo_file = pci_topo_file
         self._sysfs_root = os.fspath(sysfs_root).rstrip("/")
         self._has_default_template = link_down_path_template is None
-        default = pci.link_downed_template(self._sysfs_root)
+        default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
         self.link_down_path_template = link_down_path_template or default
         self.nic_name: str | None = None
         self._local_rank: int | None = None

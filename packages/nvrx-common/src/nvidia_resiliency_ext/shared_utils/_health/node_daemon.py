@@ -34,14 +34,7 @@ def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
 
 
 def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -> Finding:
-    """Return what to think of an answer.
-
-    Args:
-        success: Whether the daemon ran its checks and all passed.
-        exit_code: Of its program.
-        output: JSON text with `fail_count` and `failed_checks`.
-        error: What went wrong, in its words.
-    """
+    """Return what to think of an answer."""
     details = parse_object(output)
     evidence: dict[str, Any] = {"exit_code": exit_code}
     failed: float = 0
@@ -65,8 +58,6 @@ def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -
 def _shorten(value: object) -> str:
     return str(value)[:_TEXT_LENGTH]
 
-
-DEFAULT_SOCKET = "/var/run/nvhcd/nvhcd.sock"
 
 _DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
 _ANSWER_LIMIT_BYTES = 1 << 20

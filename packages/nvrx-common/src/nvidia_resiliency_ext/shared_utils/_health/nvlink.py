@@ -39,11 +39,7 @@ class CounterReader:
         self._absent: set[tuple[int | str, int]] = set()
 
     def read(self, device: int | str, port: int) -> Counters:
-        """Return the counters by name; none when they cannot be read.
-
-        Raises:
-            NvmlError: The driver hangs, or the device itself cannot be read.
-        """
+        """Return the counters by name; none when they cannot be read."""
         key = (device, port)
         if key in self._absent:
             return {}
@@ -149,7 +145,6 @@ class WindowHistory:
         self._ports: dict[PortKey, PortHistory] = {}
 
     def add(self, gpu: str, port: int, counters: Mapping[str, int]) -> None:
-        """Take the counters of one port of one GPU."""
         history = self._ports.get((gpu, port))
         if history is None:
             history = self._ports[gpu, port] = PortHistory(self._window_count)
@@ -177,11 +172,7 @@ _COUNT_FIELD = 91  # NVML_FI_DEV_NVLINK_LINK_COUNT
 
 
 def link_count(device: int | str) -> int:
-    """Return how many links a GPU has, or how many any may have where it does not tell.
-
-    Raises:
-        NvmlError: The driver cannot say.
-    """
+    """Return how many links a GPU has, or how many any may have where it does not tell."""
     try:
         code, value = session().ask("fields", device, [[_COUNT_FIELD, 0]])[0]
     except NvmlCallError as error:

@@ -74,11 +74,7 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def load_binding() -> ModuleType:
-    """Import the Python binding of the driver's library.
-
-    Raises:
-        NvmlUnavailableError: The library or the binding is not there.
-    """
+    """Import the Python binding of the driver's library."""
     from ctypes import CDLL
 
     try:
@@ -104,12 +100,7 @@ class NvmlQueries:
         self._was_open = False
 
     def answer(self, query: str, arguments: Sequence[Any]) -> Answer:
-        """Answer one question, by the name of a method below; open the session when it is needed.
-
-        Raises:
-            NvmlUnavailableError: There is no driver, or the binding cannot be used.
-            NvmlCallError: The driver says no.
-        """
+        """Answer one question, by the name of a method below; open the session when needed."""
         ask = getattr(self, query)
         try:
             if not self._was_open:
@@ -145,7 +136,6 @@ class NvmlQueries:
         self._open()
 
     def driver_version(self) -> str:
-        """Return the driver's version."""
         return _text(self._call("nvmlSystemGetDriverVersion"))
 
     def device_count(self) -> int:
@@ -153,15 +143,12 @@ class NvmlQueries:
         return int(self._call("nvmlDeviceGetCount"))
 
     def name(self, device: int | str) -> str:
-        """Return the product's name."""
         return _text(self._call("nvmlDeviceGetName", self._handle(device)))
 
     def uuid(self, device: int | str) -> str:
-        """Return the UUID."""
         return _text(self._call("nvmlDeviceGetUUID", self._handle(device)))
 
     def mig_uuids(self, device: int | str) -> list[str]:
-        """Return the UUIDs of the MIG devices of a GPU."""
         handle = self._handle(device)
         try:
             count = int(self._call("nvmlDeviceGetMaxMigDeviceCount", handle))
@@ -217,7 +204,6 @@ class NvmlQueries:
         return int(self._call("nvmlDeviceGetNvLinkState", self._handle(device), link))
 
     def link_error_counter(self, device: int | str, link: int, counter: int) -> int:
-        """Return an error counter of a link."""
         handle = self._handle(device)
         return int(self._call("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter))
 

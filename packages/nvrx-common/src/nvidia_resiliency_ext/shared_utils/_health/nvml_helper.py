@@ -3,7 +3,7 @@
 
 Both ends are here: `HelperAnswering` in the process that asks, `main` in the one that answers
 (``python -m``, its socket is standard input). A helper in uninterruptible sleep ignores even
-SIGKILL: it is left behind and counted, and no second one is started while it hangs.
+SIGKILL: it is abandoned and counted, and no second one is started while it hangs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class HelperAnswering:
         return reply.value if isinstance(reply, _Value) else None
 
     def close(self) -> None:
-        """End the helper."""
         if self._socket is not None:
             self._socket.close()
         if self._helper is not None:

@@ -90,11 +90,7 @@ class TopologyError(NvrxError):
 
 
 def read_topology(path: str) -> dict[str, list[str]]:
-    """Return what `parse_topology` makes of a file.
-
-    Raises:
-        TopologyError: It cannot be read or used.
-    """
+    """Return what `parse_topology` makes of a file."""
     try:
         data = read_regular_file(path, _LIMIT_BYTES + 1, follows_symlink=True)
     except (OSError, ValueError) as error:
@@ -106,11 +102,7 @@ def read_topology(path: str) -> dict[str, list[str]]:
 
 
 def parse_topology(data: bytes) -> dict[str, list[str]]:
-    """Return, of each PCI address, the addresses above it, nearest first.
-
-    Raises:
-        TopologyError: It is too large, no XML, or declares a document type.
-    """
+    """Return, of each PCI address, the addresses above it, nearest first."""
     if len(data) > _LIMIT_BYTES:
         raise TopologyError(f"larger than {_LIMIT_BYTES} bytes")
     from xml.parsers import expat
@@ -160,11 +152,6 @@ _PORT = re.escape("{port}")
 _COUNTER_FOLDERS = ("counters", "hw_counters")
 
 
-def link_downed_template(sysfs_root: str) -> str:
-    """Return where the kernel counts how often a link went down."""
-    return f"{sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
-
-
 def names(template: str, sysfs_root: str) -> list[str]:
     """Return the adapters that a template means: those that lie where it names them."""
     head, *tail = _ADAPTER.split(template, maxsplit=1)
@@ -193,11 +180,7 @@ def _found(head: str, wanted: str, tail: str) -> list[str]:
 
 
 def read_first(path: str) -> str:
-    """Return the content of a small file without the blanks around it.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the content of a small file without the blanks around it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return os.read(descriptor, _NIC_PORTS_LIMIT_BYTES).decode("utf-8", "replace").strip()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns short-lived child processes that may hang for ever in the kernel.
 
-What hangs is killed; what cannot be killed (uninterruptible sleep) is left behind, counted and
+What hangs is killed; what cannot be killed (uninterruptible sleep) is abandoned, counted and
 reaped later. Nobody waits for it.
 """
 
@@ -48,7 +48,7 @@ def abandoned_probes() -> int:
 
 
 def kill_all(probes: Sequence[Probe]) -> None:
-    """Kill several; those that do not end at once are left behind."""
+    """Kill several; those that do not end at once are abandoned."""
     for probe in probes:
         probe.signal_end()
     deadline = time.monotonic() + _KILL_WAIT_S
@@ -75,11 +75,7 @@ class Probe:
 
     @classmethod
     def start(cls, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> Probe:
-        """Start a program; its standard output is collected, its errors are dropped.
-
-        Raises:
-            ChildStartError: It cannot be run.
-        """
+        """Start a program; its standard output is collected, its errors are dropped."""
         pipe = subprocess.PIPE if stdin == subprocess.DEVNULL else subprocess.DEVNULL
         # In /, because `python -m` looks for modules in its working folder first.
         null = subprocess.DEVNULL
@@ -129,7 +125,7 @@ class Probe:
         return self.has_ended()
 
     def kill(self) -> None:
-        """Kill it; leave it behind when that does not end it at once."""
+        """Kill it; abandon it when that does not end it at once."""
         kill_all([self])
 
     def _read_all(self) -> bytes:

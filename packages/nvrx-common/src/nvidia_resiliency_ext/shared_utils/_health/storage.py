@@ -73,11 +73,7 @@ def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
 
 
 def read_mounts(kinds: Collection[str], path: str = MOUNTINFO) -> list[Mount]:
-    """Return the mounts of these types in our namespace; it touches none of them.
-
-    Raises:
-        OSError: The list cannot be read.
-    """
+    """Return the mounts of these types in our namespace; it touches none of them."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         return parse_mounts(file.read(), kinds)
 
@@ -114,9 +110,9 @@ def evaluate_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | No
         return "the probe failed"
     if "error" in answer:
         return f"cannot be listed: {answer['error']}"
-    room = _part(answer.get("blocks_free"), answer.get("blocks"))
-    if room is not None and room < limits.free_fraction:
-        return f"only {room:.1%} of its space is free"
+    space = _part(answer.get("blocks_free"), answer.get("blocks"))
+    if space is not None and space < limits.free_fraction:
+        return f"only {space:.1%} of its space is free"
     files = _part(answer.get("files_free"), answer.get("files"))
     if files is not None and files < limits.free_inodes_fraction:
         return f"only {files:.1%} of its inodes are free"
@@ -146,7 +142,9 @@ _MOUNT_TIMEOUT_S = 15.0
 _PATH_TIMEOUT_S = 5.0
 _FILE_TIMEOUT_S = 5.0
 _AT_ONCE = 32
-_MOUNT_CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "mount_child.py")
+_PROBE_FILE = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
+)
 _PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
@@ -299,15 +297,14 @@ class DistributedStorageHealthCheck(PeriodicCheck):
 
     def _lustre_state(self) -> str | None:
         try:
-            state: str = self._caller.run("Lustre's state", self._read_lustre, _FILE_TIMEOUT_S)
+            state: str = self._caller.run(
+                "Lustre's state", lambda: read_first(self._lustre), _FILE_TIMEOUT_S
+            )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:  # or a `StuckError`, which is one
             return f"unreadable: {error}"
         return state
-
-    def _read_lustre(self) -> str:
-        return read_first(self._lustre)
 
 
 class StoragePathHealthCheck(Check):
@@ -357,7 +354,7 @@ class StoragePathHealthCheck(Check):
 
 
 def _mount_command(path: str) -> list[str]:
-    return [sys.executable, "-I", "-S", _MOUNT_CHILD, "--", path]
+    return [sys.executable, "-I", "-S", _PROBE_FILE, "--mount", "--", path]
 
 
 def _path_command(*, write: bool) -> Callable[[str], list[str]]:

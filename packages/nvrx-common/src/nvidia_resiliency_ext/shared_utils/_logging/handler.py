@@ -94,13 +94,7 @@ def _milliseconds(asctime: str) -> int | None:
 def line_format(
     node: str, workload: tuple[int | None, int | None], infra: tuple[int | None, int | None]
 ) -> str:
-    """Return the format of a text line of this process; what never changes is part of it.
-
-    Args:
-        node: The node's name; any character may be in it.
-        workload: Rank and local rank of the worker.
-        infra: Rank and local rank of the launcher.
-    """
+    """Return the format of a text line of this process; what never changes is part of it."""
     workload_rank, workload_local_rank = map(_shown, workload)
     infra_rank, infra_local_rank = map(_shown, infra)
     name = node.replace("%", "%%")
@@ -188,7 +182,6 @@ class JsonLineFormatter(logging.Formatter):
         self._cycle = cycle
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line of JSON."""
         second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields: dict[str, object] = {
             "ts": f"{second}.{int(record.msecs):03d}Z",
@@ -211,16 +204,7 @@ def _shown(rank: int | None) -> str:
 
 
 def open_log_directory(path: str) -> int:
-    """Open the directory, which is made with mode 0700 when it is missing.
-
-    Returns:
-        A descriptor that the caller owns.
-
-    Raises:
-        UnsafePathError: ``validate_directory`` refuses it, or it belongs to another user, who could
-            read the logs and put files of his own among them.
-        OSError: It cannot be made or opened.
-    """
+    """Open the directory, which is made with mode 0700 when it is missing."""
     from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
     from nvidia_resiliency_ext.shared_utils.os_utils import validate_directory
 

@@ -9,6 +9,7 @@ import os
 import stat
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 STATE_NAME = ".nvrx_log_aggregator.state"
 FRESH_S = 60.0
 _VERSION = 1
-_FILE_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,54 +107,25 @@ def decode(data: bytes) -> tuple[int, Position] | None:
         text = data[18 : 18 + length]
         if len(text) != length or crc32(text) != crc:
             return None
+        # The checksum says that `encode` made the rest; only its version may be another one.
         fields = json.loads(text)
-        return _position(fields)
+        if fields["version"] != _VERSION:
+            return None
+        batch, (inode, size) = fields["batch"], fields["output"]
+        position = Position(
+            output_inode=inode,
+            output_bytes=size,
+            files=tuple(FilePosition(*each) for each in fields["files"]),
+            batch=None if batch is None else Batch(*batch),
+            boot_id=fields["boot_id"],
+            monotonic_s=fields["monotonic_s"],
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return fields["number"], position
 
 
-def _position(fields: dict[str, object]) -> tuple[int, Position]:
-    """Check every field.
-
-    Raises:
-        ValueError, TypeError, KeyError: It is not what ``encode`` makes.
-    """
-    if fields["version"] != _VERSION:
-        raise ValueError("another version")
-    output_inode, output_bytes = _naturals(fields["output"], 2)
-    files = fields["files"]
-    if not isinstance(files, list):
-        raise TypeError("no list of files")
-    monotonic_s = fields["monotonic_s"]
-    if not isinstance(monotonic_s, (int, float)):
-        raise TypeError("no time")
-    position = Position(
-        output_inode=output_inode,
-        output_bytes=output_bytes,
-        files=tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in files),
-        batch=_batch(fields["batch"]),
-        boot_id=str(fields["boot_id"]),
-        monotonic_s=float(monotonic_s),
-    )
-    return _naturals([fields["number"]], 1)[0], position
-
-
-def _batch(value: object) -> Batch | None:
-    if value is None:
-        return None
-    length, crc, is_ordered = _naturals(value, 3)
-    return Batch(length, crc, bool(is_ordered))
-
-
-def _naturals(value: object, count: int) -> list[int]:
-    if not isinstance(value, list) or len(value) != count:
-        raise TypeError("not a list of that length")
-    if not all(isinstance(each, int) and each >= 0 for each in value):
-        raise ValueError("not all numbers of 0 or more")
-    return [int(each) for each in value]
-
-
-_PLACES = 2
+_SLOTS = 2
 _LARGEST_BYTES = 64 * 1024 * 1024
 _FIRST_BYTES = 64 * 1024
 _PAGE_BYTES = 4096
@@ -182,15 +153,12 @@ class PositionFile:
 
     Args:
         directory: Descriptor of the directory; it stays open.
-
-    Raises:
-        OSError: The file can be neither opened nor made.
     """
 
     def __init__(self, directory: int) -> None:
         self._directory = directory
         self._number = 0
-        self._place_bytes = 0
+        self._slot_bytes = 0
         self._fd = -1
         self.last: Position | None = None
         self.is_damaged = False
@@ -202,16 +170,12 @@ class PositionFile:
             found = None
         if found is not None:
             self._number, self.last = found
-            self._place_bytes = os.fstat(self._fd).st_size // _PLACES
+            self._slot_bytes = os.fstat(self._fd).st_size // _SLOTS
 
     def write(self, position: Position) -> None:
-        """Replace the older of the two positions.
-
-        Raises:
-            OSError: It cannot be written; the position before is then untouched.
-        """
+        """Replace the older of the two positions."""
         data = encode(position, self._number + 1)
-        if self._fd < 0 or len(data) > self._place_bytes or not os.fstat(self._fd).st_nlink:
+        if self._fd < 0 or len(data) > self._slot_bytes or not os.fstat(self._fd).st_nlink:
             self._make(data)
         else:
             self._put(self._fd, data)
@@ -219,30 +183,27 @@ class PositionFile:
         self.last = position
 
     def close(self) -> None:
-        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _put(self, fd: int, data: bytes) -> None:
-        place = (self._number + 1) % _PLACES * self._place_bytes
+        at = (self._number + 1) % _SLOTS * self._slot_bytes
         while data:
-            written = os.pwrite(fd, data, place)
-            data, place = data[written:], place + written
+            written = os.pwrite(fd, data, at)
+            data, at = data[written:], at + written
 
     def _make(self, data: bytes) -> None:
-        """Put a new file with enough room in the place of the old one."""
+        """Put a new file with enough space in the place of the old one."""
         least = -(-len(data) // _PAGE_BYTES) * _PAGE_BYTES
         fd = self._open_new()
-        before = self._place_bytes
+        before = self._slot_bytes
         try:
-            self._place_bytes = _reserve(
-                fd, [max(_FIRST_BYTES, self._place_bytes, 2 * least), least]
-            )
+            self._slot_bytes = _reserve(fd, [max(_FIRST_BYTES, self._slot_bytes, 2 * least), least])
             self._put(fd, data)
             os.rename(_NEW_NAME, STATE_NAME, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError as error:
-            self._place_bytes = before
+            self._slot_bytes = before
             os.close(fd)
             os.unlink(_NEW_NAME, dir_fd=self._directory)
             raise OSError(error.errno, error.strerror, STATE_NAME) from error
@@ -260,17 +221,13 @@ class PositionFile:
 
 
 def _reserve(descriptor: int, sizes: Sequence[int]) -> int:
-    """Reserve room for all places and return the size of one: the first for which there is room.
-
-    Raises:
-        OSError: There is room for none.
-    """
+    """Reserve space for all slots and return the size of one: the first that is there."""
     *wishes, least = sizes
-    for place_bytes in wishes:
+    for slot_bytes in wishes:
         with contextlib.suppress(OSError):
-            os.posix_fallocate(descriptor, 0, place_bytes * _PLACES)
-            return place_bytes
-    os.posix_fallocate(descriptor, 0, least * _PLACES)
+            os.posix_fallocate(descriptor, 0, slot_bytes * _SLOTS)
+            return slot_bytes
+    os.posix_fallocate(descriptor, 0, least * _SLOTS)
     return least
 
 
@@ -279,13 +236,9 @@ def _latest(descriptor: int) -> tuple[int, Position] | None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_BYTES:
         return None
-    place_bytes = found.st_size // _PLACES
-    places = (decode(os.pread(descriptor, place_bytes, n * place_bytes)) for n in range(_PLACES))
-    return max((place for place in places if place is not None), key=_number_of, default=None)
-
-
-def _number_of(found: tuple[int, Position]) -> int:
-    return found[0]
+    slot_bytes = found.st_size // _SLOTS
+    slots = (decode(os.pread(descriptor, slot_bytes, n * slot_bytes)) for n in range(_SLOTS))
+    return max((slot for slot in slots if slot is not None), key=itemgetter(0), default=None)
 
 
 _UNREAD_FACTOR = 16
@@ -295,16 +248,7 @@ _COMPLAINT_END = b" log records dropped\n"
 
 
 def remove_old(names: Sequence[str], max_backup_files: int, directory: int) -> int:
-    """Delete all but the newest files of one writer; what is not read yet may stay as well.
-
-    Args:
-        names: The writer's files, oldest first.
-        max_backup_files: How many stay in any case.
-        directory: Descriptor of their directory.
-
-    Returns:
-        How many records were deleted that no aggregator had read.
-    """
+    """Delete all but the newest files of one writer; what is not read yet may stay as well."""
     position = _position_of(directory)
     is_aggregated = position is not None and position.is_fresh(time.monotonic())
     most = _UNREAD_FACTOR * max(1, max_backup_files) if is_aggregated else max_backup_files

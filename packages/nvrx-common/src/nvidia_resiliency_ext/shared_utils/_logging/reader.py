@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import merge
+from operator import itemgetter
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -53,7 +54,7 @@ def render(parts: Sequence[bytes], *, is_ordered: bool) -> bytes:
     """
     whole = [part if part.endswith(b"\n") else part + b"\n" for part in parts if part]
     if is_ordered and len(whole) > 1:
-        timed = merge(*map(_timed_records, whole), key=_time_of)
+        timed = merge(*map(_timed_records, whole), key=itemgetter(0))
         return _decodable(b"".join(data for _, data in timed))
     return _decodable(b"".join(map(_clean, whole)))
 
@@ -118,10 +119,6 @@ def _timed_records(data: bytes) -> Iterator[_Timed]:
         record = data[start:end]
         is_one_line = record.find(b"\n") == end - start - 1
         yield at_ms, record if start > 0 and is_one_line else _clean(record)
-
-
-def _time_of(timed: _Timed) -> int:
-    return timed[0]
 
 
 def _milliseconds(data: bytes, start: int) -> int:
@@ -253,7 +250,7 @@ class Source:
         self.call(name)
 
     def call(self, name: str) -> None:
-        """Take note of the file's name."""
+        """Set the file's name."""
         self.name = name
         match = _NAME.fullmatch(name)
         self.stem = match["stem"] if match else name
@@ -330,15 +327,7 @@ class Sources:
                 source.is_hungry = True
 
     def read(self, source: Source, limit: int | None = None) -> Read:
-        """Read on in a file.
-
-        Args:
-            source: The file.
-            limit: Where to stop: what comes behind that is no business of ours any more.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Read on in a file."""
         fd = self._descriptor(source)
         status = os.fstat(fd)
         if status.st_size < source.offset:
@@ -373,11 +362,7 @@ class Sources:
         return source.offset >= source.size
 
     def remove(self, source: Source) -> None:
-        """Delete a file that nobody needs any more, and forget it.
-
-        Raises:
-            OSError: It cannot be deleted.
-        """
+        """Delete a file that nobody needs any more, and forget it."""
         if source.is_linked:
             try:
                 found = os.stat(source.name, dir_fd=self._directory, follow_symlinks=False)
@@ -391,7 +376,6 @@ class Sources:
         self.forget(source)
 
     def forget(self, source: Source) -> None:
-        """Forget a file that is gone."""
         self._by_inode.pop(source.inode, None)
         self._forget_name(source)
         fd = self._open.pop(source.inode, None)
@@ -399,12 +383,11 @@ class Sources:
             os.close(fd)
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
     def _find(self, name: str) -> Source | None:
-        """Return the file of a name if it is a regular one, and take note if it is new."""
+        """Return the file of a name if it is a regular one; add it if it is new."""
         try:
             status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:

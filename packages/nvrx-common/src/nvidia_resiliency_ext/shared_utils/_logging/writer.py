@@ -34,10 +34,6 @@ class DirectoryLock:
 
     The kernel's lock belongs to the process and not to its forked children, who would otherwise
     hold it after our death. It says nothing within a process: the set does.
-
-    Raises:
-        DirectoryBusyError: Somebody holds the lock.
-        OSError: The lock's file cannot be made.
     """
 
     _guard = threading.Lock()  # guards _held
@@ -71,10 +67,6 @@ class Output:
 
     Args:
         directory: Descriptor of its directory; it stays open.
-
-    Raises:
-        UnsafePathError: It is no regular file with a single name.
-        OSError: It cannot be opened.
     """
 
     def __init__(self, directory: int, name: str) -> None:
@@ -103,20 +95,12 @@ class Output:
         return status.st_ino, status.st_size
 
     def append(self, data: bytes) -> None:
-        """Write bytes; those that cannot be written are kept for ``flush``.
-
-        Raises:
-            OSError: Not all could be written.
-        """
+        """Write bytes; those that cannot be written are kept for ``flush``."""
         self._left += data
         self.flush()
 
     def flush(self) -> None:
-        """Write what is left of earlier calls.
-
-        Raises:
-            OSError: Not all could be written.
-        """
+        """Write what is left of earlier calls."""
         while self._left:
             self._left = self._left[os.write(self._fd, self._left) :]
 
@@ -133,12 +117,10 @@ class Output:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
 def is_batch(data: bytes, position: Position) -> bool:
-    """Say whether these bytes are the batch of a position."""
     batch = position.batch
     return batch is not None and len(data) == batch.length and crc32(data) == batch.crc
 
@@ -185,15 +167,10 @@ class Step:
 
 
 class Aggregation:
-    """Used by one thread. It takes what an earlier aggregation of the directory left behind.
+    """Used by one thread. It goes on where an earlier aggregation of the directory ended.
 
     Args:
         report: Is told, once each, what goes wrong while it goes on.
-
-    Raises:
-        DirectoryBusyError: Another aggregator works in the directory.
-        UnsafePathError: A directory or the merged file cannot be trusted.
-        OSError: Something cannot be made or opened.
     """
 
     def __init__(self, job: Job, report: Callable[[str], None]) -> None:
@@ -256,15 +233,10 @@ class Aggregation:
         return (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
-        """Close everything; the position stays for the next aggregation."""
         self._stack.close()
 
     def _merge(self) -> Step:
-        """Read, decide, append.
-
-        Raises:
-            OSError: Position or output cannot be written; nothing is lost.
-        """
+        """Read, decide, append."""
         reads = self._read()
         now_ms = None
         if self._job.is_ordered:
@@ -329,7 +301,7 @@ class Aggregation:
         self._confirm()
 
     def _confirm(self) -> None:
-        """Take note that the batch is in the output."""
+        """Record that the batch is in the output."""
         for source in self._sources:
             source.offset = source.after
         self._write_batch_record(None)

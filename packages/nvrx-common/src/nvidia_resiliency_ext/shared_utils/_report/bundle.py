@@ -37,7 +37,7 @@ class Archive:
         self.left_bytes = max_bytes
 
     def add(self, name: str, text: str) -> bool:
-        """Take a text if there is room for it, and say whether there was."""
+        """Take a text if there is space for it, and say whether there was."""
         data = text.encode("utf-8", "backslashreplace")
         if len(data) > self.left_bytes:
             return False
@@ -52,12 +52,7 @@ class Archive:
         return True
 
     def write(self, path: str) -> int:
-        """Write the archive to a new file, readable by its owner only; return its size.
-
-        Raises:
-            FileExistsError: There is something of that name.
-            OSError: It cannot be written; then there is no such file.
-        """
+        """Write the archive to a new file, readable by its owner only; return its size."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -91,7 +86,6 @@ _LOG_END_BYTES = 256 * 1024
 _EVENTS_BYTES = 8 * 1024 * 1024
 _CONFIG_BYTES = 256 * 1024
 _MOST_FILES = 500
-_MOST_SEEN = 20_000
 _DEEPEST = 6
 _CONFIG_ENDS = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".json")
 _LOG_ENDS = (".log", ".txt", ".out", ".err", ".jsonl", ".stacks")
@@ -115,7 +109,6 @@ class Collector:
         self._files = 0
 
     def add(self, name: str, text: str) -> None:
-        """Add a text without its secrets."""
         kept, count = redact(text)
         if self._archive.add(name, kept):
             self._secrets += count
@@ -136,7 +129,7 @@ class Collector:
         if not os.path.isdir(path):
             self._add_file(path, f"{label}/{os.path.basename(path)}", is_asked_for=True)
             return
-        for relative in self._files_below(path):
+        for relative in _files_below(path):
             self._add_file(os.path.join(path, relative), f"{label}/{relative}")
 
     def finish(self) -> None:
@@ -162,60 +155,42 @@ class Collector:
                 value = REDACTED
             yield f"{name}={value}\n"
 
-    def _files_below(self, root: str) -> Iterator[str]:
-        """Yield the names worth a look, records first; links are not followed."""
-        found: list[str] = []
-        seen = 0
-        for folder, folders, names in os.walk(root):
-            depth = os.path.relpath(folder, root).count(os.sep)
-            folders[:] = sorted(folders) if depth < _DEEPEST else []
-            for name in sorted(names):
-                seen += 1
-                if _is_wanted(name):
-                    found.append(os.path.relpath(os.path.join(folder, name), root))
-            if seen > _MOST_SEEN:
-                self._notes.append(f"{root}: more than {_MOST_SEEN} files: not all were looked at")
-                break
-        yield from sorted(found, key=lambda name: (not _is_record(name), name))
-
     def _add_file(self, path: str, name: str, *, is_asked_for: bool = False) -> None:
         if self._files >= _MOST_FILES and not is_asked_for:
             self._notes.append(f"{name}: left out: there are {_MOST_FILES} files already")
             return
         self._files += 1
+        limit = _CONFIG_BYTES if path.endswith(_CONFIG_ENDS) else _LOG_END_BYTES
         try:
-            text = _text_of(path, _limit_of(path))
-        except OSError as error:
-            self._notes.append(f"{name}: left out: {error.strerror}")
-            return
-        except ValueError as error:
-            self._notes.append(f"{name}: left out: {error}")
-            return
-        self.add(name, text)
+            text = _text_of(path, _EVENTS_BYTES if _is_record(path) else limit)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._notes.append(f"{name}: left out: {reason}")
+        else:
+            self.add(name, text)
 
 
-def _is_wanted(name: str) -> bool:
-    return name.endswith((*_CONFIG_ENDS, *_LOG_ENDS)) or name.startswith(_LOG_NAMES)
+def _files_below(root: str) -> list[str]:
+    """Return the names worth a look, records first; links are not followed."""
+    found: list[str] = []
+    for folder, folders, names in os.walk(root):
+        inside = os.path.relpath(folder, root)
+        folders[:] = folders if inside.count(os.sep) < _DEEPEST else []
+        wanted = [
+            name
+            for name in names
+            if name.endswith((*_CONFIG_ENDS, *_LOG_ENDS)) or name.startswith(_LOG_NAMES)
+        ]
+        found += [os.path.normpath(os.path.join(inside, name)) for name in wanted]
+    return sorted(found, key=lambda name: (not _is_record(name), name))
 
 
 def _is_record(path: str) -> bool:
-    name = os.path.basename(path)
-    return name.startswith(("events-", "failures"))
-
-
-def _limit_of(path: str) -> int:
-    if _is_record(path):
-        return _EVENTS_BYTES
-    return _CONFIG_BYTES if path.endswith(_CONFIG_ENDS) else _LOG_END_BYTES
+    return os.path.basename(path).startswith(("events-", "failures"))
 
 
 def _text_of(path: str, limit: int) -> str:
-    """Return a file's text; of a long one its first line and its end.
-
-    Raises:
-        OSError: It cannot be read or is no regular file.
-        ValueError: It is no text.
-    """
+    """Return a file's text; of a long one its first line and its end."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

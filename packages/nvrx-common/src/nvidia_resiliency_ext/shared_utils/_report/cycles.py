@@ -34,11 +34,9 @@ class TimedEvent:
 
     @property
     def kind(self) -> str:
-        """Kind of the event."""
         return self.record.kind
 
     def number(self, name: str) -> float | None:
-        """Return a field as a finite number."""
         return _finite(self.record.fields.get(name))
 
     def seconds(self, name: str) -> float:
@@ -181,11 +179,9 @@ class JobHistory:
         return self.cycle_faults[cycle]
 
     def windows_in(self, cycle: Cycle) -> list[Window]:
-        """Return the productive windows of one cycle."""
         return self.cycle_windows[cycle]
 
     def of_kind(self, kind: str) -> list[TimedEvent]:
-        """Return all events of one kind, oldest first."""
         return self.kinds.get(kind, [])
 
     def between(self, kind: str, begin: float, end: float) -> list[TimedEvent]:

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from .timeline import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
@@ -144,15 +144,7 @@ class ExportError(NvrxError, RuntimeError):
 
 
 def export_otlp(timeline: Timeline, endpoint: str) -> None:
-    """Send the figures of a job to a collector.
-
-    Args:
-        timeline: The job.
-        endpoint: Its address, for example ``http://localhost:4318``.
-
-    Raises:
-        ExportError: The extra is not installed, or the collector did not take them.
-    """
+    """Send the figures of a job to a collector."""
     address = endpoint if endpoint.endswith(_PATH) else endpoint.rstrip("/") + _PATH
     try:
         _caller.run(address, lambda: _export(timeline, address), _WHOLE_TIMEOUT_S)
@@ -192,16 +184,12 @@ def _export(timeline: Timeline, address: str) -> None:
 
 
 def _observe(meter: Meter, metric: Metric) -> None:
-    make = (
-        meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
-    )
-    make(metric.name, callbacks=[_callback(metric)], description=metric.help)
-
-
-def _callback(metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
     from opentelemetry.metrics import Observation
 
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(sample.value, dict(sample.labels)) for sample in metric.samples]
 
-    return observe
+    make = (
+        meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
+    )
+    make(metric.name, callbacks=[observe], description=metric.help)

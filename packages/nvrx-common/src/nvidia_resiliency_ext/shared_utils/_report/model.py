@@ -184,7 +184,6 @@ def _phases(history: JobHistory, begin: float, end: float) -> dict[str, float]:
 
 
 def _inprocess(history: JobHistory, cycle: Cycle, lost_s: dict[Window, float]) -> list[Restart]:
-    """Return the in-process restarts of a cycle."""
     windows = history.windows_in(cycle)
     found = []
     for reports in inprocess_restarts(history.events[cycle]):

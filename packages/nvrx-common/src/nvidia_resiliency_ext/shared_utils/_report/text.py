@@ -74,13 +74,13 @@ def _seconds(timeline: Timeline, width: int) -> list[str]:
     if timeline.wall_s <= 0:
         return []
     lines = ["where the time went"]
-    room = max(0, width - _LABEL_WIDTH - _FIGURES_WIDTH - 4)
+    space = max(0, width - _LABEL_WIDTH - _FIGURES_WIDTH - 4)
     for name, label in CATEGORIES.items():
         seconds = timeline.seconds.get(name, 0.0)
         if seconds <= 0:
             continue
         share = seconds / timeline.wall_s
-        bar = "#" * max(1, round(share * room)) if room else ""
+        bar = "#" * max(1, round(share * space)) if space else ""
         lines.append(
             f"  {label:<{_LABEL_WIDTH}}{duration(seconds):>14} {share:>7.1%}  {bar}".rstrip()
         )
@@ -169,9 +169,9 @@ def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
     state = "ended" if timeline.is_ended else "running"
     head = f"{clock_time(now)}  {state}, last event {ago} ago  (Ctrl-C ends this view)"
     lines = [head[:width], "", *render_text(timeline, width=width).splitlines()]
-    room = max(3, height - 1)
-    if len(lines) > room:
-        lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines"]
+    space = max(3, height - 1)
+    if len(lines) > space:
+        lines = [*lines[: space - 1], f"... {len(lines) - space + 1} more lines"]
     body = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
     return f"{_HOME}{body}{_CLEAR_BELOW}"
 
@@ -245,7 +245,6 @@ class Watch:
             notices.names()
 
     def close(self) -> None:
-        """Stop watching."""
         for notices in self._notices:
             notices.close()
         for directory in self._directories:
@@ -258,14 +257,7 @@ def follow(
     seen: Callable[[Timeline], None] | None,
     width: int,
 ) -> int:
-    """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code.
-
-    Args:
-        paths: Where the record is, or will be.
-        read: Reads it.
-        seen: Is called with each new state; it is a reason to go on without a reader.
-        width: Columns, 0 for those of the terminal.
-    """
+    """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     watch = Watch(paths)
     timeline: Timeline | None = None

@@ -23,7 +23,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return self.end - self.start
 
 
@@ -294,7 +293,6 @@ def duration(seconds: float | None) -> str:
 
 
 def clock_time(at: float) -> str:
-    """Return a time as local date and time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     except (ValueError, OverflowError, OSError):
@@ -302,7 +300,6 @@ def clock_time(at: float) -> str:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < _KIB:

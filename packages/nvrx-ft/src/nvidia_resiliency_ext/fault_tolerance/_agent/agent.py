@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's loop on one node: feeds what happens to `decide`, and does what it says.
+"""The launcher's loop on one node: hands what happens to `decide`, and does what it says.
 
 It owns the order of things, not the things: processes, rendezvous, monitor and records are
 given to it. One thread; every wait is in the event loop.
@@ -276,7 +276,7 @@ class NodeAgent:
                 elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
                     self._rendezvous.preempted(preempted)
                 elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
-                    self._feed(event)
+                    self._handle(event)
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
@@ -284,11 +284,11 @@ class NodeAgent:
             self._evaluate_exits()
             return True
         if self._events:
-            self._feed(self._events.popleft())
+            self._handle(self._events.popleft())
             return True
         return False
 
-    def _feed(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         before = self._node.phase
         if before is Phase.RUNNING and isinstance(event, machine.RanksAsked):
             self._monitor.examine()
@@ -396,7 +396,7 @@ class NodeAgent:
         for local_rank, status, _ in exits:
             self._reporter.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
-            self._feed(
+            self._handle(
                 machine.WorkerExited(
                     local_rank, status, own, no_progress, is_hopeless and own is not None
                 )

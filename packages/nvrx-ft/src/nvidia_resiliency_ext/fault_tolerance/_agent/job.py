@@ -32,12 +32,12 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admissi
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    CycleNodes,
-    host_plan_of,
+    services_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist, RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
@@ -54,7 +54,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     shared_variables,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
-    LOOK_INTERVAL_S,
     Tee,
     console_output,
     line_prefix,
@@ -113,9 +112,13 @@ class Job:
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
-            self._build_or_take_down()
+            self._build()
         except OSError as error:
+            self._stack.close()
             raise NvrxError(f"the launch cannot be prepared: {error}") from error
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,13 +126,6 @@ class Job:
         self._stack.close()
 
     # Assembly; each part is taken down in the reverse order ----------------------------------
-
-    def _build_or_take_down(self) -> None:
-        try:
-            self._build()
-        except BaseException:
-            self._stack.close()
-            raise
 
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
@@ -181,7 +177,7 @@ class Job:
         self._monitor = self._build_monitor()
         self._mailbox = stack.enter_context(Mailbox(self._paths.launcher_socket))
         self._tee = Tee(self._look_at_output)
-        stack.callback(self._tee.finish)
+        stack.callback(self._tee.close)
         self._agent = self._build_agent()
         self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
@@ -221,7 +217,7 @@ class Job:
         if not store_host.is_here:
             return None
         services = CoordinatorServices(
-            host_plan_of(self._plan),
+            services_plan_of(self._plan),
             self._environ,
             CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,
@@ -443,8 +439,8 @@ class Job:
     def _watch(self) -> None:
         self._loop.watch(self._signals.fileno(), self._receive_signals)
         self._loop.watch(self._mailbox.fileno(), self._receive_mail)
-        if self._paths.output.copies_lines or self._plan.output_specs is not None:
-            self._look_at_output()
+        if self._tee.fileno() >= 0:
+            self._loop.watch(self._tee.fileno(), self._look_at_output)
 
     # What arrives ----------------------------------------------------------------------------
 
@@ -471,12 +467,15 @@ class Job:
         if self._next_look is not None:
             self._next_look.cancel()
         wait_s = self._tee.look()
-        at = self._clock.monotonic() + (LOOK_INTERVAL_S if wait_s is None else wait_s)
-        self._next_look = self._loop.call_at(at, self._look_at_output)
+        if wait_s is not None:
+            at = self._clock.monotonic() + wait_s
+            self._next_look = self._loop.call_at(at, self._look_at_output)
 
     def _first_step(self, local_rank: int, at: float) -> None:
         self._reporter.first_step(local_rank, at)
         self._prewarm.good_step()
+
+    # What these call is made later.
 
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)
@@ -547,7 +546,8 @@ class Job:
     def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self._cycles.begin(assignment)
         if self._plan.max_nodes == 1 and self._services is not None:
-            self._services.begins(assignment.cycle, CycleNodes([self._paths.host], [0]))
+            here = Arrival("", self._paths.host, infra_rank=0)
+            self._services.begins(assignment.cycle, [here])
         stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         has_space = self._has_space(assignment.cycle)
         specs = [
@@ -615,7 +615,7 @@ class Job:
 
     def _sweep(self) -> None:
         """Kill what still carries the run's id; the monitor has done it, if there was one."""
-        left = sweep(self._paths.run_id, (), spare={os.getpid()})
+        left = sweep(self._paths.run_id, (), spared={os.getpid()})
         if left:
             logger.error("processes of this job that could not be ended: %s", left)
 

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
@@ -32,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     is_elastic,
     settings_of,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
@@ -40,7 +41,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     PlacementRules,
     validate,
@@ -54,7 +54,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
     NoJobError,
-    StoreLostError,
     connect,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -66,6 +65,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .run_files import CycleRecords, StoreHost
 from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
@@ -156,11 +156,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ConfigError: the rules contradict each other or have an unusable value.
-    """
+    """Return what the store host decides by. Raises ConfigError."""
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
@@ -267,7 +263,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     way = _Way(endpoint, prefix, secret, limit_s, probing)
     way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
     ways = itertools.chain([way], itertools.repeat(way_back))
-    host: StoreHostThread | None = None
+    host: CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -280,7 +276,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
-        host = StoreHostThread(
+        host = CoordinatorThread(
             StorePlan(
                 listener=endpoint.listener,
                 host=endpoint.host,

@@ -64,8 +64,6 @@ class SharedMonitor:
     Args:
         start: Starts a monitor process for a cycle, with a word for `should_checkpoint` that ranks
             find as soon as they come; called again when one died.
-        loop: Where its messages are waited for.
-        clock: The clock of the loop.
         on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
         on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
         on_save_acknowledged: Called when the slots hold the last word for `should_checkpoint`.

@@ -40,9 +40,6 @@ class PreemptionController:
     """Announced preemption on one node. The loop's thread only.
 
     Args:
-        loop: Where times are waited for.
-        clock: The clock of the loop.
-        host: This node's name.
         signum: The signal that announces it, passed to workers that handle it; None: none does.
         grace_s: How long ranks may take to save and leave.
         end: When the job's time is over (unix s), or None.
@@ -102,7 +99,7 @@ class PreemptionController:
         name, now = signal.Signals(signum).name, self._clock.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
-            self._tell("preempted", f"host {self._host} must go: {name} was received")
+            self._announce("preempted", f"host {self._host} must go: {name} was received")
         elif now - self._signalled_at > SAME_SIGNAL_S:
             self._is_over = True
             logger.warning("%s was received again: ranks have no more time to save", name)
@@ -110,9 +107,11 @@ class PreemptionController:
 
     def _announce_end(self) -> None:
         left_s = (self._end or 0.0) - self._clock.wall()
-        self._tell("time_limit", f"host {self._host} must go: its time is over in {left_s:.0f} s")
+        self._announce(
+            "time_limit", f"host {self._host} must go: its time is over in {left_s:.0f} s"
+        )
 
-    def _tell(self, kind: str, what: str) -> None:
+    def _announce(self, kind: str, what: str) -> None:
         if not self._is_reported:
             self._is_reported = True
             logger.warning("%s; ranks have %g s to save and leave", what, self._grace_s)

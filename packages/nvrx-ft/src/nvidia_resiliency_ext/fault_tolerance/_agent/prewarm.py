@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts workers from standbys where it can, from fresh interpreters where it must.
+"""Starts workers from prewarmed workers where it can, from fresh interpreters where it must.
 
-Wires the pool's decisions (`_workers.pool`) to standby processes and to the loop. When and why is
-decided there and in `_workers.conditions`; here it is done. One thread, the launcher's main one:
-the kernel ties the lives of standbys to it.
+Wires the pool's decisions (`_workers.pool`) to processes and to the loop. When and why is decided
+there and in `_workers.conditions`; here it is done. One thread, the launcher's main one: the kernel
+ties the lives of prewarmed workers to it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BEGIN_LIMIT_S = 5.0
 
 
 class PrewarmStarter(Starter):
-    """Makes workers for each cycle and keeps standbys for the next one."""
+    """Makes workers for each cycle and keeps prewarmed workers for the next one."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PrewarmStarter(Starter):
             self._pool, _ = pools.step(self._pool, pools.Refused(self._why_cold), 0.0)
 
     def _never_reason(self) -> str | None:
-        """Return why no worker of this job can come from a standby, or None."""
+        """Return why no worker of this job can come from a prewarmed worker, or None."""
         plan = self._plan
         if plan.prewarm.prewarm != "off" and plan.fault_tolerance.orphan_workers == "keep":
             reason: str | None = "workers that outlive the launcher cannot be standbys"
@@ -104,7 +104,7 @@ class PrewarmStarter(Starter):
         return reason
 
     def _insist(self, reason: str) -> None:
-        """Refuse a condition that would mean a cold start, if the user insists on standbys."""
+        """Refuse a condition that would mean a cold start, if the user insists on prewarming."""
         if self._plan.prewarm.prewarm == "on":
             raise ConfigError(
                 f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
@@ -122,19 +122,19 @@ class PrewarmStarter(Starter):
             self._plan.command, self._imports
         )
         if wanted:
-            self._step(pools.Prepare())
+            self._step(pools.Happened.PREPARE)
 
     def good_step(self) -> None:
-        """Record that a rank works: standbys may be filled from now on.
+        """Record that a rank works: prewarmed workers may be filled from now on.
 
         Only the first rank of a cycle counts: the others must not undo what the pool has learnt
-        since, that its standbys fail.
+        since, that its prewarmed workers fail.
         """
         if self._has_worked:
             return
         self._has_worked = True
         self._look()
-        self._step(pools.GoodStep())
+        self._step(pools.Happened.GOOD_STEP)
 
     def _look(self) -> None:
         """Tell the pool what only a look at the machine shows."""
@@ -172,9 +172,9 @@ class PrewarmStarter(Starter):
         self._arm(FILL_LOOK_INTERVAL_S)
 
     def _tick(self) -> None:
-        """Look again: often while standbys are missing, later less and less often."""
+        """Look again: often while prewarmed workers are missing, later less and less often."""
         self._look()
-        self._step(pools.Tick())
+        self._step(pools.Happened.TICK)
         if self._pool.is_missing_some:
             self._arm(FILL_LOOK_INTERVAL_S)
             return
@@ -182,12 +182,12 @@ class PrewarmStarter(Starter):
         self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
 
     def _announce(self) -> None:
-        """Say once in a cycle that the next restart finds every standby ready."""
+        """Say once in a cycle that the next restart finds every prewarmed worker ready."""
         if not self._is_announced and len(self._ready) == len(self._pool.slots):
             self._is_announced = True
             logger.info("all %d standbys are ready", len(self._ready))
 
-    # One standby ---------------------------------------------------------------------------
+    # One prewarmed worker ----------------------------------------------------------------------
 
     def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._output, "", slot)
@@ -205,15 +205,15 @@ class PrewarmStarter(Starter):
             self._step(pools.PrewarmFailed(slot, str(error)))
             return
         self._held[slot] = standby
-        self._reporter.standby(slot, "warming", None, None)
-        self._loop.watch(standby.fileno(), lambda: self._hear(slot))
+        self._reporter.prewarm_changed(slot, "warming", None, None)
+        self._loop.watch(standby.fileno(), lambda: self._receive(slot))
 
-    def _hear(self, slot: int) -> None:
-        """Take a held standby's message."""
+    def _receive(self, slot: int) -> None:
+        """Take a held prewarmed worker's message."""
         message = self._held[slot].receive()
         if isinstance(message, Ready) and message.problem is None:
             self._ready[slot] = message
-            self._reporter.standby(slot, "ready", message.seconds, message.private_bytes)
+            self._reporter.prewarm_changed(slot, "ready", message.seconds, message.private_bytes)
             self._step(pools.PrewarmReady(slot, message.private_bytes or 0))
             self._announce()
         elif isinstance(message, Ready):
@@ -222,7 +222,7 @@ class PrewarmStarter(Starter):
             self._step(pools.Refused(self._why_cold))
         elif isinstance(message, Failed):
             self._end_prewarm(slot)
-            self._reporter.standby(slot, "failed", None, None)
+            self._reporter.prewarm_changed(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, message.reason)
             self._step(pools.PrewarmFailed(slot, message.reason))
 
@@ -237,16 +237,16 @@ class PrewarmStarter(Starter):
 
     def begin(self) -> None:
         """Leave the processors to the workers that are about to start."""
-        self._step(pools.RanksStarting())
+        self._step(pools.Happened.RANKS_STARTING)
 
     def done(self) -> None:
-        """All workers of the cycle are started: standbys for the next may follow."""
+        """All workers of the cycle are started: prewarmed workers for the next may follow."""
         self._has_worked = self._is_announced = False
-        self._step(pools.RanksStarted())
+        self._step(pools.Happened.RANKS_STARTED)
         self._arm_for_fill()
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
-        """Make a worker: tell its standby to go, or start a fresh process.
+        """Make a worker: tell its prewarmed worker to go, or start a fresh process.
 
         Raises:
             ChildStartError: the command cannot be executed.
@@ -307,7 +307,7 @@ class PrewarmStarter(Starter):
         self._loop.unwatch(standby.fileno())
         self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
         self._step(pools.Gone(slot))
-        self._reporter.standby(slot, "went", None, None)
+        self._reporter.prewarm_changed(slot, "went", None, None)
         if ready is not None:
             at = self._clock.monotonic() + BEGIN_LIMIT_S
             self._loop.call_at(at, lambda: self._give_up(slot, standby))
@@ -316,7 +316,7 @@ class PrewarmStarter(Starter):
         return Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
     def _give_up(self, slot: int, standby: PrewarmedWorker) -> None:
-        """Kill a standby that was ready and did not begin; its worker then starts cold."""
+        """Kill a prewarmed worker that was ready and did not begin; its worker then starts cold."""
         if self._activated.get(slot) is standby:
             logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
             standby.child.signal(signal.SIGKILL)
@@ -334,7 +334,7 @@ class PrewarmStarter(Starter):
         return self._head_start_ends if self._head_start_ends > now else None
 
     def _receive_begun(self, slot: int, standby: PrewarmedWorker) -> None:
-        """Take the last message of an activated standby; a Failed is handled at its exit."""
+        """Take the last message of an activated process; a Failed is handled at its exit."""
         message = standby.receive()
         if isinstance(message, Begun):
             self._forget_activated(slot, standby)
@@ -370,20 +370,20 @@ class PrewarmStarter(Starter):
         if reason is None or is_stopped:
             self._step(pools.Ended(local_rank))
         else:
-            self._reporter.standby(local_rank, "failed", None, None)
+            self._reporter.prewarm_changed(local_rank, "failed", None, None)
             self._step(pools.PrewarmFailed(local_rank, reason))
         return reason
 
     def start_again(
         self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
     ) -> Started:
-        """Start a fresh process for a worker whose standby failed after "go"."""
+        """Start a fresh process for a worker whose prewarmed worker failed after "go"."""
         logger.info("worker %d starts again, cold: its standby failed: %s", spec.rank, reason)
         child = super().start(spec, stdout_fd, stderr_fd).child
         return Started(child, warm=False, cold_reason=reason)
 
     def close(self) -> None:
-        """End all standbys; workers that came from one are not touched."""
+        """End all prewarmed workers; workers that came from one are not touched."""
         if self._timer is not None:
             self._timer.cancel()
         for slot in list(self._held):

@@ -1,28 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds: who takes part in a cycle and with which rank. One node is served from memory.
 
-The protocol is what a barrier on a store implements for many nodes; the loop in `agent.py`
-knows only the protocol. An implementation reports what happened through `poll`, and makes
-`fileno` readable when there is something to poll (None: poll right after each call).
+`LocalRendezvous` serves one node, `StoreRendezvous` many; the loop in `agent.py` knows only what
+both have in common. What happened is reported by `poll`; `fileno` is readable when there is
+something to poll (None: poll right after each call).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    HangEvaluated,
-    JoinTimedOut,
-    NextRoundOpened,
-    NodeUnfit,
-    RanksAsked,
-    RoundClosed,
-    RoundReady,
-    StoreLost,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     RoundLeaves,
     SaveAgreed,
@@ -32,30 +21,35 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservati
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 RoundEvent = (
-    RoundReady
-    | NextRoundOpened
-    | RoundClosed
-    | StoreLost
-    | JoinTimedOut
-    | NodeUnfit
+    machine.RoundReady
+    | machine.NextRoundOpened
+    | machine.RoundClosed
+    | machine.StoreLost
+    | machine.JoinTimedOut
+    | machine.NodeUnfit
     | RoundLeaves
     | SaveAgreed
-    | RanksAsked
-    | HangEvaluated
+    | machine.RanksAsked
+    | machine.HangEvaluated
 )
 
 
-class Rendezvous(Protocol):
-    """The rounds of one job as one node sees them."""
+class Rendezvous:
+    """The rounds of one job as one node sees them.
+
+    What tells other nodes something does nothing here: there may be none.
+    """
 
     def join(self, cycle: int) -> None:
         """Offer this node for `cycle`; the answer comes from `poll`."""
 
     def poll(self) -> list[RoundEvent]:
         """Return what happened since the last call, without blocking."""
+        raise NotImplementedError
 
     def fileno(self) -> int | None:
         """Return a descriptor that is readable when `poll` has something, or None."""
+        return None
 
     def open_next(self, cause: Cause) -> None:
         """Tell all nodes that the next round is open because of `cause`."""
@@ -84,12 +78,13 @@ class Rendezvous(Protocol):
     @property
     def must_stay(self) -> bool:
         """Whether others need this launcher although its own part is over."""
+        return False
 
     def shutdown(self) -> None:
         """Release what this node holds."""
 
 
-class LocalRendezvous:
+class LocalRendezvous(Rendezvous):
     """Rounds of a single node, decided on the spot.
 
     Each round has a MASTER_PORT of its own, reserved until the next round, unless the user
@@ -111,15 +106,15 @@ class LocalRendezvous:
     def join(self, cycle: int) -> None:
         """Complete the round at once."""
         if self._closed is not None:
-            self._events.append(RoundClosed(self._closed))
+            self._events.append(machine.RoundClosed(self._closed))
             return
         try:
             port = self._take_port()
         except OSError as error:
             self.close(f"no port for MASTER_PORT can be reserved: {error}")
-            self._events.append(RoundClosed(str(self._closed)))
+            self._events.append(machine.RoundClosed(str(self._closed)))
             return
-        assignment = Assignment(
+        assignment = machine.Assignment(
             cycle=cycle,
             group_rank=0,
             group_world_size=1,
@@ -128,7 +123,7 @@ class LocalRendezvous:
             master_addr=self._master_addr,
             master_port=port,
         )
-        self._events.append(RoundReady(assignment, tuple(range(self._nproc))))
+        self._events.append(machine.RoundReady(assignment, tuple(range(self._nproc))))
 
     def _take_port(self) -> int:
         """Return this round's port and reserve the next round's, so that no bind is in its way."""
@@ -144,42 +139,18 @@ class LocalRendezvous:
         events, self._events = self._events, []
         return events
 
-    def fileno(self) -> int | None:
-        """Nothing to wait for: `join` completes at once."""
-        return None
-
-    def open_next(self, cause: Cause) -> None:
-        """Do nothing: there is no other node."""
-
     def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Refuse further rounds."""
         if self._closed is None:
             self._closed = reason
 
-    def succeeded(self) -> None:
-        """Nobody else is there to wait for."""
-
-    def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        """Nobody else is there to decide."""
-
-    def leave(self, cause: Cause) -> None:
-        """Nobody else is there to go on."""
-
     def preempted(self, cause: Cause) -> None:
-        """Nobody else is to be asked."""
+        """Let the ranks save: nobody else is to be asked."""
         self._events.append(RoundLeaves(cause))
 
     def held(self, calls: int) -> None:
-        """Nobody else is to be waited for."""
+        """Agree on a call at once: nobody else is to be waited for."""
         self._events.append(SaveAgreed(agreed_call([calls])))
-
-    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
-        """Nobody else has ranks: the monitor has judged alone."""
-
-    @property
-    def must_stay(self) -> bool:
-        """Nobody else is there to need this launcher."""
-        return False
 
     def shutdown(self) -> None:
         """Give the reserved ports back."""

@@ -48,7 +48,6 @@ class RunPaths:
     Attributes:
         run_dir: The private directory for sockets, removed at the end.
         run_id: Unique for this launch; processes are found by it.
-        host: This node's name.
         record_dir: Where events, failures and stacks go.
         record_is_temporary: Whether that is the run directory.
         output: What the user wants of the workers' output.
@@ -238,7 +237,7 @@ class CycleRecords:
             self._write_files_instead(said)
 
     def _write_files_instead(self, said: str | None) -> None:
-        why = "the job's host runs no log server"
+        why = "the rendezvous host runs no log server"
         if said == IN_A_FILE:
             why = (
                 "the job's log server asks for a token from a file:"

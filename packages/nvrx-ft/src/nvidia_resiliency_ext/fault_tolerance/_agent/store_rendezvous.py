@@ -19,18 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    HangEvaluated,
-    JoinTimedOut,
-    NextRoundOpened,
-    NodeUnfit,
-    RanksAsked,
-    RoundClosed,
-    RoundReady,
-    StoreLost,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import (
     FENCE_STOP_LEASES,
@@ -62,10 +52,10 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import RoundEvent
+from .rendezvous import Rendezvous, RoundEvent
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread
+    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
 
 logger = logging.getLogger("nvrx")
 
@@ -96,11 +86,10 @@ class NodeSettings:
     where: str = ""
 
 
-class StoreRendezvous:
+class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
     Args:
-        settings: What this node is.
         connect: Makes a connection to the job's store; called in a thread, with what to call
             whenever it is certain that nobody serves one.
         host: The thread of the store host, when it is here.
@@ -115,7 +104,7 @@ class StoreRendezvous:
         *,
         loop: EventLoop,
         clock: Clock,
-        host: StoreHostThread | None = None,
+        host: CoordinatorThread | None = None,
         stop: threading.Event | None = None,
         on_lease: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -220,7 +209,7 @@ class StoreRendezvous:
 
         def say(session: NodeSession) -> None:
             try:
-                session.tell(kind, cause=cause, arrival=me)
+                session.send(kind, cause=cause, arrival=me)
                 session.confirm()
             finally:
                 is_said.set()
@@ -232,11 +221,11 @@ class StoreRendezvous:
 
     def preempted(self, cause: Cause) -> None:
         """Say that this node must go, and why."""
-        self._threads.submit(lambda session: session.tell(Kind.PREEMPTED, cause=cause))
+        self._threads.submit(lambda session: session.send(Kind.PREEMPTED, cause=cause))
 
     def held(self, calls: int) -> None:
         """Say how far this node's ranks are, which wait."""
-        self._threads.submit(lambda session: session.tell(Kind.HELD, calls=calls))
+        self._threads.submit(lambda session: session.send(Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang."""
@@ -260,7 +249,7 @@ class StoreRendezvous:
         if not self._is_lost:
             kind = Kind.GOODBYE if self._is_over else Kind.LEFT
             if not self._has_left or self._is_over:
-                self._threads.submit_last_words(lambda session: session.tell(kind))
+                self._threads.submit_last_words(lambda session: session.send(kind))
         self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self._host is not None:
             self._host.join(LAST_WORDS_S + 1.0)
@@ -289,7 +278,7 @@ class StoreRendezvous:
         if entry.phase is Phase.OPEN:
             unfit = self._settings.unfit_in(entry.round)
         if unfit is not None:
-            self._push(NodeUnfit(unfit))
+            self._push(machine.NodeUnfit(unfit))
         elif not session.arrive(arrival):
             self._push(SpareNode(entry))
 
@@ -314,24 +303,26 @@ class StoreRendezvous:
             return None
         if isinstance(event, Opened):
             cause = event.entry.cause or Cause("opened", "a new round was opened")
-            return NextRoundOpened(cause)
+            return machine.NextRoundOpened(cause)
         if isinstance(event, Leaves):
             entry = event.entry
             cause = entry.cause or Cause("preempted", "a node must go")
             return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
         if isinstance(event, Hung):
             judged = event.entry.cause if event.entry.hang == HangStage.EVALUATED else None
-            return RanksAsked() if judged is None else HangEvaluated(judged)
+            return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
         if isinstance(event, Over):
             self._is_over = True
-            return RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
+            return machine.RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
         if isinstance(event, Lost):
             if self._is_over or self._is_lost:
                 # The store goes when the job is over; that is no failure.
                 return None
             self._is_lost = True
             fence_s = FENCE_STOP_LEASES * self._settings.lease_s
-            return StoreLost(event.what, fence_s if event.is_replaced else STORE_LOST_STOP_S)
+            return machine.StoreLost(
+                event.what, fence_s if event.is_replaced else STORE_LOST_STOP_S
+            )
         return event
 
     def _say_clocks(self, what: str) -> None:
@@ -340,7 +331,7 @@ class StoreRendezvous:
             logger.warning("%s", what)
         self._said_of_clocks = what
 
-    def _placed(self, event: Placed) -> RoundReady:
+    def _placed(self, event: Placed) -> machine.RoundReady:
         entry, own = event.entry, event.assignment
         self._cancel_join_deadline()
         self._round = entry.round
@@ -348,7 +339,7 @@ class StoreRendezvous:
         if own.group_rank == 0 and self._settings.master_port is None:
             # Offered and taken: kept while rank 0 is here; the next round offers another.
             self._in_use, self._reserved = self._reserved, PortReservation()
-        assignment = Assignment(
+        assignment = machine.Assignment(
             cycle=entry.round,
             group_rank=own.group_rank,
             group_world_size=entry.active,
@@ -359,7 +350,7 @@ class StoreRendezvous:
             restart_ages_s=entry.restart_ages_s,
             clock_off_s=own.clock_off_s,
         )
-        return RoundReady(assignment, tuple(range(self._settings.nproc)))
+        return machine.RoundReady(assignment, tuple(range(self._settings.nproc)))
 
     # Deadlines ---------------------------------------------------------------------------------
 
@@ -375,7 +366,7 @@ class StoreRendezvous:
     def _join_timed_out(self) -> None:
         seconds = self._settings.join_timeout_s
         where = f"; {self._settings.where}" if self._settings.where else ""
-        self._push(JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
+        self._push(machine.JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
     def _evaluate_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
@@ -391,7 +382,7 @@ class StoreRendezvous:
                     f"the job's store has not answered for {now - confirmed:.1f} s;"
                     " this node stops before the others replace it"
                 )
-                self._push(StoreLost(what, FENCE_STOP_LEASES * lease_s))
+                self._push(machine.StoreLost(what, FENCE_STOP_LEASES * lease_s))
                 return
         self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 

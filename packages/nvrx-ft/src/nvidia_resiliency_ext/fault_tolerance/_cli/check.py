@@ -9,12 +9,17 @@ import enum
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import StoreEndpoint
+from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import (
+    StoreEndpoint,
+    find_endpoint,
+    must_agree,
+    rules_of,
+)
 from nvidia_resiliency_ext.fault_tolerance._config.flags import DEPRECATED, FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
@@ -22,7 +27,11 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceCon
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import wait_until_reachable
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
+    read_token,
+    wait_until_reachable,
+)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_VALUE_BYTES
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     connect,
@@ -134,8 +143,6 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-_Meet = Callable[[list[Finding], SystemClock], list[Finding]]
-
 # A check is waited for by a person: shorter than a job would wait for its nodes.
 WAIT_S = 60.0
 
@@ -153,42 +160,24 @@ def print_config(
 
 
 def check(plan: LaunchPlan, environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Check this node and, with several, meet the others; print what was found.
+    """Check this node and, with several, compare it with the others; print what was found.
 
     Raises:
         ConfigError: The settings of the rendezvous are unusable.
     """
     clock = SystemClock()
-    with contextlib.ExitStack() as stack:
-        found: list[Finding] = []
-        meet = None
-        if plan.max_nodes > 1:
-            meet = _prepare_endpoint(plan, environ, stack, found)
-        found += local_findings(plan, environ, clock.wall())
-        if plan.max_nodes == 1:
-            found.append(skipped("other nodes", "one node"))
-        elif meet is not None:
-            found += meet(found, clock)
+    if plan.max_nodes > 1:
+        found = _check_with_others(plan, environ, clock)
+    else:
+        found = [*local_findings(plan, environ, clock.wall()), skipped("other nodes", "one node")]
     write_out(render(found, as_json=as_json))
     return exit_code_of(found)
 
 
-def _prepare_endpoint(
-    plan: LaunchPlan,
-    environ: Mapping[str, str],
-    stack: contextlib.ExitStack,
-    found: list[Finding],
-) -> _Meet | None:
-    """Claim or resolve the endpoint; return how to meet, or None with a finding that says why."""
-    from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import (
-        find_endpoint,
-        must_agree,
-        rules_of,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
-
-    from .check_local import passed
-
+def _check_with_others(
+    plan: LaunchPlan, environ: Mapping[str, str], clock: SystemClock
+) -> list[Finding]:
+    """Claim or resolve the endpoint, check this node and compare it with the others."""
     rules = rules_of(plan, environ)
     conf, token_file = plan.rdzv_configuration, plan.fault_tolerance.rdzv_token_file
     try:
@@ -198,25 +187,26 @@ def _prepare_endpoint(
     except ConfigError:
         raise
     except (NvrxError, ValueError) as error:
-        found.append(failed("endpoint", str(error)))
-        return None
-    if endpoint.listener is not None:
-        stack.callback(endpoint.listener.close)
-    if endpoint.is_hidden:
-        text = f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
-        found.append(failed("endpoint", text))
-    else:
-        found.append(passed("endpoint", endpoint.where))
-
-    def meet(own: list[Finding], clock: SystemClock) -> list[Finding]:
+        return [failed("endpoint", str(error)), *local_findings(plan, environ, clock.wall())]
+    with contextlib.ExitStack() as stack:
+        if endpoint.listener is not None:
+            stack.callback(endpoint.listener.close)
+        if endpoint.is_hidden:
+            text = (
+                f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
+            )
+            found = [failed("endpoint", text)]
+        else:
+            found = [passed("endpoint", endpoint.where)]
+        found += local_findings(plan, environ, clock.wall())
         report = NodeReport(
             host=socket.gethostname(),
             versions=versions(),
             settings=must_agree(plan, rules),
-            failures=[f"{f.name}: {f.text}" for f in own if f.status == "fail"],
+            failures=[f"{f.name}: {f.text}" for f in found if f.status == "fail"],
         )
         try:
-            return compare_nodes(
+            found += compare_nodes(
                 endpoint,
                 report,
                 run_id=plan.run_id,
@@ -226,9 +216,8 @@ def _prepare_endpoint(
                 clock=clock,
             )
         except NvrxError as error:
-            return [failed("other nodes", str(error))]
-
-    return meet
+            found.append(failed("other nodes", str(error)))
+    return found
 
 
 # Readings of one event on all nodes differ by less than this where clocks are synchronised.
@@ -316,6 +305,7 @@ ANSWER_S = 10.0
 GOODBYE_S = 3.0
 MAX_FINDINGS = 40
 _MAX_TEXT = 1000
+_MAX_VALUE_BYTES = MAX_VALUE_BYTES - 1024  # what the store takes, less the digest
 _FIELDS = ("host", "versions", "settings", "failures")
 
 
@@ -329,7 +319,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     wait_s: float,
     clock: Clock,
 ) -> list[Finding]:
-    """Meet the other nodes and return what all of them together found; the same on each."""
+    """Return what all nodes together found, the same on each; they meet in a store of their own."""
     import threading
 
     prefix = keys.prefix(f"{run_id}:check")
@@ -340,7 +330,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
     me = store.count("came", 1)
-    store.put(f"report/{me}", json_within(asdict(report), keys_limit()))
+    store.put(f"report/{me}", json_within(asdict(report), _MAX_VALUE_BYTES))
     if store.count("reported", 1) == nodes[1]:
         store.put("all", "1")
     if server is not None:
@@ -355,7 +345,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
         store.put("clocked", "1")
     if server is not None:
         store.wait_until_set("clocked", ANSWER_S)
-        store.put("found", json_within(_found(store, int(count), nodes, wait_s), keys_limit()))
+        store.put("found", json_within(_found(store, int(count), nodes, wait_s), _MAX_VALUE_BYTES))
     findings = _read(store.wait_for("found", 2 * ANSWER_S))
     if store.count("bye", 1) == int(count):
         store.put("gone", "1")
@@ -363,13 +353,6 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
         store.wait_until_set("gone", GOODBYE_S)
     del server
     return findings
-
-
-def keys_limit() -> int:
-    """Return how long a value may be: what the store's readers take, less the digest."""
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_VALUE_BYTES
-
-    return MAX_VALUE_BYTES - 1024
 
 
 def _found(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all flags of `ft_launcher`; how they are read is `parser.py`'s part.
+"""The table of all flags of `ft_launcher`; `cli_args.py` reads them.
 
 The flags of options come from the table of options. A flag is written with dashes; underscores are
 taken anywhere for them.

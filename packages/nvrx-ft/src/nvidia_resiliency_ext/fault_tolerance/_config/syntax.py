@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS
@@ -59,7 +60,7 @@ def _processes(raw: Any) -> str:
     return text
 
 
-def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
+def streams_by_rank(text: str, nproc: int = 0) -> dict[int, Std]:
     """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank."""
     if text in ("0", "1", "2", "3"):
         return dict.fromkeys(range(nproc), Std(int(text)))
@@ -75,11 +76,6 @@ def streams_by_rank(text: str, nproc: int) -> dict[int, Std]:
     return streams
 
 
-def _streams(raw: Any) -> str:
-    streams_by_rank(raw, 0)
-    return str(raw)
-
-
 def parse_ranks(text: str) -> frozenset[int] | None:
     """Return the ranks in `0,2,3`; none in an empty text stands for all."""
     if not text:
@@ -88,11 +84,6 @@ def parse_ranks(text: str) -> frozenset[int] | None:
     if min(ranks) < 0:
         raise ValueError(f"{text!r} holds a negative rank")
     return frozenset(ranks)
-
-
-def _ranks(raw: Any) -> str:
-    parse_ranks(raw)
-    return str(raw)
 
 
 def parse_configuration(text: str) -> dict[str, str]:
@@ -106,11 +97,6 @@ def parse_configuration(text: str) -> dict[str, str]:
             raise ValueError(f"{text!r} is no list like key=value,key=value")
         pairs[key] = value
     return pairs
-
-
-def _configuration(raw: Any) -> str:
-    parse_configuration(raw)
-    return str(raw)
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:
@@ -129,13 +115,20 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return host, int(port) if separator else None
 
 
-def _address(raw: Any) -> str:
-    parse_endpoint(raw)
-    return str(raw)
-
-
 def _endpoint(raw: Any) -> str:
-    return _address(raw) if raw else ""
+    if raw:
+        parse_endpoint(raw)
+    return str(raw or "")
+
+
+def _text_for(parse: Callable[[str], object]) -> Callable[[Any], str]:
+    """Return what takes a text that `parse` does not refuse, and leaves it as it is."""
+
+    def check(raw: Any) -> str:
+        parse(raw)
+        return str(raw)
+
+    return check
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
@@ -155,11 +148,6 @@ def _no_signal(name: str) -> signal.Signals:
     raise ValueError(f"{name!r} is no signal")
 
 
-def _signals(raw: Any) -> str:
-    parse_signals(raw)
-    return str(raw)
-
-
 def _filters(raw: Any) -> list[str]:
     # A doubled comma stands for one inside a filter.
     parts = str(raw).replace(",,", "\0").split(",")
@@ -173,12 +161,22 @@ PROCESSES = Kind(
     "N|cpu|gpu|auto",
     _processes,
 )
-STREAMS = Kind("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD", _streams)
-RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _ranks)
-CONFIGURATION = Kind("str", "a list like key=value,key=value", "KEY=VALUE,...", _configuration)
-ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _address)
+STREAMS = Kind(
+    "str",
+    "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3",
+    "STD",
+    _text_for(streams_by_rank),
+)
+RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _text_for(parse_ranks))
+CONFIGURATION = Kind(
+    "str", "a list like key=value,key=value", "KEY=VALUE,...", _text_for(parse_configuration)
+)
+ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _text_for(parse_endpoint))
 ENDPOINT = Kind("str", "HOST:PORT", "HOST:PORT", _endpoint)
 SIGNALS = Kind(
-    "str", "a comma separated list of signals that can be handled", "SIGNAL,...", _signals
+    "str",
+    "a comma separated list of signals that can be handled",
+    "SIGNAL,...",
+    _text_for(parse_signals),
 )
 FILTERS = Kind("list[str]", "a comma separated list of texts", "TEXT,...", _filters)

@@ -111,13 +111,6 @@ def _above_zero(raw: Any) -> float:
     return value
 
 
-def _count(raw: Any) -> int:
-    value = _integer(raw)
-    if value < 0:
-        raise ValueError
-    return value
-
-
 def _bool(raw: Any) -> bool:
     if isinstance(raw, (list, tuple, set, Mapping)):
         raise TypeError
@@ -304,7 +297,7 @@ INTERVAL = Kind("float", "a number of seconds > 0", "SECONDS", _above_zero)
 INTERVAL_OR_NONE = or_none(INTERVAL)
 FACTOR = Kind("float", "a number > 0", "FACTOR", _above_zero)
 SIZE_MB = Kind("float", "a number of megabytes >= 0", "MB", _at_least_zero)
-COUNT = Kind("int", "an integer >= 0 and < 2**63", "N", _count)
+COUNT = integer_in(0, _INTEGERS_BELOW - 1)._replace(expects="an integer >= 0 and < 2**63")
 INTEGER = Kind("int", "an integer of 64 bits", "N", _integer)
 BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)

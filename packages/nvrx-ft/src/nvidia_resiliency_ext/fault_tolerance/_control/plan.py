@@ -15,7 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import Attributio
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import HostPlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     agreed_on_logs,
@@ -85,16 +85,12 @@ class ControlPlan:
         min_nodes: Nodes without which the job does not start.
         max_nodes: Nodes that work at most.
         host: Where the store is served, as launchers reach it.
-        port: Its port.
-        run_id: The job's name.
         address: Where the store and the log servers listen: the host, or an address of its own.
         segment: Nodes of one block; None: as the launchers have it.
         group_size: Nodes that are replaced together; None: as the launchers have it.
         last_call_s: How long a round is kept open for more nodes; None: as the launchers have it.
         lease_s: Seconds between signs of life; None: as the launchers have it.
         no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
-        token_file: File with the job's token.
-        log_level: Level of the log.
         bad_node_hook: Command that is notified of bad nodes.
         services: What runs beside the store.
         warnings: What should be logged once, at WARNING.
@@ -114,7 +110,7 @@ class ControlPlan:
     token_file: str | None
     log_level: int
     bad_node_hook: str | None = None
-    services: HostPlan = field(default_factory=HostPlan)
+    services: ServicesPlan = field(default_factory=ServicesPlan)
     warnings: tuple[str, ...] = ()
 
     def settings(self) -> dict[str, str]:
@@ -231,14 +227,14 @@ def _says_where_logs_are(args: argparse.Namespace) -> bool:
     return any(getattr(args, name) for name in _LOG_FILES)
 
 
-def _services(args: argparse.Namespace, layers: Layers) -> HostPlan:
+def _services(args: argparse.Namespace, layers: Layers) -> ServicesPlan:
     config = layers.config()
     logs = log_plan(args)
     try:
         attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
     except ValueError as error:
         raise FaultToleranceConfigError([str(error)]) from None
-    return HostPlan(
+    return ServicesPlan(
         logs=logs,
         cycle_info_dir=config.cycle_info_dir,
         cycle_info_job_id=args.ft_cycle_info_job_id,

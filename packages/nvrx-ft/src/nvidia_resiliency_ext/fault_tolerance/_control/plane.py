@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorServices,
     token_file,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import StoreHostThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, StorePlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     read_settings,
@@ -44,7 +44,7 @@ from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of,
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 
 logger = logging.getLogger("nvrx")
 
@@ -71,7 +71,7 @@ class ControlPlane:
         self._hook: BadNodeHook | None = None
         self._is_stopped = False
         self._has_thread_ended = False
-        self._thread: StoreHostThread | None = None
+        self._thread: CoordinatorThread | None = None
         self._host_name = socket.gethostname()
 
     def __enter__(self) -> ControlPlane:  # noqa: PYI034  # Self is not in Python 3.10
@@ -107,7 +107,7 @@ class ControlPlane:
         elif isinstance(problem, NvrxError):
             raise problem
         elif problem is not None:
-            raise NvrxError(f"a defect in the store host: {problem!r}") from problem
+            raise NvrxError(f"a defect in the rendezvous host: {problem!r}") from problem
 
     # Assembly; each part is taken down in the reverse order --------------------------------------
 
@@ -195,7 +195,7 @@ class ControlPlane:
 
     def _build_thread(self, listener: socket.socket, secret: bytes | None) -> None:
         plan = self._plan
-        self._thread = StoreHostThread(
+        self._thread = CoordinatorThread(
             StorePlan(
                 listener=listener,
                 host=plan.address,
@@ -218,7 +218,7 @@ class ControlPlane:
         self._stack.callback(self._end_thread, self._thread)
         self._thread.start()
 
-    def _end_thread(self, thread: StoreHostThread) -> None:
+    def _end_thread(self, thread: CoordinatorThread) -> None:
         thread.stop()
         thread.join(STOP_S)
 
@@ -248,11 +248,7 @@ class ControlPlane:
 
 
 def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules | None:
-    """Wait for the first launcher, which tells what all launchers go by.
-
-    Raises:
-        NvrxError: what it tells is of another version.
-    """
+    """Wait for the first launcher, which tells what all launchers go by. Raises NvrxError."""
     while not stop.is_set():
         try:
             text = store.wait_for(keys.SETTINGS, LOOK_S)

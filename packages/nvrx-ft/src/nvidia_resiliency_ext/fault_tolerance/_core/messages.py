@@ -119,9 +119,6 @@ def recv_all(sock: socket.socket, n: int) -> bytes:
 def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> object:
     """Return the next object from a blocking socket.
 
-    When the connection is lost or what comes is no message, that is logged and None returned, or
-    raised if `raise_exc`; the stream is then useless.
-
     A lost connection and malformed data give None and a log line at DEBUG, or are raised; the
     stream cannot be used after that.
 

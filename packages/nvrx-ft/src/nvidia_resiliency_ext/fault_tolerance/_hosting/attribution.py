@@ -31,7 +31,6 @@ from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
 logger = logging.getLogger("nvrx")
@@ -55,7 +54,6 @@ class AttributionManager:
     """The service that the store host runs, or the address of another one.
 
     Args:
-        cfg: What was asked for.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
         state_dir: Private directory for what the service remembers, where its environment names
@@ -138,11 +136,7 @@ class AttributionManager:
         return True
 
     def wait_ready(self) -> None:
-        """Wait until the service answers; in any thread.
-
-        Raises:
-            TimeoutError: It does not in time, or it has ended.
-        """
+        """Wait until the service answers; in any thread. Raises TimeoutError."""
         child = self._child
         assert child is not None
         deadline = Deadline.after(self._cfg.startup_timeout)
@@ -274,13 +268,12 @@ class AttributionWatch:
     Args:
         manager: Where the service is; it is started here, if this launcher runs it.
         base_log_file: Prefix of the cycle logs.
-        token_file: File with the job's token, or None.
         node_id: This node's name in profiling events.
         job_id: The job's name at the service; None: the scheduler's, if there is one.
         log_complete: Whether a cycle's log is whole when the cycle has ended: nobody else writes
             to it.
-        loop: Where verdicts are handed over.
-        on_stop: Called on the loop with the reason of the first STOP that is to be obeyed.
+        post: Calls what it is given where `on_stop` is to be called.
+        on_stop: Called with the reason of the first STOP that is to be obeyed.
         on_nodes: Called in any thread with the nodes that are to have no place any more, and why;
             None: their names are only logged.
     """
@@ -292,7 +285,7 @@ class AttributionWatch:
         base_log_file: str,
         token_file: str | None,
         node_id: str,
-        loop: EventLoop,
+        post: Callable[[Callable[[], None]], None],
         on_stop: Callable[[str], None],
         on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
         job_id: str | None = None,
@@ -304,7 +297,7 @@ class AttributionWatch:
         self._node_id = node_id
         self._job_id = job_id
         self._log_complete = log_complete
-        self._loop = loop
+        self._post = post
         self._on_nodes = on_nodes
         self._on_stop = on_stop
         self._lock = threading.Lock()
@@ -427,7 +420,7 @@ class AttributionWatch:
             "attribution: STOP, a restart is useless (%d so far): %s: %s", count, log_path, reason
         )
         if client.stop_requested():
-            self._loop.post(partial(self._stop_unless_closed, reason or log_path))
+            self._post(partial(self._stop_unless_closed, reason or log_path))
 
     def _on_bad_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""

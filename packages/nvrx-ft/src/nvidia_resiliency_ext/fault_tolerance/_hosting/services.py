@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import Member
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Candidate, Placement
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
         CycleInfoReporter,
         CycleInfoRoundSnapshot,
@@ -66,47 +66,21 @@ def write_token(path: str, token: str) -> None:
     atomic_write(path, token.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class CycleNodes:
-    """The nodes of a cycle: those that work, each one's rank, and those that wait."""
+def _snapshot(
+    cycle: int, active: Sequence[Arrival], waiting: Sequence[Arrival]
+) -> CycleInfoRoundSnapshot:
+    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
 
-    active: Sequence[str]
-    ranks: Sequence[int]
-    standby: Sequence[str] = ()
-
-    def snapshot(self, cycle: int) -> CycleInfoRoundSnapshot:
-        """Return what is reported of a cycle with these nodes."""
-        from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
-
-        return CycleInfoRoundSnapshot(cycle, self.active, self.standby, self.ranks)
-
-
-def nodes_of(placement: Placement, hosts: Mapping[str, str]) -> CycleNodes:
-    """Return the nodes of a closed round by their hosts' names."""
-    return CycleNodes(
-        active=[hosts.get(one.node, one.addr) for one in placement.active],
-        ranks=[_rank(one, rank) for rank, one in enumerate(placement.active)],
-        standby=[
-            hosts.get(one.node, one.addr) for one in (*placement.standby, *placement.excluded)
-        ],
+    return CycleInfoRoundSnapshot(
+        cycle,
+        [one.host or one.addr for one in active],
+        [one.host or one.addr for one in waiting],
+        [one.infra_rank if one.infra_rank >= 0 else rank for rank, one in enumerate(active)],
     )
-
-
-def nodes_of_members(members: Sequence[Member]) -> CycleNodes:
-    """Return the nodes of a round that another host has closed; who waits is not known."""
-    ranked = sorted(members, key=lambda member: member.candidate.previous_rank or 0)
-    return CycleNodes(
-        active=[member.host or member.candidate.addr for member in ranked],
-        ranks=[_rank(member.candidate, rank) for rank, member in enumerate(ranked)],
-    )
-
-
-def _rank(node: Candidate, rank: int) -> int:
-    return node.infra_rank if node.infra_rank >= 0 else rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostPlan:
+class ServicesPlan:
     """What the host of a job runs beside the store.
 
     Attributes:
@@ -116,7 +90,6 @@ class HostPlan:
         job_name: The job's name at a service where no scheduler has one; None: it has none.
         attribution: The service that is asked why a cycle ended.
         excludes_named: Whether hosts that it names get no place any more.
-        token_file: File with the job's token.
     """
 
     logs: LogPlan = field(default_factory=LogPlan)
@@ -128,10 +101,10 @@ class HostPlan:
     token_file: str | None = None
 
 
-def host_plan_of(plan: LaunchPlan) -> HostPlan:
+def services_plan_of(plan: LaunchPlan) -> ServicesPlan:
     """Return what the launcher with the job's store runs for a launch."""
     config = plan.fault_tolerance
-    return HostPlan(
+    return ServicesPlan(
         logs=plan.logs,
         cycle_info_dir=config.cycle_info_dir,
         cycle_info_job_id=plan.cycle_info_job_id,
@@ -157,6 +130,8 @@ class CoordinatorContext:
 class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
+    Without a loop there are no log servers, and a STOP is reported in the thread that learns it.
+
     Attributes:
         log_token: What nodes learn of the log servers: a token, or one of the words in
             `log_token`.
@@ -168,10 +143,10 @@ class CoordinatorServices:
 
     def __init__(
         self,
-        plan: HostPlan,
+        plan: ServicesPlan,
         environ: Mapping[str, str],
         place: CoordinatorContext,
-        loop: EventLoop,
+        loop: EventLoop | None,
         clock: Clock,
         *,
         is_shared: bool,
@@ -206,6 +181,7 @@ class CoordinatorServices:
                 "and not against whoever reads the store; %s names a file on all nodes instead",
                 _env.LOG_FUNNEL_TOKEN_FILE,
             )
+        assert self._loop is not None
         for root in roots:
             _make_directory(root)
         servers = LogServers(
@@ -264,7 +240,7 @@ class CoordinatorServices:
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.token_file,
             node_id=self._place.host,
-            loop=self._loop,
+            post=_call_at_once if self._loop is None else self._loop.post,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
             job_id=job_id,
@@ -274,23 +250,30 @@ class CoordinatorServices:
 
     # While the job runs ------------------------------------------------------------------------
 
-    def begins(self, cycle: int, nodes: CycleNodes) -> None:
-        """Record that the workers of a cycle start now."""
+    def closed(self, entry: Entry, placement: Placement) -> None:
+        """Record a closed round of the coordinator."""
+        waiting = (*placement.standby, *placement.excluded)
+        self.begins(entry.round, placement.active, waiting)
+
+    def begins(
+        self, cycle: int, active: Sequence[Arrival], waiting: Sequence[Arrival] = ()
+    ) -> None:
+        """Record that the workers of a cycle start now on the active nodes, by rank."""
         self.cycle = cycle
         if self._watch is not None:
             self._watch.begin(cycle)
         if self._reporter is not None:
-            self._reporter.report_cycle_start(nodes.snapshot(cycle))
+            self._reporter.report_cycle_start(_snapshot(cycle, active, waiting))
 
-    def goes_on(self, cycle: int, nodes: CycleNodes) -> None:
+    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
         """Record that a cycle goes on that a host before this one saw begin."""
-        self.cycle = cycle
+        cycle = self.cycle = entry.round
         if self._servers is not None:
             self._servers.expect_nodes()
         if self._watch is not None:
             self._watch.begin(cycle)
         if self._reporter is not None:
-            self._reporter.report_cycle_goes_on(nodes.snapshot(cycle))
+            self._reporter.report_cycle_goes_on(_snapshot(cycle, active, ()))
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that a cycle is over, also one that began before; it may be repeated."""
@@ -307,6 +290,12 @@ class CoordinatorServices:
         if watch is not None:
             watch.close(asks=not job_goes_on)
 
+    def end_cycle_info(self, *, job_goes_on: bool = False) -> None:
+        """Write what is known of cycles, for 2 s at most; an open one ends, or the job goes on."""
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            reporter.shutdown(ends_cycle=not job_goes_on)
+
     def close(self, *, job_goes_on: bool = False) -> None:
         """End all of it; what log servers have is written.
 
@@ -315,12 +304,14 @@ class CoordinatorServices:
                 servers do not wait for nodes, which keep what was not confirmed.
         """
         self.end_attribution(job_goes_on=job_goes_on)
-        reporter, self._reporter = self._reporter, None
-        if reporter is not None:
-            reporter.shutdown(ends_cycle=not job_goes_on)
+        self.end_cycle_info(job_goes_on=job_goes_on)
         servers, self._servers = self._servers, None
         if servers is not None:
             servers.stop(at_once=job_goes_on)
+
+
+def _call_at_once(callback: Callable[[], None]) -> None:
+    callback()
 
 
 def evidence_of(cause: Cause | None) -> tuple[str, ...]:

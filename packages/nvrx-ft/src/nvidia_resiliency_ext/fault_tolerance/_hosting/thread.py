@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
@@ -22,12 +22,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
 )
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .services import nodes_of, nodes_of_members
-
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules, Member
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -45,7 +42,6 @@ class StorePlan:
     Attributes:
         listener: The socket that it listens on, which becomes the store's.
         host: Its address, as clients reach it.
-        port: Its port.
         prefix: Before all keys of the job.
         secret: Key of the digests; None: one is made, and left in the store.
         nodes: How many nodes it is for.
@@ -65,7 +61,7 @@ class StorePlan:
     says: Mapping[str, str] = field(default_factory=dict)
 
 
-class StoreHostThread(threading.Thread):
+class CoordinatorThread(threading.Thread):
     """Serves the store and decides the job's rounds; it ends when the job is over for all.
 
     Args:
@@ -73,7 +69,6 @@ class StoreHostThread(threading.Thread):
         rules: Returns what decisions go by, once that is known; None where nothing will be
             decided. Called in the thread, and given the event that says to give up.
         me: Name under which decisions are signed.
-        clock: Where the time is read.
         services: Who follows the rounds.
         on_bad_node: Called with a node that is lost, named, or that failed again and again.
         denylist: Hosts that are to have no place where that can be.
@@ -119,7 +114,7 @@ class StoreHostThread(threading.Thread):
             logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it
         except Exception as error:
             self.problem = error
-            logger.exception("a defect in the store host ended the job's store")
+            logger.exception("a defect in the rendezvous host ended the job's store")
         finally:
             self._on_end()
 
@@ -149,7 +144,7 @@ class StoreHostThread(threading.Thread):
                 epoch=os.urandom(8).hex(),
                 clock=self._clock,
                 is_controlled=plan.is_controlled,
-                follower=_Follower(self._services),
+                follower=self._services,
                 on_bad_node=self._on_bad_node,
                 denylist=self._denylist,
                 stop=self._end_asked,
@@ -160,19 +155,3 @@ class StoreHostThread(threading.Thread):
         finally:
             own.cut()
             del server
-
-
-class _Follower(RoundFollower):
-    """Hands rounds on to the services, with names of hosts."""
-
-    def __init__(self, services: CoordinatorServices) -> None:
-        self._services = services
-
-    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        self._services.begins(entry.round, nodes_of(placement, hosts))
-
-    def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
-        self._services.goes_on(entry.round, nodes_of_members(members))
-
-    def ended(self, round_: int, cause: Cause | None = None) -> None:
-        self._services.ended(round_, cause)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns this process's own stdout and stderr while they go into a log.
+"""Collect the output of workers, and of the launcher itself, in logs.
 
 `begin_cycle` once per cycle, then `open_pipe` for each worker. Cycles overlap: what workers of the
 last one wrote is read while those of the next one start.
@@ -14,7 +14,7 @@ import tempfile
 
 from .lines import LineAssembler, cycle_log_file, rank_prefix
 from .outlet import MEMORY_BYTES, SPILL_BYTES, Backlog, Outlet, Spill, Target
-from .reader import MultiplexingReaderThread, ReaderConfig, open_pipe, pipe_bytes
+from .reader import MultiplexingReaderThread, open_pipe, pipe_bytes
 from .sinks import FunnelAddress, FunnelSink, LocalFile
 
 _STREAMS = (1, 2)
@@ -63,7 +63,6 @@ class CycleLogs:
         workers: How many workers a cycle has here, for the size of their pipes.
         funnel: The log server that keeps the logs; None writes files from here.
         spill_dir: Directory for lines that memory has no room for; None takes the system's.
-        config: How pipes are read.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class CycleLogs:
         workers: int = 1,
         funnel: FunnelAddress | None = None,
         spill_dir: str | None = None,
-        config: ReaderConfig | None = None,
     ) -> None:
         self._base_log_file = base_log_file
         self._pipe_bytes = pipe_bytes(workers)
@@ -82,7 +80,7 @@ class CycleLogs:
         memory = MEMORY_BYTES if funnel is None else _MEMORY_BEFORE_FUNNEL_BYTES
         open_log = LocalFile if self._funnel is None else self._funnel.open
         self._outlet = Outlet(open_log, Backlog(memory, self._spill))
-        self._reader = MultiplexingReaderThread(self._outlet, config)
+        self._reader = MultiplexingReaderThread(self._outlet)
         self._reader.start()
         self._present: Target | None = None
         self._own: Target | None = None

@@ -160,7 +160,6 @@ class Queue:
         self.spilled: deque[Record] = deque()
         self.parts: deque[bytes] = deque()
         self.cost = 0
-        self.dropped = Gap()
 
     def __bool__(self) -> bool:
         """Whether anything waits, a notice included."""
@@ -175,11 +174,6 @@ class Queue:
             size += len(parts[-1])
         self.cost -= size + _PART_OVERHEAD_BYTES * len(parts)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def drop(self, lines: int, size: int) -> None:
-        """Count lines as dropped."""
-        self.gap.add(lines, size)
-        self.dropped.add(lines, size)
 
 
 class Backlog:
@@ -231,7 +225,7 @@ class Backlog:
             try:
                 return self._spill.take(record)
             except OSError:
-                queue.drop(record.lines, record.size)
+                queue.gap.add(record.lines, record.size)
                 return queue.gap.take_notice()
         return queue.pop_parts(BATCH_BYTES)
 
@@ -247,10 +241,10 @@ class Backlog:
                 # The newest lines tell why a job died.
                 oldest = queue.spilled.popleft()
                 self._spill.forget(oldest)
-                queue.drop(oldest.lines, oldest.size)
+                queue.gap.add(oldest.lines, oldest.size)
             else:
                 return
-        queue.drop(lines, len(data))
+        queue.gap.add(lines, len(data))
 
     def _forget(self, records: Iterable[Record]) -> None:
         if self._spill is not None:

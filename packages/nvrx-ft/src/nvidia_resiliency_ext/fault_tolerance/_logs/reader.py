@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a pipe of a worker is made and how much fits into it.
-
-It waits for nothing but pipes, so that no worker waits for a log.
-"""
+"""Make and read the pipes of workers; no worker waits for a log."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _ROUND_S = 0.05
 
 
 def sweep(
-    run_id: str, pgids: Collection[int], *, spare: Collection[int], limit_s: float = SWEEP_LIMIT_S
+    run_id: str, pgids: Collection[int], *, spared: Collection[int], limit_s: float = SWEEP_LIMIT_S
 ) -> list[int]:
     """Kill the process groups and every process that carries the run's id, until none is left.
 
@@ -46,7 +46,7 @@ def sweep(
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
-    keepers = (procfs.read_stat(pid) for pid in (os.getpid(), *spare))
+    keepers = (procfs.read_stat(pid) for pid in (os.getpid(), *spared))
     kept_sessions = {stat.sid for stat in keepers if stat is not None}
     groups = {pgid for pgid in pgids if pgid > 1 and pgid != own_group}
     quiet_scans = 0
@@ -57,7 +57,7 @@ def sweep(
         for pgid in groups:
             _kill_group(pgid)
         found = {*(stat.pid for stat in strays), *procfs.pids_in_groups(groups)}
-        found -= {os.getpid(), *spare}
+        found -= {os.getpid(), *spared}
         # One look may miss a process that comes and goes.
         quiet_scans = 0 if found else quiet_scans + 1
         if quiet_scans == QUIET_SCANS:

@@ -16,15 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
-from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel, inspect_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding
-
-    from .timeout_rules import Verdict
 
 
 logger = logging.getLogger("nvrx")
@@ -101,50 +96,6 @@ MAX_RANKS = 16
 _NOT_OF_STATE = frozenset({"activity", "progress", "stacks"})
 HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
 """Rules that a rank breaks through no fault of its own."""
-
-
-def hang_report(
-    verdict: Verdict,
-    finding: Finding,
-    states: Sequence[RankState],
-    *,
-    evidence: Mapping[int, Evidence],
-    signalled_at: float,
-    identity: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return a hang in machine-readable form: `control.HangFound` lists the keys.
-
-    Args:
-        verdict: The limit that was broken.
-        finding: Whom the hang is blamed on.
-        states: What each rank was doing.
-        evidence: What was learned of each rank's process, by global rank.
-        signalled_at: When the first rank got its first signal, on the monotonic clock.
-        identity: cycle, rank, local_rank, pid, host, time, signal, accuser, ended, error_file.
-    """
-    own = evidence.get(identity["rank"]) or Evidence(kernel=Kernel("?"), can_dump=False)
-    return {
-        "rule": verdict.rule,
-        "section": verdict.section,
-        "since": verdict.since,
-        "elapsed": signalled_at - verdict.since,
-        "limit": verdict.limit_s,
-        "iteration": verdict.iteration,
-        "late_s": signalled_at - verdict.deadline,
-        "stacks": own.stacks_path,
-        "state": own.kernel.state,
-        "wchan": own.kernel.wchan,
-        "rss_bytes": own.rss_bytes,
-        "reason": verdict.reason,
-        "finding": describe_finding(finding),
-        "confidence": finding.confidence.value,
-        "culprits": [r.rank for r in finding.culprits],
-        "candidates": [r.rank for r in finding.candidates],
-        "waiting": [r.rank for r in finding.waiting],
-        "is_elsewhere": finding.is_elsewhere,
-        "ranks": plain_states(states, evidence),
-        **identity,
-    }
 
 
 def plain_states(

@@ -19,9 +19,11 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     RankState,
     find_culprit,
 )
+from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
 from nvidia_resiliency_ext.shared_utils.rank_activity import (
     NO_STACK,
     Activity,
+    Kernel,
     classify,
     in_words,
     inspect_kernel,
@@ -29,7 +31,7 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import (
 )
 
 from . import messages
-from .hang_report import HEALTH_RULES, describe, hang_report, plain_states
+from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
 from .session import SAVE_LIMIT_S
 
 if TYPE_CHECKING:
@@ -269,6 +271,7 @@ class Inquiries:
         states: Sequence[RankState],
         testimonies: Mapping[RankPort, Testimony],
     ) -> dict[str, Any]:
+        """Return a hang in machine-readable form, see `messages.HangFound`."""
         ranks = {testimony.rank: testimony for testimony in testimonies.values()}
         rank = finding.culprits[0].rank if finding.culprits else testimonies[accuser].rank
         local_rank = rank - self._offset(testimonies)
@@ -278,26 +281,41 @@ class Inquiries:
             if testimony.signalled_at is not None
         ]
         failed = any(r.activity is Activity.FAILED for r in finding.culprits)
-        return hang_report(
-            verdict,
-            finding,
-            states,
-            evidence={rank: testimony.evidence for rank, testimony in ranks.items()},
-            signalled_at=min(signalled, default=time.monotonic()),
-            identity={
-                "cycle": self._server.cycle,
-                "rank": rank,
-                "local_rank": local_rank,
-                "pid": ranks[rank].pid if rank in ranks else self._server.workers.pgids[local_rank],
-                "host": self._server.host,
-                "time": time.time(),
-                "signal": testimonies[accuser].signal,
-                "accuser": testimonies[accuser].rank,
-                "ended": [port.local_rank for port in inquiry.ending],
-                "error_file": self._server.workers.error_files[local_rank] if failed else None,
-                "is_held": False,
-            },
-        )
+        evidence = {rank: testimony.evidence for rank, testimony in ranks.items()}
+        own = evidence.get(rank) or Evidence(kernel=Kernel("?"), can_dump=False)
+        signalled_at = min(signalled, default=time.monotonic())
+        return {
+            "rule": verdict.rule,
+            "section": verdict.section,
+            "since": verdict.since,
+            "elapsed": signalled_at - verdict.since,
+            "limit": verdict.limit_s,
+            "iteration": verdict.iteration,
+            "late_s": signalled_at - verdict.deadline,
+            "stacks": own.stacks_path,
+            "state": own.kernel.state,
+            "wchan": own.kernel.wchan,
+            "rss_bytes": own.rss_bytes,
+            "reason": verdict.reason,
+            "finding": describe_finding(finding),
+            "confidence": finding.confidence.value,
+            "culprits": [r.rank for r in finding.culprits],
+            "candidates": [r.rank for r in finding.candidates],
+            "waiting": [r.rank for r in finding.waiting],
+            "is_elsewhere": finding.is_elsewhere,
+            "ranks": plain_states(states, evidence),
+            "cycle": self._server.cycle,
+            "rank": rank,
+            "local_rank": local_rank,
+            "pid": ranks[rank].pid if rank in ranks else self._server.workers.pgids[local_rank],
+            "host": self._server.host,
+            "time": time.time(),
+            "signal": testimonies[accuser].signal,
+            "accuser": testimonies[accuser].rank,
+            "ended": [port.local_rank for port in inquiry.ending],
+            "error_file": self._server.workers.error_files[local_rank] if failed else None,
+            "is_held": False,
+        }
 
 
 def _is_certain(

@@ -7,6 +7,7 @@ tries once per second to reach another one at the same path. Training never wait
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -174,38 +175,33 @@ class RankLink:
 
     def _shake_hands(self, timeout_s: float) -> tuple[socket.socket, FrameReader]:
         deadline = Deadline.after(timeout_s)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fds: list[int] = []
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(self.path)
-            require_same_user(sock)
-            hello, handed = self._make_hello()
-            data = RANK_MESSAGES.encode(hello)
-            if handed:
-                send_with_fds(sock, data, handed, timeout_s)
-            else:
-                sock.sendall(data)
-            reader = FrameReader()
-            answer = _receive_accepted(sock, reader, deadline, fds)
-        except (OSError, NvrxError, LinkError) as exc:
-            sock.close()
-            for fd in fds:
-                os.close(fd)
-            kind = _AbsentError if isinstance(exc, _ABSENT) else LinkError
-            raise kind(f"no session with the rank monitor at {self.path}: {exc}") from exc
-        if self._closing.is_set():
-            # Nobody would give back what `take` takes.
-            sock.close()
-            for fd in fds:
-                os.close(fd)
-            raise LinkError("the link was closed while it was being made")
-        try:
-            self._take(answer, fds)
-        except LinkError:
-            sock.close()
-            raise
-        sock.settimeout(None)
+        with contextlib.ExitStack() as on_failure:
+            sock = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            on_failure.callback(_close_all, fds)
+            try:
+                sock.settimeout(timeout_s)
+                sock.connect(self.path)
+                require_same_user(sock)
+                hello, handed = self._make_hello()
+                data = RANK_MESSAGES.encode(hello)
+                if handed:
+                    send_with_fds(sock, data, handed, timeout_s)
+                else:
+                    sock.sendall(data)
+                reader = FrameReader()
+                answer = _receive_accepted(sock, reader, deadline, fds)
+            except (OSError, NvrxError, LinkError) as exc:
+                kind = _AbsentError if isinstance(exc, _ABSENT) else LinkError
+                raise kind(f"no session with the rank monitor at {self.path}: {exc}") from exc
+            if self._closing.is_set():
+                # Nobody would give back what `take` takes.
+                raise LinkError("the link was closed while it was being made")
+            taken = fds.copy()
+            fds.clear()
+            self._take(answer, taken)
+            sock.settimeout(None)
+            on_failure.pop_all()
         return sock, reader
 
     def _serve(self, reader: FrameReader) -> None:
@@ -275,6 +271,11 @@ def _receive_accepted(
     if not isinstance(answer, Accepted) or len(fds) != _EXPECTED_FDS:
         raise LinkError("the monitor gave an answer that makes no sense")
     return answer
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _shut_down(sock: socket.socket) -> None:

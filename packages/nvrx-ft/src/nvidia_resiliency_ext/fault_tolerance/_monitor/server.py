@@ -243,7 +243,7 @@ class MonitorServer:
             "the launcher did not renew this node's lease: the workers are killed before the other"
             " nodes replace them"
         )
-        left = sweep(self._start.run_id, self._pgids, spare={os.getppid()})
+        left = sweep(self._start.run_id, self._pgids, spared={os.getppid()})
         if left:
             logger.error("still there after SIGKILL: %s", left)
 
@@ -252,8 +252,8 @@ class MonitorServer:
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():
-            spare = {os.getppid()} if self._last_order is _Order.LEAVE else set()
-            left = sweep(self._start.run_id, self._pgids, spare=spare)
+            spared = {os.getppid()} if self._last_order is _Order.LEAVE else set()
+            left = sweep(self._start.run_id, self._pgids, spared=spared)
             if left:
                 logger.error("still there after SIGKILL: %s", left)
         self._pass_on_lines()

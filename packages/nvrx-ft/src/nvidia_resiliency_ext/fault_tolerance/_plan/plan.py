@@ -18,9 +18,13 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
-from nvidia_resiliency_ext.fault_tolerance._config.launch_config import get_rdzv_endpoint
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
+    RDZV_IMPL,
+    USE_INFRA_GROUP_RANK,
+    get_rdzv_endpoint,
+)
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
-from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
+from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError, nearest
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
     devices_of_ranks,
     local_world_size,
@@ -202,6 +206,7 @@ def plan_from_args(
     ]
     if max_nodes > 1:
         messages += _unreachable(get_rdzv_endpoint(args))
+        messages += _mistyped(syntax.parse_configuration(args.rdzv_conf))
     policy = layers.restart_policy()
     output = _output(args, nproc)
     stop_timeout_s = _workers_stop_timeout_s(args, environ)
@@ -245,6 +250,29 @@ def plan_from_args(
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
         warnings=tuple(messages),
     )
+
+
+# Keys of `--rdzv-conf` that have an effect here, and those of torchrun and of torch's agent.
+_RDZV_KEYS = frozenset(
+    {
+        "join_timeout", "last_call_timeout", "store_connect_wait_seconds", "is_host", "segment",
+        "replacement_group_size",
+    }
+)  # fmt: skip
+_RDZV_KEYS_ELSEWHERE = frozenset(
+    {
+        "timeout", "close_timeout", "read_timeout", "heartbeat_timeout", "rank", "use_libuv",
+        "is_store_host", "nproc_per_node", "upscaling_enabled", "local_addr", RDZV_IMPL,
+        USE_INFRA_GROUP_RANK,
+    }
+)  # fmt: skip
+
+
+def _mistyped(configuration: Mapping[str, str]) -> list[str]:
+    """Return a warning for each key that looks like one with an effect; others are no mistake."""
+    unknown = sorted(configuration.keys() - _RDZV_KEYS - _RDZV_KEYS_ELSEWHERE)
+    hints = [(key, nearest(key, sorted(_RDZV_KEYS))) for key in unknown]
+    return [f"--rdzv-conf: {key[:100]!r} has no effect{hint}" for key, hint in hints if hint]
 
 
 def _unreachable(endpoint: str) -> list[str]:
@@ -314,11 +342,7 @@ def _uses_infra_ranks(args: argparse.Namespace, layers: Layers) -> bool:
 
 
 def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
-    """Refuse segments that the job's nodes cannot make up.
-
-    Raises:
-        FaultToleranceConfigError: They cannot.
-    """
+    """Refuse segments that the job's nodes cannot make up. Raises FaultToleranceConfigError."""
     if segment is None:
         return
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
@@ -333,11 +357,7 @@ def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
 
 
 def check_job_id(job_id: str | None) -> None:
-    """Refuse a job's id that cannot be part of a file's name.
-
-    Raises:
-        FaultToleranceConfigError: It cannot.
-    """
+    """Refuse a job's id that cannot be part of a file's name. Raises FaultToleranceConfigError."""
     if job_id is None:
         return
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import current_name

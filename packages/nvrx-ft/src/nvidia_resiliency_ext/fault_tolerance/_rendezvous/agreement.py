@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .host import CoordinatorRules
+from .coordinator import CoordinatorRules
 from .placement import PlacementRules, validate
 from .records import ForeignValueError
 from .restarts import BlameRules, Budget
@@ -24,11 +24,7 @@ def write_settings(host: str, settings: Mapping[str, str]) -> str:
 
 
 def read_settings(text: str) -> dict[str, str]:
-    """Return what `write_settings` wrote.
-
-    Raises:
-        ForeignValueError: it is anything else.
-    """
+    """Return what `write_settings` wrote. Raises ForeignValueError: it is anything else."""
     try:
         settings = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -89,11 +85,7 @@ def settings_of(rules: CoordinatorRules, policy: str, implementation: str) -> di
 
 
 def rules_from_settings(settings: Mapping[str, str]) -> CoordinatorRules:
-    """Return the rules that `settings_of` wrote.
-
-    Raises:
-        ConfigError: they are no such rules.
-    """
+    """Return the rules that `settings_of` wrote. Raises ConfigError: they are no such rules."""
     try:
         least, most = settings[NNODES].split(":")
         placement = PlacementRules(

@@ -129,10 +129,6 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
 
 
 def read_token(path: str) -> bytes:
-    """Return the key of digests that follows from the job's token file.
-
-    Raises:
-        ConfigError: the file cannot be read, others can read it, or it holds no line of ASCII.
-    """
+    """Return the key of digests that follows from the job's token file. Raises ConfigError."""
     token = credentials.read_token(path, "--ft-rdzv-token-file").encode()
     return hashlib.blake2b(token, digest_size=32, person=b"nvrx-rendezvous"[:16]).digest()

@@ -15,17 +15,7 @@ from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 
-from . import keys, restarts
-from .records import (
-    Entry,
-    ForeignValueError,
-    HostReputation,
-    Kind,
-    NodeMessage,
-    Phase,
-    decode,
-    encode,
-)
+from . import keys, records, restarts
 from .store import JobStore
 
 MAX_DIGITS = 18
@@ -38,17 +28,17 @@ class DecisionLog:
         self._store = store
         self._was_vain = False
 
-    def add(self, entry: Entry) -> Entry:
+    def add(self, entry: records.Entry) -> records.Entry:
         """Write a decision, and return the one that stands at its place then.
 
         Raises:
             StoreLostError: somebody else writes there all the time.
         """
         return self._store.settle(
-            keys.log(entry.seq), encode(entry), lambda text: self._decoded(entry.seq, text)
+            keys.log(entry.seq), records.encode(entry), lambda text: self._decoded(entry.seq, text)
         )
 
-    def wait_for(self, seq: int, timeout_s: float) -> Entry | None:
+    def wait_for(self, seq: int, timeout_s: float) -> records.Entry | None:
         """Wait for a decision; None after `timeout_s`, or earlier when something else woke this.
 
         Raises:
@@ -65,7 +55,7 @@ class DecisionLog:
         self._was_vain = text is None
         return None if text is None else self._decoded(seq, text)
 
-    def next_after(self, seq: int) -> Entry | None:
+    def next_after(self, seq: int) -> records.Entry | None:
         """Return the decision after `seq`, if there is one; it never waits.
 
         Raises:
@@ -75,7 +65,7 @@ class DecisionLog:
         text = self._store.peek(keys.log(seq + 1)) if self._store.has(keys.log(seq + 1)) else None
         return None if text is None else self._decoded(seq + 1, text)
 
-    def last_known(self) -> Entry | None:
+    def last_known(self) -> records.Entry | None:
         """Return the decision that was last announced; the others follow from it.
 
         Raises:
@@ -85,7 +75,7 @@ class DecisionLog:
         if head is None:
             return None
         if not head.isdecimal() or len(head) > MAX_DIGITS:
-            raise ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no number")
+            raise records.ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no number")
         return self.next_after(int(head) - 1)
 
     def announce(self, seq: int) -> None:
@@ -97,10 +87,10 @@ class DecisionLog:
         self._store.delete(keys.log(seq))
 
     @staticmethod
-    def _decoded(seq: int, text: str) -> Entry:
-        entry = decode(Entry, text)
+    def _decoded(seq: int, text: str) -> records.Entry:
+        entry = records.decode(records.Entry, text)
         if entry.seq != seq:
-            raise ForeignValueError(f"decision {entry.seq} stands at the place of {seq}")
+            raise records.ForeignValueError(f"decision {entry.seq} stands at the place of {seq}")
         return entry
 
 
@@ -112,11 +102,11 @@ class ResumeState:
     is one that has left. `reputation` is what the lost host knew of hosts and nodes.
     """
 
-    entry: Entry
-    members: tuple[NodeMessage, ...]
-    spares: tuple[NodeMessage, ...] = ()
-    gone: tuple[NodeMessage, ...] = ()
-    reputation: HostReputation = field(default_factory=HostReputation)
+    entry: records.Entry
+    members: tuple[records.NodeMessage, ...]
+    spares: tuple[records.NodeMessage, ...] = ()
+    gone: tuple[records.NodeMessage, ...] = ()
+    reputation: records.HostReputation = field(default_factory=records.HostReputation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +124,15 @@ class Reopen:
     cause: Cause
 
 
-def resume_state_from(messages: tuple[NodeMessage, ...]) -> ResumeState | None:
+def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:
     """Return the state of the lost store that launchers reported, or None if none has."""
-    resumed = [n for n in messages if n.kind is Kind.RESUMED and n.entry is not None]
+    resumed = [n for n in messages if n.kind is records.Kind.RESUMED and n.entry is not None]
     if not resumed:
         return None
     # Not all may know yet that ranks are to save and leave, and at which call.
     entry = max(
         (n.entry for n in resumed if n.entry),
-        key=lambda e: (e.round, e.phase is Phase.CLOSED, e.is_leaving, e.save_at),
+        key=lambda e: (e.round, e.phase is records.Phase.CLOSED, e.is_leaving, e.save_at),
     )
     latest = {n.node: n for n in resumed}
     members = tuple(
@@ -150,7 +140,7 @@ def resume_state_from(messages: tuple[NodeMessage, ...]) -> ResumeState | None:
         for message in latest.values()
         if message.entry is not None
         and message.entry.round == entry.round
-        and message.entry.phase is Phase.CLOSED
+        and message.entry.phase is records.Phase.CLOSED
         and message.assignment is not None
     )
     gone = _gone(messages)
@@ -163,13 +153,13 @@ def resume_state_from(messages: tuple[NodeMessage, ...]) -> ResumeState | None:
     return ResumeState(entry, members, spares, tuple(gone.values()), reputation)
 
 
-def _gone(messages: tuple[NodeMessage, ...]) -> dict[str, NodeMessage]:
+def _gone(messages: tuple[records.NodeMessage, ...]) -> dict[str, records.NodeMessage]:
     """Return what nodes said last that left and have not arrived since."""
-    gone: dict[str, NodeMessage] = {}
+    gone: dict[str, records.NodeMessage] = {}
     for message in messages:
-        if message.kind in (Kind.LEFT, Kind.UNHEALTHY):
+        if message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
             gone[message.node] = message
-        elif message.kind is Kind.ARRIVED:
+        elif message.kind is records.Kind.ARRIVED:
             gone.pop(message.node, None)
     return gone
 
@@ -177,7 +167,7 @@ def _gone(messages: tuple[NodeMessage, ...]) -> dict[str, NodeMessage]:
 def decide_resume(state: ResumeState, waited_s: float, patience_s: float) -> GoOn | Reopen | None:
     """Return how the job goes on, or None while launchers may still come."""
     entry = state.entry
-    if entry.phase is Phase.OPEN:
+    if entry.phase is records.Phase.OPEN:
         cause = entry.cause or Cause("opened", "a round was open when the store was lost")
         return Reopen(entry.round, cause)
     if len(state.members) >= entry.active:

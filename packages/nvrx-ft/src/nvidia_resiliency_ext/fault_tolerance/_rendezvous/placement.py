@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who trains in a round, with which group rank, and the words for it. Pure.
 
-Pure. Nodes are known by their index in that order. A block is `size` ranks in a row, whose nodes
-are of one domain.
-
-Pure: the nodes that arrived and the rules of the job go in; ranks come out, the same ones whatever
-the order of arrival.
+The nodes that arrived and the rules of the job go in; ranks come out, the same ones whatever the
+order of arrival.
 
 1. Nodes of unhealthy or incomplete replacement groups are excluded.
 2. The others are ordered by infrastructure rank; if one has none, or the job does not use them, by
    identity, and then whoever had a rank keeps it where that is possible.
-3. Ranks are given out in blocks (`seating.py`): a block is one segment, whose nodes are of one
+3. Ranks are given out in blocks: a block is one segment, whose nodes are of one
    NVLink domain. Without segments a block is one rank, and all nodes are of one domain.
 """
 
@@ -26,6 +23,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import compact_nodes
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .keys import NodeIdentity
+from .records import Arrival
 
 
 def by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
@@ -139,37 +137,16 @@ class PlacementError(NvrxError):
         return str(self.args[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One node that arrived in a round.
-
-    Attributes:
-        node: Its identity, `addr_pid_number`.
-        addr: Its address.
-        infra_rank: Its place in the cluster; -1 where that is unknown.
-        domain: Its NVLink domain.
-        group: Its replacement group.
-        nproc: Workers on it.
-        previous_rank: Its group rank in the last closed round; None for one that had none.
+def check_texts(node: Arrival) -> None:
+    """Refuse texts that would spoil a log or an order: they come from other nodes.
 
     Raises:
         ValueError: A text is no such text, or too long, or unfit for a log.
     """
-
-    node: str
-    addr: str
-    infra_rank: int = -1
-    domain: str = NO_DOMAIN
-    group: str | None = None
-    nproc: int = 1
-    previous_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse texts that would spoil a log or an order: they come from other nodes."""
-        NodeIdentity.parse(self.node)
-        for text in (self.addr, self.domain, self.group or ""):
-            if len(text) > _LONGEST_TEXT or not text.isprintable():
-                raise ValueError(f"{text[:300]!r} of {self.node} is too long or not printable")
+    NodeIdentity.parse(node.node)
+    for text in (node.addr, node.domain, node.group or ""):
+        if len(text) > _LONGEST_TEXT or not text.isprintable():
+            raise ValueError(f"{text[:300]!r} of {node.node} is too long or not printable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +183,12 @@ class Placement:
         why_excluded: What is wrong with these groups.
     """
 
-    active: tuple[Candidate, ...]
-    standby: tuple[Candidate, ...]
-    excluded: tuple[Candidate, ...]
+    active: tuple[Arrival, ...]
+    standby: tuple[Arrival, ...]
+    excluded: tuple[Arrival, ...]
     why_excluded: str = ""
 
-    def without(self, nodes: Collection[Candidate], why: str) -> Placement:
+    def without(self, nodes: Collection[Arrival], why: str) -> Placement:
         """Return the same with further nodes that are excluded."""
         reasons = [text for text in (self.why_excluded, f"{len(nodes)} {why}") if text]
         return dataclasses.replace(
@@ -227,11 +204,7 @@ class NotEnough:
 
 
 def validate(rules: PlacementRules) -> None:
-    """Check that rules can be fulfilled at all.
-
-    Raises:
-        ValueError: A value is impossible; it is named, with the remedy.
-    """
+    """Check that rules can be fulfilled at all. Raises ValueError."""
     if rules.min_nodes < 1:
         raise ValueError(f"min_nodes must be at least 1, not {rules.min_nodes}: see --nnodes")
     if rules.max_nodes < rules.min_nodes:
@@ -250,24 +223,24 @@ def validate(rules: PlacementRules) -> None:
 
 
 def place(
-    candidates: Iterable[Candidate],
+    nodes: Iterable[Arrival],
     rules: PlacementRules,
     unhealthy_groups: Collection[str] = frozenset(),
 ) -> Placement | NotEnough:
-    """Return who is active, with which rank; the order of the candidates does not matter.
+    """Return who is active, with which rank; their order does not matter.
 
     Args:
-        candidates: The nodes that arrived.
+        nodes: The nodes that arrived.
         rules: What the job wants; `validate` has passed them.
         unhealthy_groups: Replacement groups that may not be used.
 
     Raises:
         PlacementError: Two nodes claim one place, or a node lacks what segments need.
     """
-    everybody = sorted(candidates, key=_identity)
+    everybody = sorted(nodes, key=_identity)
     _refuse_shared(
         everybody,
-        lambda candidate: candidate.node,
+        lambda node: node.node,
         "the identity {key} arrived more than once",
         "every launcher needs a node and process of its own: see --local-addr",
     )
@@ -301,12 +274,12 @@ def place(
 
 
 def _split_by_group(
-    nodes: Sequence[Candidate], rules: PlacementRules, unhealthy_groups: Collection[str]
-) -> tuple[list[Candidate], list[Candidate]]:
+    nodes: Sequence[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str]
+) -> tuple[list[Arrival], list[Arrival]]:
     sizes = Counter(node.group for node in nodes)
     least = rules.group_size or 1
 
-    def is_usable(node: Candidate) -> bool:
+    def is_usable(node: Arrival) -> bool:
         # A node without a group is a group of its own.
         size = 1 if node.group is None else sizes[node.group]
         return size >= least and node.group not in unhealthy_groups
@@ -316,11 +289,11 @@ def _split_by_group(
     return usable, excluded
 
 
-def _refuse_misfits(nodes: Sequence[Candidate], rules: PlacementRules) -> None:
+def _refuse_misfits(nodes: Sequence[Arrival], rules: PlacementRules) -> None:
     if rules.one_launcher_per_addr:
         _refuse_shared(
             nodes,
-            lambda candidate: candidate.addr,
+            lambda node: node.addr,
             "several launchers run on {key}: {nodes}",
             "start one per node (srun --ntasks=$SLURM_NNODES --ntasks-per-node=1), or set"
             " NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE=1 on all nodes if that is meant",
@@ -336,13 +309,9 @@ def _refuse_misfits(nodes: Sequence[Candidate], rules: PlacementRules) -> None:
 
 
 def _refuse_shared(
-    nodes: Sequence[Candidate], key_of: Callable[[Candidate], _Key], what: str, remedy: str
+    nodes: Sequence[Arrival], key_of: Callable[[Arrival], _Key], what: str, remedy: str
 ) -> None:
-    """Raise if two nodes have the same key.
-
-    Raises:
-        PlacementError: They have; `what` says it of each `{key}` with its `{nodes}`.
-    """
+    """Raise if two nodes have the same key. Raises PlacementError."""
     counts = Counter(map(key_of, nodes))
     if len(counts) == len(nodes):
         return
@@ -357,11 +326,11 @@ def _refuse_shared(
     )
 
 
-def _is_ordered_by_infra_rank(nodes: Sequence[Candidate], rules: PlacementRules) -> bool:
+def _is_ordered_by_infra_rank(nodes: Sequence[Arrival], rules: PlacementRules) -> bool:
     return rules.use_infra_rank and all(node.infra_rank >= 0 for node in nodes)
 
 
-def _domains(nodes: Sequence[Candidate], rules: PlacementRules) -> list[str]:
+def _domains(nodes: Sequence[Arrival], rules: PlacementRules) -> list[str]:
     """Return the domain of each node; without segments all are of one."""
     return [NO_DOMAIN if rules.segment is None else node.domain for node in nodes]
 
@@ -381,12 +350,12 @@ def _why_not_enough(arrived: int, domains: Sequence[str], why: str, rules: Place
     return text
 
 
-def _identity(candidate: Candidate) -> NodeIdentity:
-    return NodeIdentity.parse(candidate.node)
+def _identity(node: Arrival) -> NodeIdentity:
+    return NodeIdentity.parse(node.node)
 
 
-def _infra_rank(candidate: Candidate) -> int:
-    return candidate.infra_rank
+def _infra_rank(node: Arrival) -> int:
+    return node.infra_rank
 
 
 _FEW: Final = 8
@@ -414,11 +383,11 @@ def summary(placement: Placement) -> str:
 
 
 def why_excluded(
-    excluded: Sequence[Candidate], group_size: int | None, unhealthy_groups: Collection[str]
+    excluded: Sequence[Arrival], group_size: int | None, unhealthy_groups: Collection[str]
 ) -> str:
     """Return what is wrong with each group of the nodes that are excluded."""
     reasons = []
-    for group, size in Counter(candidate.group for candidate in excluded).items():
+    for group, size in Counter(node.group for node in excluded).items():
         if group is None:
             nodes = "node has" if size == 1 else "nodes have"
             reasons.append(f"{size} {nodes} no NVRX_REPLACEMENT_GROUP_ID")
@@ -439,6 +408,6 @@ def why_too_few_segments(nodes_per_domain: Mapping[str, int], segment: int, min_
     )
 
 
-def _count(candidates: Sequence[Candidate], what: str) -> str:
-    nodes = compact_nodes(candidate.addr for candidate in candidates)
-    return f"{len(candidates)} {what}" + (f": {nodes}" if nodes else "")
+def _count(nodes: Sequence[Arrival], what: str) -> str:
+    names = compact_nodes(node.addr for node in nodes)
+    return f"{len(nodes)} {what}" + (f": {names}" if names else "")

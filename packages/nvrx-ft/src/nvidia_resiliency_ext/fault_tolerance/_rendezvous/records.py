@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What nodes and the store host tell each other through the store. Pure.
 
-Every value is JSON of a closed set of fields with plain types and bounded sizes: who can reach the
-store's port can write to it, so what is read is untrusted until it has passed `decode`.
+Every value is one of a closed set of messages, of bounded size: who can reach the store's port can
+write to it, so what is read is untrusted until it has passed `decode`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError, WireError
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 MAX_VALUE_BYTES = 64 * 1024
 MAX_LINE_BYTES = MAX_VALUE_BYTES - 1024
@@ -28,7 +27,6 @@ _MAX_WHOLE = 1 << 62
 _MAX_PORT = 65535
 _MAX_COMPLAINT = 200
 _MAX_WORKERS = 4096
-_PAIR = 2
 
 
 class ForeignValueError(NvrxError):
@@ -95,6 +93,11 @@ class Arrival:
     previous_rank: int | None = None
     clock: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that no node has: they come from other nodes."""
+        _check_range("nproc", self.nproc, 1, _MAX_WORKERS)
+        _check_range("master_port", self.master_port, 0, _MAX_PORT)
+
 
 @dataclass(frozen=True, slots=True)
 class HostReputation:
@@ -158,6 +161,12 @@ class Entry:
     reputation: HostReputation | None = None
     hang: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that no decision has: somebody else may have written it."""
+        for name in ("seq", "round", "active", "world_size", "hang"):
+            _check_range(name, getattr(self, name), 0)
+        _check_range("master_port", self.master_port, 0, _MAX_PORT)
+
     def again(self, by: str, **fields: Any) -> Entry:
         """Return the decision after this one that says the same but for `fields`."""
         return dataclasses.replace(self, **{"seq": self.seq + 1, "by": by, **fields})
@@ -200,6 +209,11 @@ class RankAssignment:
     rank_offset: int = 0
     clock_off_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that no assignment has: somebody else may have written it."""
+        for name in ("round", "group_rank", "rank_offset"):
+            _check_range(name, getattr(self, name), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
@@ -220,16 +234,27 @@ class NodeMessage:
     ranks: tuple[RankState, ...] = ()
 
 
-_Record = TypeVar(
-    "_Record", Arrival, NodeMessage, Entry, RankAssignment, Cause, HostReputation, RankState
+_MESSAGES = MessageSet(
+    Activity,
+    Arrival,
+    Cause,
+    Entry,
+    HostReputation,
+    Kind,
+    NodeMessage,
+    Phase,
+    RankAssignment,
+    RankState,
+    WorkerState,
 )
+_Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
 
 
 def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
     """Return one line of ASCII without a newline; texts that are too long are cut."""
     line = ""
     for limit in (MAX_TEXT, MAX_TEXT // 8, MAX_TEXT // 64):
-        line = json.dumps(_plain(record, limit), separators=(",", ":"), allow_nan=False)
+        line = _MESSAGES.encode_payload(_cut(record, limit)).decode("ascii")
         # Beyond ASCII a character takes up to twelve bytes here.
         if len(line) <= MAX_LINE_BYTES:
             break
@@ -237,50 +262,44 @@ def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
 
 
 def decode(kind: type[_Record], text: str | bytes) -> _Record:
-    """Return the record of `kind` in `text`.
-
-    Raises:
-        ForeignValueError: it is anything else.
-    """
+    """Return the record of `kind` in `text`. Raises ForeignValueError: it is anything else."""
     if len(text) > MAX_VALUE_BYTES:
         raise ForeignValueError(f"a value of {len(text)} bytes; at most {MAX_VALUE_BYTES} are read")
+    name = f"{'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
     try:
-        document = json.loads(text)
-        return _record(kind, document)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        name = f"{'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
+        record = _MESSAGES.decode(text.encode() if isinstance(text, str) else text)
+        _check_texts(record)
+    except (ValueError, WireError) as error:
         raise ForeignValueError(f"not {name}: {str(error)[:_MAX_COMPLAINT]}") from None
+    if not isinstance(record, kind):
+        raise ForeignValueError(f"not {name}, but {str(record)[:_MAX_COMPLAINT]}")
+    return record
 
 
-def _plain(value: Any, limit: int) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            f.name: _plain(getattr(value, f.name), limit)
-            for f in dataclasses.fields(value)
-            if getattr(value, f.name) not in (None, "", ())
-        }
-    if isinstance(value, enum.Enum):
-        return value.value
+def _cut(value: Any, limit: int) -> Any:
+    """Return a value with its texts cut, and of a cause's details what is plain and small."""
     if isinstance(value, str):
-        return value[:limit]
+        return value[:limit].encode("utf-8", "replace").decode()
+    if isinstance(value, tuple):
+        return tuple(_cut(item, limit) for item in value)
     if isinstance(value, Mapping):
-        return _plain_detail(value, limit)
-    if isinstance(value, (tuple, list)):
-        return [_plain(item, limit) for item in value]
+        return _cut_detail(value, limit)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return type(value)(**{f.name: _cut(getattr(value, f.name), limit) for f in fields})
     return value
 
 
-def _plain_detail(detail: Mapping[str, object], limit: int) -> dict[str, object]:
-    """Return what of a cause's details is plain and small: the record of the node has them all."""
+def _cut_detail(detail: Mapping[str, object], limit: int) -> dict[str, object]:
     kept: dict[str, object] = {}
     left = 2 * limit
     for key, value in detail.items():
         if _is_plain(value):
-            short = value[:limit] if isinstance(value, str) else value
+            short = _cut(value, limit)
             left -= len(str(key)) + len(str(short))
             if left < 0:
                 break
-            kept[str(key)] = short
+            kept[_cut(str(key), limit)] = short
     return kept
 
 
@@ -292,147 +311,31 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _record(kind: type[_Record], document: Any) -> _Record:
-    if not isinstance(document, dict):
-        raise TypeError("not an object")
-    readers = _READERS[kind]
-    unknown = document.keys() - readers.keys()
-    if unknown:
-        raise ValueError(f"unknown field {min(unknown)!r}")
-    return kind(**{name: readers[name](value) for name, value in document.items()})
+def _check_texts(value: object) -> None:
+    """Refuse texts that are too long or cannot be printed, and numbers that are none.
+
+    Raises:
+        ValueError: One of them is in the value, however deep.
+    """
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise ValueError(f"a text of {len(value)} characters")
+        value.encode()  # A surrogate without its other half cannot be.
+    elif isinstance(value, (int, float)):
+        if not abs(value) < _MAX_WHOLE:
+            raise ValueError("a number is too large, or none")
+    elif isinstance(value, Mapping):
+        if not all(map(_is_plain, value.values())):
+            raise ValueError("details that are not plain")
+        _check_texts((*value.keys(), *value.values()))
+    elif isinstance(value, tuple):
+        for item in value:
+            _check_texts(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _check_texts(getattr(value, field.name))
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise TypeError("not a short text")
-    # A surrogate without its other half could not be printed.
-    return value if value.isascii() else value.encode("utf-8", "replace").decode()
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or abs(value) >= _MAX_WHOLE:
-        raise TypeError("not a whole number")
-    return value
-
-
-def _natural(value: Any) -> int:
-    if _whole(value) < 0:
-        raise ValueError("a number is below 0")
-    return int(value)
-
-
-def _port(value: Any) -> int:
-    if _natural(value) > _MAX_PORT:
-        raise ValueError(f"{value} is no port")
-    return int(value)
-
-
-def _workers(value: Any) -> int:
-    if not 1 <= _whole(value) <= _MAX_WORKERS:
-        raise ValueError(f"{value} is no number of workers of a node")
-    return int(value)
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise TypeError("not a time")
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise TypeError("not true or false")
-    return value
-
-
-def _ages(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list) or not all(type(age) in (int, float) for age in value):
-        raise TypeError("not a list of numbers")
-    ages = tuple(float(age) for age in value)
-    if not all(map(math.isfinite, ages)):
-        raise ValueError("a number is not finite")
-    return ages
-
-
-def _pairs(value: Any, second: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list) or not all(
-        isinstance(pair, list) and len(pair) == _PAIR for pair in value
-    ):
-        raise TypeError("not a list of pairs")
-    return tuple((_text(name), second(item)) for name, item in value)
-
-
-def _failures(value: Any) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    return _pairs(value, _ages)
-
-
-def _named(value: Any) -> tuple[tuple[str, str], ...]:
-    return _pairs(value, _text)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise TypeError("not a list")
-    return tuple(map(_text, value))
-
-
-def _detail(value: Any) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise TypeError("not an object")
-    if not all(map(_is_plain, value.values())):
-        raise TypeError("not plain values")
-    return {
-        _text(key): _text(item) if isinstance(item, str) else item for key, item in value.items()
-    }
-
-
-def _ranks(value: Any) -> tuple[RankState, ...]:
-    if not isinstance(value, list) or len(value) > _MAX_WORKERS:
-        raise TypeError("not a list of ranks")
-    return tuple(_record(RankState, rank) for rank in value)
-
-
-def _progress(value: Any) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != _PAIR:
-        raise TypeError("not a pair")
-    return _natural(value[0]), _natural(value[1])
-
-
-_cause, _arrival, _entry = (
-    partial(_record, Cause),
-    partial(_record, Arrival),
-    partial(_record, Entry),
-)
-_assignment = partial(_record, RankAssignment)
-_reputation = partial(_record, HostReputation)
-_READERS: Mapping[type, Mapping[str, Any]] = {
-    Arrival: {
-        "node": _text, "addr": _text, "host": _text, "infra_rank": _whole, "domain": _text,
-        "group": _text, "nproc": _workers, "master_port": _port, "previous_rank": _whole,
-        "clock": _seconds,
-    },
-    NodeMessage: {
-        "kind": Kind, "node": _text, "arrival": _arrival, "state": WorkerState, "cause": _cause,
-        "text": _text, "entry": _entry, "assignment": _assignment, "calls": _whole, "ranks": _ranks,
-    },
-    Entry: {
-        "seq": _natural, "phase": Phase, "round": _natural, "epoch": _text, "by": _text,
-        "cause": _cause, "reason": _text, "notify_from": _whole, "active": _natural,
-        "world_size": _natural, "master_addr": _text, "master_port": _port,
-        "restart_ages_s": _ages, "is_controlled": _flag, "is_leaving": _flag,
-        "save_at": _whole, "hang": _natural, "clocks": _text, "reputation": _reputation,
-    },
-    HostReputation: {"failures": _failures, "named": _named, "unhealthy": _texts},
-    RankAssignment: {
-        "round": _natural, "group_rank": _natural, "rank_offset": _natural,
-        "clock_off_s": _seconds,
-    },
-    RankState: {
-        "rank": _natural, "activity": Activity, "host": _text, "words": _text, "place": _text,
-        "is_late": _flag, "has_moved": _flag, "progress": _progress,
-    },
-    Cause: {
-        "kind": _text, "what": _text, "rank": _whole, "local_rank": _whole, "host": _text,
-        "exit_code": _whole, "signal": _whole, "detected_by": _text, "detail": _detail,
-    },
-}  # fmt: skip
+def _check_range(name: str, value: int, least: int, most: int = _MAX_WHOLE) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} is not from {least} to {most}")

@@ -14,6 +14,7 @@ from typing import TypeVar
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .log import DecisionLog
@@ -29,7 +30,7 @@ from .records import (
     decode,
     encode,
 )
-from .store import JobStore, StoreLostError
+from .store import JobStore
 
 FOREIGN_PAUSE_S = 0.5
 ATTACH_TRIES = 20
@@ -183,9 +184,9 @@ class NodeSession:
         message = NodeMessage(
             Kind.RESUMED, self.node, arrival=self._arrival, entry=old, assignment=self._assignment
         )
-        self._send(message, present.round)
+        self._append(message, present.round)
         if self._left is not None:
-            self._send(self._left, present.round)
+            self._append(self._left, present.round)
         self.notify()
         return None
 
@@ -195,7 +196,7 @@ class NodeSession:
 
     def acknowledge(self) -> None:
         """Say that this node has seen that a round was opened: it stops its workers."""
-        self._send(NodeMessage(Kind.ACKNOWLEDGED, self.node), self._present().round)
+        self._append(NodeMessage(Kind.ACKNOWLEDGED, self.node), self._present().round)
 
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when that is closed, so it is a spare.
@@ -206,7 +207,7 @@ class NodeSession:
         entry = self._present()
         self._arrival, self._assignment, self._left = arrival, None, None
         self._arrived_in = entry.round
-        self._send(NodeMessage(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
+        self._append(NodeMessage(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
         if self._store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
@@ -287,7 +288,7 @@ class NodeSession:
             self._store.report_foreign(error)
             what = f"what the store held as the place of host {self._host} was no place"
             cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
-            self.tell(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
+            self.send(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
             return SpareNode(entry)
         if assignment.round != entry.round:
             return SpareNode(entry)
@@ -309,7 +310,7 @@ class NodeSession:
             until=lambda now: now.phase is Phase.OVER,
         )
 
-    def tell(
+    def send(
         self,
         kind: Kind,
         *,
@@ -323,25 +324,25 @@ class NodeSession:
         message = NodeMessage(
             kind, self.node, state=state, cause=cause, text=text, arrival=arrival, calls=calls
         )
-        self._send(message, self._present().round)
+        self._append(message, self._present().round)
         self.notify()
 
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
         if self._is_in(round_):
-            self._send(NodeMessage(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
+            self._append(NodeMessage(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
             self.notify()
 
     def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
         """Say that workers failed in `round_`; what a round before has left means nothing now."""
         if self._is_in(round_):
-            self.tell(Kind.STATE, state=state, cause=cause)
+            self.send(Kind.STATE, state=state, cause=cause)
 
     def succeeded(self, round_: int) -> None:
         """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
         if not self._is_in(round_):
             return
-        self._send(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
+        self._append(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
         if self._store.count(keys.successes(round_), 1) >= self._present().active:
             self.notify()
 
@@ -362,7 +363,7 @@ class NodeSession:
             raise RuntimeError("attach first")
         return self.entry
 
-    def _send(self, message: NodeMessage, round_: int) -> None:
+    def _append(self, message: NodeMessage, round_: int) -> None:
         if message.kind in _OF_THE_END:
             # First: if the store is gone, the next one has to know.
             self._left = message
@@ -375,10 +376,10 @@ class NodeSession:
     def _say_it_is_there(self, round_: int) -> None:
         """Tell another host of a closed round that it has this node as a spare, or has it not."""
         if self._left is not None:
-            self._send(self._left, round_)
+            self._append(self._left, round_)
             self.notify()
         elif self._arrival is not None:
-            self._send(NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
+            self._append(NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
             self.notify()
 
     def _say_again(self, round_: int) -> None:
@@ -390,7 +391,7 @@ class NodeSession:
             if message.state is WorkerState.SUCCEEDED:
                 self.succeeded(round_)
             else:
-                self._send(message, round_)
+                self._append(message, round_)
         if said:
             self.notify()
 

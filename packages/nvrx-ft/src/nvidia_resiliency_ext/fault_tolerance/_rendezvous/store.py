@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's part of a TCPStore: its keys, signed values, typed errors, and a count of operations.
 
-One object belongs to one thread: a torch client answers one call at a time, so a thread that waits
-needs a client of its own (`JobStore.another`). torch is imported when the first one is made.
+One object belongs to one thread: a client answers one call at a time, so a thread that waits needs
+a client of its own (`JobStore.another`). Only to serve a store torch is imported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import (
+    StoreClient,
+    StoreLostError,
+    WaitExpiredError,
+)
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
 from . import keys
-from .connection import Link, NoAnswerError, open_client
 from .records import MAX_VALUE_BYTES, ForeignValueError
 
 logger = logging.getLogger("nvrx")
@@ -38,7 +41,8 @@ _DIGEST_HEX = 32
 # Nobody else knows it, so nobody can make a key look missing.
 _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
-MEND_S = 5.0
+_SHORTEST_TORCH_WAIT_S = 60.0
+_TORCH_LOOK_S = 0.05
 # What torch's store can add to.
 _COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
 # Two connections of each node, and as many again for nodes that come in place of others.
@@ -51,17 +55,13 @@ SETTLE_TRIES = 50
 _T = TypeVar("_T")
 
 
-class StoreLostError(NvrxError):
-    """The store does not answer: its host is gone, or the way to it."""
-
-
 class NoJobError(StoreLostError):
     """The store answers and holds no such job: its coordinator is elsewhere, or not there yet."""
 
     def __init__(self, at: str, prefix: str, waited_s: float) -> None:
         super().__init__(
             f"the store{at} holds no job {keys.run_id(prefix)!r} after {waited_s:.0f} s:"
-            " is --rdzv-id the same everywhere, and has the job's host begun?"
+            " is --rdzv-id the same everywhere, and has the rendezvous host begun?"
         )
 
 
@@ -72,9 +72,8 @@ class JobStore:
     nor values copied from another key are taken.
     """
 
-    def __init__(self, client: Any, prefix: str, secret: bytes, link: Link | None = None) -> None:
+    def __init__(self, client: Any, prefix: str, secret: bytes) -> None:
         self._client = client
-        self._link = link
         self._was_cut = threading.Event()
         self._prefix = prefix
         self._secret = secret
@@ -83,14 +82,18 @@ class JobStore:
 
     def another(self) -> JobStore:
         """Return the same keys over a connection of their own, for another thread."""
-        client, link = another_client(self._client)
-        return type(self)(client, self._prefix, self._secret, link)
+        return JobStore(another_client(self._client), self._prefix, self._secret)
+
+    @property
+    def _can_be_cut(self) -> bool:
+        """Whether the connection is ours and not one of torch's."""
+        return hasattr(self._client, "cut")
 
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for an answer gets StoreLostError."""
         self._was_cut.set()
-        if self._link is not None:
-            self._link.cut()
+        if self._can_be_cut:
+            self._client.cut()
 
     def create(self, key: str, text: str) -> str:
         """Set `key` unless it has a value; return the value that it has then.
@@ -149,13 +152,25 @@ class JobStore:
         name = self._name(key)
         self.operations += 1
         began = time.monotonic()
+        if limit_s < _SHORTEST_TORCH_WAIT_S and not self._can_be_cut:
+            return self._look_until(name, began + limit_s)
         try:
             self._client.wait([name], timedelta(seconds=limit_s))
-        except RuntimeError as error:
-            # The network's own timeouts use the same words, but come at other times.
+        except WaitExpiredError:
+            return False
+        except (RuntimeError, OSError) as error:
+            # The network's own timeouts use the same words as torch, but come at other times.
             if _is_timeout(error) and time.monotonic() - began >= limit_s - _CLOCK_STEP_S:
                 return False
             raise StoreLostError(_first_line(error)) from None
+        return True
+
+    def _look_until(self, name: str, deadline: float) -> bool:
+        """Look again and again: torch prints a warning for each wait that times out."""
+        while not _guarded(lambda: self._client.check([name])):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_TORCH_LOOK_S)
         return True
 
     def put(self, key: str, text: str) -> None:
@@ -197,12 +212,13 @@ class JobStore:
         What somebody else wrote there that is no number is replaced.
         """
         name = self._name(key)
-        try:
-            return int(self._call(lambda: self._client.add(name, step)))
-        except StoreLostError:
-            if not self._mend_counter(key):
-                raise
-        return int(self._call(lambda: self._client.add(name, step)))
+        for _ in range(SETTLE_TRIES):
+            try:
+                return int(self._call(lambda: self._client.add(name, step)))
+            except StoreLostError:
+                if not self._mend_counter(key):
+                    raise
+        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
 
     def _mend_counter(self, key: str) -> bool:
         """Begin a counter anew if it is none; False where the store is gone, or the counter.
@@ -212,26 +228,21 @@ class JobStore:
         the connection broke before the answer: a step may then count twice, which wakes the host
         once more and decides nothing.
         """
-        if self._was_cut.is_set() or not hasattr(self._client, "port"):
+        if self._was_cut.is_set() or not self._can_be_cut:
             return False
         try:
-            client, link = _connect_client(self._client.host, self._client.port, MEND_S)
+            other = JobStore(another_client(self._client), self._prefix, self._secret)
+            raw = other._read(key)
+            if raw is None:
+                return False
+            if not _COUNTER.fullmatch(raw):
+                self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
+                other._call(lambda: other._client.compare_set(self._name(key), raw, "0"))
         except StoreLostError:
             return False
-        other = JobStore(client, self._prefix, self._secret, link)
-        raw = other._read(key)
-        if raw is None:
-            link.cut()
-            return False
-        if not _COUNTER.fullmatch(raw):
-            self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
-            name = self._name(key)
-            other._call(lambda: client.compare_set(name, raw, "0"))
-        before, self._client, self._link = self._link, client, link
-        if before is not None:
-            before.cut()
+        self._client = other._client
         if self._was_cut.is_set():
-            link.cut()
+            self._client.cut()
         return True
 
     def counters(self, keys: Iterable[str]) -> list[int]:
@@ -264,11 +275,7 @@ class JobStore:
         return self._digest(key, text.encode()) + text
 
     def unseal(self, key: str, raw: bytes) -> str:
-        """Return the text of a raw value of `key`.
-
-        Raises:
-            ForeignValueError: it was not written by this job for this key.
-        """
+        """Return the text of a raw value of `key`. Raises ForeignValueError."""
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
@@ -304,31 +311,31 @@ def connect(
         prefix: Before all keys of the job.
         secret: Key of the digests; None takes the one that the host left in the store.
         timeout_s: How long the host may take to leave it.
-        patience_s: How long torch may try to connect; it tells nobody how that goes.
+        patience_s: How long the store may take for its first answer.
 
     Raises:
         StoreLostError: nothing that is a store answers.
         NoJobError: it holds no such job.
     """
-    client, link = _connect_client(host, port, patience_s)
+    client = _connect_client(host, port, patience_s)
     if secret is None:
         name = prefix + _SECRET
         try:
             client.wait([name], timedelta(seconds=timeout_s))
             secret = bytes.fromhex(client.get(name).decode("ascii"))
-        except RuntimeError as error:
-            link.cut()
-            if _is_timeout(error):
-                raise NoJobError(_at(client), prefix, timeout_s) from None
+        except WaitExpiredError:
+            raise NoJobError(_at(client), prefix, timeout_s) from None
+        except OSError as error:
             raise StoreLostError(_first_line(error)) from None
         except ValueError:
-            link.cut()
             raise StoreLostError(_no_key(name)) from None
-    return JobStore(client, prefix, secret, link)
+    return JobStore(client, prefix, secret)
 
 
-def another_client(client: Any) -> tuple[Any, Link | None]:
-    """Return a connection of its own to the store of `client`, which may be a PrefixStore.
+def another_client(client: Any) -> Any:
+    """Return a connection of its own to the store of `client`.
+
+    To a PrefixStore it is one of torch's, as only that knows the prefix.
 
     Raises:
         StoreLostError: the store is gone, or torch is too old to clone a PrefixStore (before 2.7).
@@ -337,7 +344,9 @@ def another_client(client: Any) -> tuple[Any, Link | None]:
         return _connect_client(client.host, client.port)
     if not hasattr(client, "clone"):
         raise StoreLostError("this torch cannot clone a PrefixStore: give the TCPStore itself")
-    return _guarded(client.clone), None
+    cloned = _guarded(client.clone)
+    cloned.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
+    return cloned
 
 
 def agree_on_secret(client: Any, prefix: str) -> bytes:
@@ -406,24 +415,21 @@ def _allow_open_files(wanted: int) -> None:
         )
 
 
-def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) -> tuple[Any, Link]:
-    store, _ = _store_class()
-
-    def make() -> Any:
-        return store(
+def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) -> StoreClient:
+    try:
+        client = StoreClient(
             host,
             port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=patience_s),
+            timedelta(seconds=patience_s),
+            refused_limit_s=0.0,
+            answer_timeout_s=patience_s,
         )
-
-    try:
-        client, link = open_client(make, (host, port), patience_s + 1.0)
-    except (NoAnswerError, RuntimeError, ValueError, OSError) as error:
+    except OSError as error:
         raise StoreLostError(_first_line(error)) from None
     client.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
-    return client, link
+    # A store that is stopped for less than the lease may answer late; the kernel ends dead links.
+    client.answer_timeout_s = None
+    return client
 
 
 def load_torch() -> None:
@@ -453,7 +459,7 @@ def _guarded(function: Callable[[], Any]) -> Any:
         raise StoreLostError(_first_line(error)) from None
 
 
-def _is_timeout(error: RuntimeError) -> bool:
+def _is_timeout(error: Exception) -> bool:
     # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
     text = str(error).lower()
     return "timeout" in text or "timed out" in text

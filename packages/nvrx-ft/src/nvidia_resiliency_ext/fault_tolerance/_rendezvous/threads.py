@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .agreement import differences, read_settings, write_settings
@@ -25,7 +26,7 @@ from .keys import LEASES_TO_EXPIRY
 from .log import DecisionLog
 from .records import Entry, ForeignValueError, Kind, Phase
 from .session import FOREIGN_PAUSE_S, Lost, NodeSession, Over, SessionEvent
-from .store import JobStore, NoJobError, StoreLostError
+from .store import JobStore, NoJobError
 
 logger = logging.getLogger("nvrx")
 
@@ -70,7 +71,7 @@ def _is_first(entry: Entry) -> bool:
 def _store_gone(error: StoreLostError) -> str:
     if isinstance(error, NoJobError):
         return str(error)
-    return f"the rendezvous host of the job does not answer ({error})"
+    return f"the rendezvous host of the job is gone or does not answer ({error})"
 
 
 def _can_read(store: JobStore, key: str) -> bool:
@@ -88,10 +89,7 @@ class NodeThreads:
     Args:
         connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
             gets what to call whenever it is certain that nobody serves a store.
-        node: This node's identity.
-        host: Its name.
         post: Takes events, from any thread.
-        clock: Where the time is read.
         lease_s: Seconds between signs of life.
         connect_timeout_s: How long the job may take to appear in the store.
         settings: What this node was started with, by flag.
@@ -221,7 +219,7 @@ class NodeThreads:
         different = self._differences(store)
         entry = session.attach(self._connect_timeout_s)
         if different:
-            session.tell(Kind.MISMATCH, text=different)
+            session.send(Kind.MISMATCH, text=different)
             if not _is_first(entry):
                 raise NvrxError(different)
             self._mismatch = different

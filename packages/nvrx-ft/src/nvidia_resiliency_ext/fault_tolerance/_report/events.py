@@ -147,10 +147,10 @@ class EventReporter:
             events.WorkerExit(exit_code=status.code, signal=status.signal), local_rank=local_rank
         )
 
-    def standby(
+    def prewarm_changed(
         self, slot: int, state: str, seconds: float | None, private_bytes: int | None
     ) -> None:
-        """Record a standby's change of state."""
+        """Record a prewarmed worker's change of state."""
         private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
         self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
@@ -325,7 +325,7 @@ class EventReporter:
 
 
 def _origins(workers: Iterable[Started]) -> str:
-    """Return how many workers came from standbys, by how far these were, and how many did not."""
+    """Return how many workers were prewarmed, by how far they were, and how many started cold."""
     counts = {"from ready standbys": 0, "from standbys still importing": 0, "cold": 0}
     for started in workers:
         if started.warm:

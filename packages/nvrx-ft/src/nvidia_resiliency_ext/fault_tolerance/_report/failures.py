@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure was, in words and fields, and where the launcher writes it down.
 
-Pure. Who failed first is decided here as torchrun does it: by the
-time in the error file, else the time at which the exit was seen.
+The first failure is found as torchrun finds it: by the time in the error file, else the time at
+which the exit was noticed.
 
 The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
 A record that cannot be written never stops the job: it is said once in the log.

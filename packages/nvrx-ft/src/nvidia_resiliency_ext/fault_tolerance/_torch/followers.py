@@ -3,61 +3,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._config.attribution import client_endpoint
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import evidence_of, nodes_of
-from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
+    AttributionConfig,
+    client_endpoint,
+)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import Coordinator, RoundFollower
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    Coordinator,
+    RoundFollower,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    CALL_TIMEOUT_S,
     JobStore,
-    StoreLostError,
     agree_on_secret,
     another_client,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import WATCH_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
-    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
-    from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
 
-
-_A_DAY_S = 24 * 3600.0
-
-
-class GuestStore(JobStore):
-    """Keys of one job in a caller's store."""
-
-    def wait_until_set(self, key: str, timeout_s: float) -> bool:
-        """Wait for `key`; where the caller would only wait anew, for a day at a time."""
-        return super().wait_until_set(key, _A_DAY_S if timeout_s >= WATCH_WAIT_S else timeout_s)
-
-
-_Store = TypeVar("_Store", bound=JobStore)
-
-
-def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | None) -> _Store:
+def connect_guest(client: Any, prefix: str, secret: bytes | None) -> JobStore:
     """Return the job's keys in the store of `client`, over a connection of their own.
 
     Args:
-        kind: What to return.
         client: The caller's store; it stays theirs.
         prefix: Before all keys of the job.
         secret: Key of the digests; None takes the one that the first node left in the store.
@@ -65,98 +42,12 @@ def connect_guest(kind: type[_Store], client: Any, prefix: str, secret: bytes | 
     Raises:
         StoreLostError: the store is gone, or not what this needs.
     """
-    own, link = another_client(client)
-    with contextlib.suppress(AttributeError):
-        own.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
-    key = agree_on_secret(own, prefix) if secret is None else secret
-    return kind(own, prefix, key, link)
+    own = another_client(client)
+    return JobStore(own, prefix, agree_on_secret(own, prefix) if secret is None else secret)
 
 
-class NotifyingStore(GuestStore):
-    """Keys for the store host: when a wait for the notification key is over, a thread sets it."""
-
-    _notify_timer: _NotifyTimer | None = None
-
-    def wait_until_set(self, key: str, timeout_s: float) -> bool:
-        """Wait for `key`; for the notification key it is always true."""
-        if key != keys.NOTIFY:
-            return super().wait_until_set(key, timeout_s)
-        if self._notify_timer is None:
-            self._notify_timer = _NotifyTimer(self)
-        self._notify_timer.notify_in(timeout_s)
-        try:
-            return super().wait_until_set(key, _A_DAY_S)
-        finally:
-            self._notify_timer.notify_in(None)
-
-    def close(self) -> None:
-        """End the thread that sets the notification key."""
-        if self._notify_timer is not None:
-            self._notify_timer.close()
-
-
-class _NotifyTimer(threading.Thread):
-    def __init__(self, store: JobStore) -> None:
-        super().__init__(name="nvrx-store-host-notify", daemon=True)
-        self._store = store.another()
-        self._changed = threading.Condition()
-        self._at: float | None = None
-        self._is_closed = False
-        self.start()
-
-    def notify_in(self, seconds: float | None) -> None:
-        with self._changed:
-            self._at = None if seconds is None else time.monotonic() + seconds
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self.join()
-
-    def run(self) -> None:
-        # A store that is gone is the host's to tell: its own wait fails, too.
-        with contextlib.suppress(StoreLostError):
-            while self._wait():
-                self._store.put(keys.NOTIFY, "1")
-
-    def _wait(self) -> bool:
-        """Wait until it is time to notify; False when this is over."""
-        with self._changed:
-            while not self._is_closed:
-                left_s = None if self._at is None else self._at - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    self._at = None
-                    return True
-                self._changed.wait(left_s)
-            return False
-
-
-_LAST_WORDS_S = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class FollowerSettings:
-    """What a rendezvous configuration asks for.
-
-    Attributes:
-        cycle_info_dir: Where files about cycles go; None: nowhere.
-        cycle_log_prefix: What the names of cycle logs are made of.
-        attribution_endpoint: The service that reads them; None: nobody.
-        enforces_stop: Whether its STOP is to end the job.
-        token_file: File with the job's token.
-    """
-
-    cycle_info_dir: str | None = None
-    cycle_log_prefix: str | None = None
-    attribution_endpoint: str | None = None
-    enforces_stop: bool = False
-    token_file: str | None = None
-
-
-def follower_settings(conf: Mapping[str, Any]) -> FollowerSettings:
-    """Return what `conf` asks for.
+def follower_plan(conf: Mapping[str, Any]) -> ServicesPlan:
+    """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
 
     Raises:
         ValueError: a value is unusable, or the service would have no logs to read.
@@ -167,81 +58,16 @@ def follower_settings(conf: Mapping[str, Any]) -> FollowerSettings:
         raise ValueError(
             "attribution_endpoint needs cycle_log_prefix: the service reads cycle logs"
         )
-    return FollowerSettings(
+    enforces = rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
+    return ServicesPlan(
+        logs=LogPlan(applog_prefix=prefix),
         cycle_info_dir=conf.get("cycle_info_dir") or None,
-        cycle_log_prefix=prefix,
-        attribution_endpoint=None if endpoint is None else client_endpoint(endpoint),
-        enforces_stop=bool(rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)),
+        attribution=AttributionConfig(
+            None if endpoint is None else client_endpoint(endpoint),
+            stop_action="no-restart" if enforces else "log",
+        ),
         token_file=conf.get("rdzv_token_file") or None,
     )
-
-
-class CycleFollowers(RoundFollower):
-    """Tells both of a job's cycles. Any thread."""
-
-    def __init__(self, settings: FollowerSettings, node_id: str) -> None:
-        self._prefix = settings.cycle_log_prefix
-        self._reporter: CycleInfoReporter | None = None
-        self._service: AttributionService | None = None
-        self._lock = threading.Lock()  # guards the next field
-        self._is_open = False
-        if settings.cycle_info_dir is not None:
-            from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
-
-            self._reporter = CycleInfoReporter(settings.cycle_info_dir, self._prefix)
-        if settings.attribution_endpoint is not None:
-            from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
-
-            self._service = AttributionService(
-                settings.attribution_endpoint,
-                enforce_stop=settings.enforces_stop,
-                token_file=settings.token_file,
-                log_complete=False,  # the logs of other nodes may be on their way
-            )
-            self._service.start_poller(node_id)
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the service said STOP, and that is to be obeyed."""
-        return self._service is not None and self._service.stop_requested()
-
-    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        """Record that a round is closed: its workers start now."""
-        self.ended()
-        with self._lock:
-            self._is_open = True
-        if self._service is not None and self._prefix is not None:
-            path = cycle_log_file(self._prefix, entry.round)
-            self._service._submit_log(path, entry.round)  # noqa: SLF001 - its name is public
-        reporter = self._reporter
-        if reporter is not None:
-            reporter.report_cycle_start(nodes_of(placement, hosts).snapshot(entry.round))
-
-    def ended(self, round_: int | None = None, cause: Cause | None = None) -> None:
-        """Record that the present round is over; harmless when repeated."""
-        del round_  # There is no other.
-        with self._lock:
-            was_open, self._is_open = self._is_open, False
-        if not was_open:
-            return
-        if self._service is not None:
-            self._service.request_terminal_analysis(evidence_of(cause))
-        reporter = self._reporter
-        if reporter is not None:
-            reporter.report_cycle_end()
-
-    def end_cycle_info(self) -> None:
-        """Write what is known of cycles, for 2 s at most; a cycle that is open ends."""
-        reporter, self._reporter = self._reporter, None
-        if reporter is not None:
-            reporter.shutdown()
-
-    def close(self) -> None:
-        """End all of it."""
-        self.ended()
-        self.end_cycle_info()
-        if self._service is not None:
-            self._service.stop_poller(_LAST_WORDS_S)
 
 
 logger = logging.getLogger("nvrx")
@@ -252,7 +78,7 @@ class RoundsThread(threading.Thread):
 
     def __init__(
         self,
-        connect: Callable[[], NotifyingStore],
+        connect: Callable[[], JobStore],
         rules: CoordinatorRules,
         node: str,
         clock: Clock,
@@ -284,6 +110,6 @@ class RoundsThread(threading.Thread):
                     follower=self._follower,
                 ).run()
             finally:
-                store.close()
+                store.cut()
         except NvrxError as error:
             logger.error("nobody decides this job's rounds any more: %s", str(error))  # noqa: TRY400

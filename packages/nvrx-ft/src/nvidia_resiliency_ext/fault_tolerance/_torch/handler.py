@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health checks of a node before it joins, as a rendezvous configuration asks for them."""
+"""Torch's rendezvous handler over the rounds of a job, in a store that the caller brings."""
 
 from __future__ import annotations
 
@@ -33,17 +33,23 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
 )
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Request, request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
+    CoordinatorContext,
+    CoordinatorServices,
+    ServicesPlan,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host_loop import GOODBYE_WAIT_S
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed, SessionEvent
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
-from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .followers import CycleFollowers, GuestStore, NotifyingStore, RoundsThread, connect_guest
+from .followers import RoundsThread, connect_guest
 from .membership import LAST_WORDS_S, JobOverError, JoinTimeoutError, MemberSettings, Membership
 from .settings import NodeOptions
 
@@ -116,20 +122,21 @@ class StoreRendezvousHandler(RendezvousHandler):
         clock = SystemClock()
         prefix = keys.prefix(run_id)
         self._host: RoundsThread | None = None
-        self._followers: CycleFollowers | None = None
+        self._services: CoordinatorServices | None = None
+        self._is_stop_requested = False
         if options.is_store_host:
-            self._followers = CycleFollowers(options.followers, member.arrival.host)
+            self._services = self._start_services(options.services, member.arrival.host, clock)
             self._host = RoundsThread(
-                lambda: connect_guest(NotifyingStore, store, prefix, options.secret),
+                lambda: connect_guest(store, prefix, options.secret),
                 rules,
                 member.arrival.node,
                 clock,
-                self._followers,
+                self._services,
             )
             self._host.start()
         self._member = Membership(
             member,
-            lambda: connect_guest(GuestStore, store, prefix, options.secret),
+            lambda: connect_guest(store, prefix, options.secret),
             clock,
             self._on_event,
         )
@@ -165,8 +172,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the store is gone, or the nodes were started differently.
             UnhealthyNodeException: this node failed its checks, or a rank excluded it.
         """
-        if self._followers is not None:
-            self._followers.ended()
+        if self._services is not None:
+            self._services.ended(self._services.cycle)
         try:
             placed = self._member.join(self._before_arrival)
         except JobOverError as error:
@@ -239,8 +246,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                 logger.warning("the end of the job could not be told: %s", str(error))
                 is_reported = False
         self._member.close()
-        if self._followers is not None:
-            self._followers.close()
+        if self._services is not None:
+            self._services.close()
         if self._host is not None and self._member.is_over:
             self._host.join(GOODBYE_WAIT_S + LAST_WORDS_S)
         return is_reported
@@ -319,14 +326,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         The node that decides the rounds asks the service, where the parameters name one; the other
         nodes learn it from the end of the job.
         """
-        if self._followers is not None and self._followers.stop_requested:
-            return True
-        return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+        return self._is_stop_requested or (
+            self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+        )
 
     def shutdown_cycle_info_reporter(self) -> None:
         """Finish the files about cycles, for 2 s at most; nothing on nodes that write none."""
-        if self._followers is not None:
-            self._followers.end_cycle_info()
+        if self._services is not None:
+            self._services.end_cycle_info()
 
     def set_agent(self, agent: Any) -> None:
         """Take requests of ranks from `agent.fetch_control_requests()`, if it has that."""
@@ -344,6 +351,16 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._worker_group = worker_group
 
     # Steps -----------------------------------------------------------------------------------
+
+    def _start_services(self, plan: ServicesPlan, host: str, clock: Clock) -> CoordinatorServices:
+        services = CoordinatorServices(
+            plan, os.environ, CoordinatorContext("", host, ""), None, clock, is_shared=True
+        )
+        services.follow_attribution(self._request_stop, lambda *_: None)
+        return services
+
+    def _request_stop(self, _reason: str) -> None:
+        self._is_stop_requested = True
 
     def _on_event(self, event: SessionEvent) -> None:
         """Record a decision, in a thread; for records. This does nothing."""

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import arrived
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import arrived
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import LEASES_TO_FENCE
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -36,11 +36,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Placed,
     SessionEvent,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, StoreLostError
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 FINAL = frozenset({WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.UNKNOWN})
 
@@ -238,12 +239,7 @@ class Membership:
         return entry.round > joined
 
     def check(self) -> None:
-        """Make sure that this node may go on.
-
-        Raises:
-            StoreLostError: the store is gone, or has been silent for so long that the other nodes
-                are about to replace this one.
-        """
+        """Make sure that this node may go on. Raises StoreLostError."""
         if self._lost:
             raise StoreLostError(self._lost)
         fence_s = self._fence_s()
@@ -291,7 +287,7 @@ class Membership:
     def leave(self, kind: Kind, cause: Cause) -> None:
         """Say that this node takes part no longer."""
         arrival = self._settings.arrival
-        self.ask(lambda session: session.tell(kind, cause=cause, arrival=arrival))
+        self.ask(lambda session: session.send(kind, cause=cause, arrival=arrival))
         self._has_left = True
 
     def ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
@@ -343,7 +339,7 @@ class Membership:
         if not self._lost:
             kind = Kind.GOODBYE if self.is_over else Kind.LEFT
             if self.is_over or not self._has_left:
-                self._threads.submit(lambda session: session.tell(kind))
+                self._threads.submit(lambda session: session.send(kind))
         # Before the job is there the thread still waits for it, and ends by itself.
         self._threads.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         for reservation in (self._offered, self._in_use):
@@ -393,8 +389,8 @@ class Membership:
                 if self._lost:
                     raise
                 raise JoinTimeoutError(
-                    f"no store host has begun the job ({error}): is_store_host must be true on one"
-                    " node"
+                    f"no rendezvous host has begun the job ({error}):"
+                    " is_store_host must be true on one node"
                 ) from None
         return self.ask(arrive)
 

@@ -17,11 +17,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     infrastructure_rank,
     replacement_group_id,
 )
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.host import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
@@ -31,7 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_int,
 )
 
-from .followers import FollowerSettings, follower_settings
+from .followers import follower_plan
 from .membership import MemberSettings
 
 if TYPE_CHECKING:
@@ -131,14 +132,14 @@ class NodeOptions:
         is_store_host: Whether it decides the rounds; of several the first one does.
         secret: Key of the digests of the job's values; None takes a generated one.
         infra_rank: Its place in the cluster; -1 where that is unknown.
-        followers: Who follows the cycles, if this node decides the rounds.
+        services: What it runs beside that, if this node decides the rounds.
     """
 
     addr: str
     is_store_host: bool
     secret: bytes | None = None
     infra_rank: int = -1
-    followers: FollowerSettings = field(default_factory=FollowerSettings)
+    services: ServicesPlan = field(default_factory=ServicesPlan)
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:
@@ -157,7 +158,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
         is_store_host=_is_store_host(params),
         secret=read_token(token_file) if token_file else None,
         infra_rank=infrastructure_rank(os.environ),
-        followers=follower_settings(params.config),
+        services=follower_plan(params.config),
     )
 
 
@@ -190,11 +191,7 @@ def group_size(conf: Mapping[str, Any]) -> int | None:
 def host_rules(
     placement: PlacementRules, timeout: Timeouts, *, min_healthy: bool
 ) -> CoordinatorRules:
-    """Return what the store host decides by.
-
-    Raises:
-        ValueError: the rules contradict each other.
-    """
+    """Return what the store host decides by. Raises ValueError: the rules contradict each other."""
     validate(placement)
     return CoordinatorRules(
         placement=placement,

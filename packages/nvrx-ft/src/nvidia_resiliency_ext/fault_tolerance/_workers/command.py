@@ -154,12 +154,14 @@ def missing_script(path: str) -> str:
     if not os.path.exists(path):
         if path in ("python", "python3"):
             return f"script {path!r}: leave {path!r} out; the launcher starts Python by itself"
-        return f"script {path!r} does not exist; name a file, or a module with -m"
+        near = f"; did you mean {path}.py?" if os.path.isfile(f"{path}.py") else ""
+        return f"script {path!r} does not exist{near or '; name a file, or a module with -m'}"
     # Python runs a directory or an archive that holds __main__.py.
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
         if not os.path.isfile(path):
-            return f"script {os.path.dirname(path)!r} is a directory without __main__.py"
+            folder = os.path.dirname(path)
+            return f"script {folder!r} is a directory without __main__.py; name a file in it"
     if not os.access(path, os.R_OK):
         return f"script {path!r} cannot be read; change its permissions"
     return ""

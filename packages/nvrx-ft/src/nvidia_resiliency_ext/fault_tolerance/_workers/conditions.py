@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a worker must be started cold, and what a standby worker imports; it starts nothing."""
+"""Why a worker must be started cold, and what a prewarmed worker imports; it starts nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _environment_lines(text: str) -> Iterable[str]:
 
 
 def watch_list() -> dict[str, list[str]]:
-    """Return the rules as the start-up hook of a standby takes them."""
+    """Return the rules as the start-up hook of a prewarmed worker takes them."""
     return {
         "names": list(IMPORT_TIME_NAMES),
         "prefixes": list(IMPORT_TIME_PREFIXES),
@@ -143,9 +143,9 @@ def cold_reason(
     )
 
 
-def go_reason(standby_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
-    """Return why a standby cannot take over a worker's environment, or None."""
-    changed = changed_import_time(standby_env, worker_env)
+def go_reason(prewarmed_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
+    """Return why a prewarmed worker cannot take over a worker's environment, or None."""
+    changed = changed_import_time(prewarmed_env, worker_env)
     if changed:
         return f"{changed[0]} is read at import and differs from the standby's"
     return None
@@ -244,13 +244,13 @@ def _entry_text(command: WorkerCommand) -> str | None:
     return None if path is None else read_text(path)
 
 
-def module_file(name: str, folders: Iterable[str] | None = None) -> str | None:
+def module_file(name: str) -> str | None:
     """Return the source file that `-m name` runs, without importing anything.
 
     Only plain files in the working directory and on this interpreter's path are found.
     """
     parts = name.split(".")
-    for folder in folders if folders is not None else ["", *sys.path]:
+    for folder in ["", *sys.path]:
         base = os.path.join(folder, *parts)
         for path in (f"{base}.py", os.path.join(base, "__main__.py")):
             if os.path.isfile(path):
@@ -269,13 +269,13 @@ def read_text(path: str) -> str | None:
 
 
 def wants_prewarming(worker_pids: Iterable[int]) -> bool:
-    """Return whether any of the workers has libtorch mapped: only then do standbys gain."""
+    """Return whether any of the workers has libtorch mapped: only then does prewarming help."""
     return any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids)
 
 
-# In this order: between two entries a standby looks whether "go" is there already, and a script
-# gets each entry with those before it when it first imports something of it. `torch._dynamo` is
-# what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
+# In this order: between two entries a prewarmed worker looks whether "go" is there already, and a
+# script gets each entry with those before it when it first imports something of it. `torch._dynamo`
+# is what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
 # sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
 # be missing in the installed versions.
 # Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
@@ -303,7 +303,7 @@ def import_list(text: str) -> tuple[str, ...]:
 
 
 def with_optional(names: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return each name with whether a standby may go on when there is no such module."""
+    """Return each name with whether a prewarmed worker may go on when there is no such module."""
     return [(name, name in DEFAULT_IMPORTS and name != "torch") for name in names]
 
 
@@ -337,7 +337,7 @@ _LARGEST_PARSED_CHARACTERS = 200_000
 
 
 def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
-    """Return whether the entry file is certain to import what standbys import."""
+    """Return whether the entry file is certain to import what prewarmed workers import."""
     if not command.is_python:
         return False
     path = module_file(command.entry) if command.is_module else command.entry

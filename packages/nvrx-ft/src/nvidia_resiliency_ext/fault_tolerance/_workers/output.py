@@ -3,7 +3,8 @@
 
 A worker writes into a file or into what it inherited, and into a pipe of the launcher only where
 the user asked for cycle logs: a launcher that is stopped blocks a rank whose pipe is full. The
-console copy (`--tee`) follows the files, as torchrun's does: it looks at them ten times a second.
+console copy (`--tee`) follows the files; the kernel says when they grow, and where it cannot, a
+timer looks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.shared_utils.directory_notices import FileNotices
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 logger = logging.getLogger("nvrx")
@@ -96,11 +98,6 @@ class OutputSettings:
     filters: Mapping[Stream, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def copies_lines(self) -> bool:
-        """Whether lines of files are also written elsewhere."""
-        return any(self.tee.values()) or any(self.filters.values())
-
-    @property
     def writes_files(self) -> bool:
         """Whether any stream goes to a file that the user wants to keep."""
         return any(self.redirects.values()) or any(self.tee.values())
@@ -132,7 +129,7 @@ def console_output(directory: str) -> WorkerOutput:
     """Return the streams of a worker whose files have no room: the launcher's own."""
 
     def target(descriptor: int) -> Target:
-        # Named, and not inherited: a standby that was made for files would keep its placeholder.
+        # Named, and not inherited: a process prewarmed for files would keep its placeholder.
         return Target(open_pipe=lambda: os.dup(descriptor))
 
     return WorkerOutput(target(1), target(2), os.path.join(directory, "error.json"))
@@ -363,7 +360,7 @@ class _Followed:
 class Tee:
     """Copies what workers append to their files to the launcher's own streams and other files.
 
-    `look` is due every `LOOK_INTERVAL_S`. A console that does not read holds up the copy alone:
+    `fileno` is readable when a file grew. A console that does not read holds up the copy alone:
     what it did not take stays in the files. One thread only.
     """
 
@@ -373,6 +370,12 @@ class Tee:
         # Files of the cycle before, at which nobody writes any more, that are not copied yet.
         self._ended: list[_Followed] = []
         self._copies: dict[str, FilteredFile] = {}
+        self._notices = FileNotices()
+        self._has_unnoticed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor of the files' notices; -1 where the kernel has none."""
+        return self._notices.fileno()
 
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
         """Begin to copy `path` to the console; each line gets `prefix`."""
@@ -398,14 +401,22 @@ class Tee:
         wants: Callable[[bytes], bool],
     ) -> None:
         prefixed = prefix.encode(errors="surrogateescape")
-        self._followed.append(_Followed(path, prefixed, sink, offer, wants))
+        followed = _Followed(path, prefixed, sink, offer, wants)
+        self._followed.append(followed)
+        self._has_unnoticed |= not self._notices.watch(path)
+        # What was written before the watch began is not reported.
+        if self._has_unnoticed or followed.unread():
+            self._again()
 
     def look(self) -> float | None:
-        """Copy what is new; return seconds after which there is more to do, None if unknown."""
+        """Copy what is new; return seconds after which to look again, None: when a file grew."""
+        self._notices.clear()
         waits = [self._copy_ended(followed) for followed in list(self._ended)]
         # What ranks wrote before a restart comes before what they wrote after it.
         held = {followed.sink for followed in self._ended}
         waits += [self._copy(f) for f in self._followed if f.sink not in held]
+        if self._has_unnoticed:
+            waits.append(LOOK_INTERVAL_S)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _copy_ended(self, followed: _Followed) -> float | None:
@@ -456,6 +467,8 @@ class Tee:
     def _take_for_ended(self) -> None:
         self._ended += self._followed
         self._followed = []
+        self._notices.unwatch_all()
+        self._has_unnoticed = False
 
     def _complete(self, deadline: float) -> None:
         """Copy what is left of ended files until the deadline, and let go of them."""
@@ -481,6 +494,11 @@ class Tee:
             followed.end_line()
         followed.show(max(0.0, deadline - time.monotonic()))
         return left + len(followed.unshown)
+
+    def close(self) -> None:
+        """Copy the rest and release the descriptors."""
+        self.finish()
+        self._notices.close()
 
 
 def _all(_line: bytes) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When standby workers are started, replaced and given up. Pure; it starts nothing itself.
+"""When prewarmed workers are started, replaced and given up. Pure; it starts nothing itself.
 
 Slots, one per local rank:
 
@@ -12,13 +12,13 @@ Slots, one per local rank:
 | ready | `Stale` (its files changed on disk) | empty | `EndPrewarm` |
 | activated | `Begun` (it runs its program) | activated | |
 | activated | `Ended` (its process is gone, and it is no failure) | empty | |
-| activated | `RanksStarting` (of the next cycle) | empty | |
+| activated | `RANKS_STARTING` (of the next cycle) | empty | |
 | activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
 | any but activated | the pool is disabled or released | empty | `EndPrewarm` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
-but never while ranks start: between `RanksStarting` and `RanksStarted`, until each worker that was
-activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
+but never while ranks start: between `RANKS_STARTING` and `RANKS_STARTED`, until each worker that
+was activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
 at a time, or as many as there are processors that nothing else uses; before the first cycle all are
 started at once. Where all workers of a cycle have their imports behind them, those processors are
@@ -39,12 +39,12 @@ FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
 # Ranks that do next to nothing leave their processor as good as idle.
 _IDLE_SLACK = 0.3
-# What torch and DistributedDataParallel take, until a standby has reported its own figure.
-EXPECTED_STANDBY_BYTES = 224 << 20
+# What torch and DistributedDataParallel take, until a prewarmed worker has reported its own figure.
+EXPECTED_PREWARMED_BYTES = 224 << 20
 
 
 class SlotState(enum.Enum):
-    """Where the standby of one local rank is."""
+    """Where the prewarmed worker of one local rank is."""
 
     EMPTY = "empty"
     WARMING = "warming"
@@ -55,25 +55,25 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The standbys of one node.
+    """The prewarmed workers of one node.
 
     Attributes:
         slots: State by local rank.
         width: How many may warm up at the same time next to running ranks.
         idle_width: How many may because nothing else uses the processors, as last reported.
         disabled: Why workers start cold for now, or None.
-        wanted: Whether the workers gain from standbys at all.
+        wanted: Whether the workers gain from prewarmed workers at all.
         refused: The command can never be started warm.
         first: No "go" has been given yet: nothing runs that a fill could disturb.
         ranks_starting: Workers are starting; they need the processors.
         importing: Slots that were activated and import still; they need the processors, too.
         import_s: The longest that workers took to begin which were activated while importing.
         activated_at: When the last "go" was given.
-        is_warm: All workers of this cycle came from standbys; when these have begun, none imports.
+        is_warm: All workers of this cycle were prewarmed; when these have begun, none imports.
         has_stepped: A rank of this cycle has shown a sign of a running step.
         fill_at: Earliest time of the next fill; None = not before a sign of a running step.
-        last_failure: When a standby failed last.
-        prewarmed_bytes: Private memory of one standby, as the last one reported.
+        last_failure: When a prewarmed worker failed last.
+        prewarmed_bytes: Private memory of one prewarmed worker, as the last one reported.
         free_bytes: Memory that the node could still give, as last reported.
     """
 
@@ -92,7 +92,7 @@ class Pool:
     has_stepped: bool = False
     fill_at: float | None = None
     last_failure: float | None = None
-    prewarmed_bytes: int = EXPECTED_STANDBY_BYTES
+    prewarmed_bytes: int = EXPECTED_PREWARMED_BYTES
     free_bytes: int | None = None
 
     @classmethod
@@ -102,45 +102,30 @@ class Pool:
 
     @property
     def is_missing_some(self) -> bool:
-        """Whether standbys could be started that are not."""
+        """Whether prewarmed workers could be started that are not."""
         return self.may_fill and bool(_unheld(self))
 
     @property
     def may_fill(self) -> bool:
-        """Whether standbys may be started, as far as it is not a question of time."""
+        """Whether prewarmed workers may be started, as far as it is not a question of time."""
         starting = self.ranks_starting or bool(self.importing)
         blocked = self.refused or self.disabled is not None or starting
         return self.wanted and not blocked
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """The launcher has just started: start standbys for the first cycle, all at once."""
+class Happened(enum.Enum):
+    """An event without further content."""
 
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStarting:
-    """The launcher begins to start workers of a cycle."""
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStarted:
-    """All workers of the cycle have been started or activated."""
-
-
-@dataclass(frozen=True, slots=True)
-class GoodStep:
-    """A rank sent its first heartbeat or closed its first section in this cycle; once a cycle."""
+    PREPARE = "the launcher has just started: start standbys for the first cycle, all at once"
+    TICK = "time has passed"
+    RANKS_STARTING = "the launcher begins to start workers of a cycle"
+    RANKS_STARTED = "all workers of the cycle have been started or activated"
+    GOOD_STEP = "a rank sent its first heartbeat or closed its first section; once a cycle"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Whether the running workers use what standbys import."""
+    """Whether the running workers use what prewarmed workers import."""
 
     wanted: bool
 
@@ -161,7 +146,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class PrewarmReady:
-    """The imports of a slot's standby are done."""
+    """The imports of a slot's prewarmed worker are done."""
 
     slot: int
     private_bytes: int = 0
@@ -169,7 +154,7 @@ class PrewarmReady:
 
 @dataclass(frozen=True, slots=True)
 class PrewarmFailed:
-    """A slot's standby failed, died or must not be used."""
+    """A slot's prewarmed worker failed, died or must not be used."""
 
     slot: int
     reason: str
@@ -177,14 +162,14 @@ class PrewarmFailed:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A slot's standby was activated: it is a worker now, or will be."""
+    """A slot's prewarmed worker was activated: it is a worker now, or will be."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The worker that came from a slot's standby runs its program."""
+    """The worker that came from a slot's prewarmed worker runs its program."""
 
     slot: int
 
@@ -198,7 +183,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The interpreter or a package changed on disk since a slot's standby was started."""
+    """The interpreter or a package changed on disk since a slot's prewarmed worker was started."""
 
     slot: int
 
@@ -211,14 +196,14 @@ class Refused:
 
 
 Event = (
-    Prepare | Tick | RanksStarting | RanksStarted | GoodStep | Wanted | Memory | Idle
-    | PrewarmReady | PrewarmFailed | Gone | Begun | Ended | Stale | Refused
+    Happened | Wanted | Memory | Idle | PrewarmReady
+    | PrewarmFailed | Gone | Begun | Ended | Stale | Refused
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StartPrewarm:
-    """Start a standby for the slot."""
+    """Start a prewarmed worker for the slot."""
 
     slot: int
 
@@ -281,25 +266,25 @@ def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]
             draft.change(wanted=wanted)
             if not wanted:
                 draft.end_all()
-        case GoodStep():
+        case Happened.GOOD_STEP:
             draft.change(disabled=None, fill_at=now, has_stepped=True)
-        case RanksStarting():
+        case Happened.RANKS_STARTING:
             draft.change(
                 ranks_starting=True, importing=frozenset(), has_stepped=False, idle_width=0
             )
             for slot, state in enumerate(pool.slots):
                 if state is SlotState.ACTIVATED:
                     draft.set_slot(slot, SlotState.EMPTY)
-        case RanksStarted():
+        case Happened.RANKS_STARTED:
             is_warm = all(state is SlotState.ACTIVATED for state in pool.slots)
             import_s = 0.0 if is_warm else pool.import_s
             fill_at = now + import_s + _pause_s(import_s)
             draft.change(ranks_starting=False, first=False, is_warm=is_warm, fill_at=fill_at)
         case Memory() | Idle():
             return _with_machine(pool, event), ()
-        case Prepare() | Tick():
+        case Happened.PREPARE | Happened.TICK:
             pass
-    _fill(draft, now, prepare=isinstance(event, Prepare))
+    _fill(draft, now, prepare=event is Happened.PREPARE)
     return draft.pool, tuple(draft.effects)
 
 

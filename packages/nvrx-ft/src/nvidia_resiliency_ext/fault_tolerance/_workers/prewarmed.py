@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One standby worker: its process and its socket, from the start until it is a worker or ended.
+"""One prewarmed worker: its process and its socket, from the start until it is a worker or ended.
 
-It decides neither when standbys start nor which worker comes from one. All calls come from the
-launcher's loop, and none but `end` waits. Start standbys from a thread that lasts as long as the
-launcher: the kernel ties their lives to the thread.
+It decides neither when one starts nor which worker comes from it. All calls come from the
+launcher's loop, and none but `end` waits. Start prewarmed workers from a thread that lasts as long
+as the launcher: the kernel ties their lives to the thread.
 
     standby = PrewarmedWorker.start(command, env, slot=0)
     loop.watch(standby.fileno(), ...)       # receive() -> Ready(...)
@@ -40,7 +40,7 @@ logger = logging.getLogger("nvrx")
 HOOK_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
 FD_VARIABLE = "NVRX_STANDBY_FD"
 PYTHONPATH_VARIABLE = "NVRX_STANDBY_PYTHONPATH"
-# A packet must fit the default send buffer (212992 bytes) while the standby does not read.
+# A packet must fit the default send buffer (212992 bytes) while the prewarmed worker does not read.
 _LARGEST_MESSAGE_BYTES = 96 << 10
 _LARGEST_REPLY_BYTES = 1 << 20
 _STATUS_WAIT_S = 0.2
@@ -48,12 +48,12 @@ _LARGEST_OUTPUT_BYTES = 4096
 
 
 class PrewarmError(NvrxError):
-    """A standby cannot be started or activated; start the worker cold."""
+    """A prewarmed worker cannot be started or activated; start the worker cold."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """A file that a standby imported, as it was then."""
+    """A file that a prewarmed worker imported, as it was then."""
 
     path: str
     size_bytes: int
@@ -62,7 +62,7 @@ class FileStamp:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The imports are done and the standby waits.
+    """The imports are done and the prewarmed worker waits.
 
     Attributes:
         pid: Its process.
@@ -97,12 +97,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class GoOrder:
-    """What a standby needs to become a worker.
+    """What a prewarmed worker needs to become a worker.
 
     Attributes:
         env: The worker's whole environment.
-        stdio_fds: Its three streams; None keeps the one that the standby has. They stay the
-            caller's.
+        stdio_fds: Its three streams; None keeps the one that it has. They stay the caller's.
         not_before: Monotonic seconds before which it must not run the script; None: at once.
     """
 
@@ -115,8 +114,8 @@ class GoOrder:
 class Stdio:
     """What the worker's output will be; None means the launcher's own stream.
 
-    Python chooses buffers when a stream is opened, so a standby gets another file of the same
-    kind until "go": a file in memory for a path, the null device for that, a pipe for a pipe.
+    Python chooses buffers when a stream is opened, so a prewarmed worker gets another file of the
+    same kind until "go": a file in memory for a path, the null device for that, a pipe for a pipe.
     """
 
     stdout: str | None = None
@@ -170,7 +169,7 @@ class PrewarmedWorker:
         Raises:
             ChildStartError: The command cannot be run.
             PrewarmError: There are too many modules to name, or the kernel does not give what a
-                standby needs, such as files in memory.
+                prewarmed worker needs, such as files in memory.
         """
         words = tuple(argv) if argv is not None else command.for_local_rank(slot)
         outputs: list[int | None] = []
@@ -256,7 +255,7 @@ class PrewarmedWorker:
         self.child.signal(signal.SIGCONT)
 
     def stale_file(self) -> str | None:
-        """Return a file that changed since the standby imported it, or None."""
+        """Return a file that changed since the prewarmed worker imported it, or None."""
         for stamp in self._files:
             if file_stamp(stamp.path) != stamp:
                 return stamp.path

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stopping workers, worker by worker: ask, then force, then give up. Pure.
+"""The workers of a cycle: start, exits, and the stop of each: ask, then force, then give up.
 
-Each worker has its own deadline: one that ignores SIGTERM delays nobody else, and one that
-survives SIGKILL (state D) is given up after a bound instead of being waited for.
-
-Each worker leads a session and a process group of its own and dies with the launcher. A worker
-comes from a standby that is activated, or from a fresh interpreter; from then on both are the
-same to this module.
+Each worker has its own deadline: one that ignores SIGTERM delays no other, and one that survives
+SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own and
+dies with the launcher, whether it comes from a prewarmed worker or from a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -156,7 +153,7 @@ class WorkerSpec:
 class Started:
     """A process that is now a worker, and how it was started.
 
-    A standby that had not finished its imports is no warm start, though its worker gains time: then
+    One that had not finished its imports is no warm start, though its worker gains time: then
     `cold_reason` is `STILL_IMPORTING`.
     """
 
@@ -270,7 +267,7 @@ class WorkerGroup:
         self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
 
     def _start_again(self, local_rank: int, reason: str) -> bool:
-        """Start a worker whose standby failed; return False when even that cannot be done."""
+        """Start a worker whose prewarmed process failed; return False if that cannot be done."""
         spec = self._specs[local_rank]
         try:
             with contextlib.ExitStack() as opened:

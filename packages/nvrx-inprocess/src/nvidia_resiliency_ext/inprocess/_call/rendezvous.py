@@ -28,7 +28,6 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     LAST_PORT,
     STORE_VARIABLE,
     Endpoint,
-    StoreLostError,
     cycle_prefix,
     find_endpoint,
     job_name,
@@ -44,6 +43,7 @@ from nvidia_resiliency_ext.inprocess.store import (
     TCPStore,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .settings import Settings
 

@@ -41,10 +41,10 @@ def open_iteration_store(settings: MonitorSettings) -> IterationStore:
 
 def connect_store(host: str, port: int) -> Any:
     """Connect to a TCPStore that is served; without torch, where that is possible."""
-    from nvidia_resiliency_ext.inprocess._store.plain import PlainStore, StrangeStoreError
+    from nvidia_resiliency_ext.shared_utils.store_client import StoreClient, StrangeStoreError
 
     try:
-        return PlainStore(host, port, _CONNECT_LIMIT)
+        return StoreClient(host, port, _CONNECT_LIMIT)
     except StrangeStoreError as error:
         logger.info("monitor_process: %s; torch's own client is used", error)
     warm_up()

@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
-from .names import ForeignValueError, StoreLostError
-from .plain import WaitExpiredError
+from .names import ForeignValueError
 from .sockets import is_listening
 
 MAX_VALUE_BYTES = 1 << 24

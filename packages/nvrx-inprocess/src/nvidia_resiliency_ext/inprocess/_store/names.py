@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .sockets import is_ours
 
@@ -155,10 +156,6 @@ def iteration_keys(prefix: str, iteration: int) -> IterationKeys:
 
 
 _SHOWN = 200
-
-
-class StoreLostError(NvrxError):
-    """The store does not answer: its host is gone, or the way to it."""
 
 
 class NobodyListensError(StoreLostError):

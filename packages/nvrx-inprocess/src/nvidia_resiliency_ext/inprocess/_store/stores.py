@@ -20,6 +20,7 @@ from torch.distributed import TCPStore as TorchTCPStore  # type: ignore[attr-def
 
 from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 from nvidia_resiliency_ext.shared_utils.store_sockets import (
     open_client,
     serving_options,
@@ -27,14 +28,7 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
 )
 
 from .mixin import StoreMixin
-from .names import (
-    Endpoint,
-    NobodyListensError,
-    StoreLostError,
-    iteration_prefix,
-    named_endpoint,
-    port_is_held,
-)
+from .names import Endpoint, NobodyListensError, iteration_prefix, named_endpoint, port_is_held
 from .sockets import limit_answers, listen, wait_until_listening
 
 logger = logging.getLogger("nvrx")

@@ -22,11 +22,11 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     Endpoint,
     ForeignValueError,
     NobodyListensError,
-    StoreLostError,
     port_is_held,
 )
 from nvidia_resiliency_ext.inprocess._store.sockets import is_reachable_from_elsewhere
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 _KEY = "nvrx/owner"
 

@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint, StoreLostError
-from nvidia_resiliency_ext.inprocess._store.plain import handshake
+from nvidia_resiliency_ext.inprocess._store.names import Endpoint
 from nvidia_resiliency_ext.inprocess._store.stores import connect_client
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, handshake
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
 

@@ -114,8 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ask(options: argparse.Namespace, request: StatusRequest | Change) -> Status:
     if options.store is None:
         return ask(find_job(options.run_dir), request, options.timeout)
-    # Its client prints lines and frames of its own when a store is gone.
+    # Its client prints lines and frames of its own when a store is gone, and asks for the name of
+    # the store's address: 10 s where no name server answers.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     from ._session.store_control import ask_through_store
 
     host, port = options.store

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nvidia_resiliency_ext.shared_utils.events import CkptLoad, CkptSave, EventLog
 
 __all__ = ["CheckpointRecord"]
-
-_MODE = "local"
 
 
 class CheckpointRecord:
@@ -16,26 +16,15 @@ class CheckpointRecord:
     def __init__(self) -> None:
         self._log = EventLog.join(src="ckpt")
 
-    def saved(self, iteration: int, nbytes: int, seconds: float, *, rank: int) -> None:
-        """Record that all ranks have a checkpoint."""
-        event = CkptSave(
-            iteration=iteration, bytes=nbytes, write_s=seconds, mode=_MODE, result="ok"
-        )
-        self._log.record(event, cycle=None, rank=rank)
-
-    def save_failed(self, iteration: int, error: str, seconds: float, *, rank: int) -> None:
-        """Record that a save failed on at least one rank."""
-        event = CkptSave(
-            iteration=iteration, write_s=seconds, mode=_MODE, result="failed", error=error
-        )
-        self._log.record(event, cycle=None, rank=rank)
-
-    def loaded(self, iteration: int, seconds: float, *, rank: int) -> None:
-        """Record that all ranks have loaded a checkpoint."""
-        event = CkptLoad(iteration=iteration, stall_s=seconds, mode=_MODE, result="ok")
-        self._log.record(event, cycle=None, rank=rank)
-
-    def load_failed(self, iteration: int, error: str, *, rank: int) -> None:
-        """Record that no checkpoint could be loaded."""
-        event = CkptLoad(iteration=iteration, mode=_MODE, result="failed", error=error)
+    def add(
+        self,
+        kind: type[CkptSave | CkptLoad],
+        iteration: int,
+        rank: int,
+        error: str = "",
+        **more: Any,
+    ) -> None:
+        """Record that all ranks have saved or loaded a checkpoint, or that one could not."""
+        result = "failed" if error else "ok"
+        event = kind(iteration=iteration, mode="local", result=result, error=error or None, **more)
         self._log.record(event, cycle=None, rank=rank)

@@ -25,6 +25,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
+from nvidia_resiliency_ext.shared_utils.events import CkptLoad, CkptSave
 
 __all__ = [
     "BaseCheckpointManager",
@@ -218,7 +219,8 @@ class BaseCheckpointManager(ABC):
             if state is not None:
                 self.latest_iteration = iteration
                 self._restore_devices(state, iteration)
-                self._record.loaded(iteration, time.monotonic() - begin, rank=self._agreement.rank)
+                seconds = time.monotonic() - begin
+                self._record.add(CkptLoad, iteration, self._agreement.rank, stall_s=seconds)
                 return state, self._ckpt_id(iteration)
             logger.warning("iteration %d cannot be loaded on all ranks, trying an older", iteration)
             iteration = self._look_for_latest(below=iteration)
@@ -226,7 +228,7 @@ class BaseCheckpointManager(ABC):
         problem = (
             f"iteration {asked} is damaged or lost on at least one rank, and no older is whole"
         )
-        self._record.load_failed(asked, problem, rank=self._agreement.rank)
+        self._record.add(CkptLoad, asked, self._agreement.rank, problem)
         raise CheckpointingException(problem)
 
     def _restore_devices(self, state: TensorAwareStateDict, iteration: int) -> None:
@@ -242,7 +244,7 @@ class BaseCheckpointManager(ABC):
             return
         text = by_rank(self._agreement.gather_texts(problem))
         message = f"iteration {iteration} is whole, but cannot be brought back to its devices: "
-        self._record.load_failed(iteration, message + text, rank=self._agreement.rank)
+        self._record.add(CkptLoad, iteration, self._agreement.rank, message + text)
         raise CheckpointingException(message + text)
 
     def _load_together(self, iteration: int) -> TensorAwareStateDict | None:
@@ -412,14 +414,14 @@ class BaseCheckpointManager(ABC):
         if self._all_true(not problem, problem):
             self.latest_iteration = iteration
             self.globally_available_ids = {}  # as it was before; looked at again when it is loaded
-            self._record.saved(iteration, call.nbytes, seconds, rank=rank)
+            self._record.add(CkptSave, iteration, rank, bytes=call.nbytes, write_s=seconds)
             self._finish_cleanup(iteration, in_background=is_async)
             return
         problems = self._agreement.gather_texts(problem)
         self._cleanup_failed_save(iteration)
         text = by_rank(problems)
         message = f"iteration {iteration} could not be saved, earlier ones are untouched: {text}"
-        self._record.save_failed(iteration, message, seconds, rank=rank)
+        self._record.add(CkptSave, iteration, rank, message, write_s=seconds)
         raise CheckpointingException(message)
 
 

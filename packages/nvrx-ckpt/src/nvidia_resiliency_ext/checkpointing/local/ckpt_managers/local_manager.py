@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
 from nvidia_resiliency_ext.checkpointing._shard.directory import (
     DAMAGED,
     DIRTY,
+    DirectoryLock,
     RankDirectory,
     ShardName,
     shard_file_name,
@@ -61,7 +62,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         keep_last: How many complete iterations to keep.
         load_policy: "auto" loads any class of state, from files and directories that only this
             user can write to; "strict" loads only `BasicTensorAwareStateDict`, which runs no code.
-        peer_timeout_s: Seconds after which a rank that keeps copies and does not answer is lost.
+        peer_timeout_s: Seconds after which a rank that keeps copies and gives no sign of life is
+            lost. While its disk makes a copy durable it gives one every quarter of that.
         verify_on_load: Compare what is loaded with its checksums. Default
             `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else yes.
         allow_same_machine: Let copies lie on the machine of their original, from where they are
@@ -116,6 +118,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._cleanup_thread: threading.Thread | None = None
         self._complained: set[str] = set()
         self._complete: set[int] = set()
+        self._lock: DirectoryLock | None = None
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -268,8 +271,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         def may_keep(name: ShardName, manifest: Manifest) -> str:
             manager = reference()
-            if manager is None:
-                return "the manager of the copies is gone"
+            if manager is None or manager._lock is None:  # noqa: SLF001 - ours
+                return "this rank does not save"
             try:
                 manager._check_identity(str(name), manifest.identity, name)  # noqa: SLF001 - ours
             except DamagedCheckpointError as error:
@@ -298,6 +301,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if self._server is not None:
             self._server.close()
             self._server, self._peers = None, ()
+        self._lock = None
 
     def _clique(self) -> int:
         clique = self._clique_strategy()
@@ -385,6 +389,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self.wait_for_cleanup()
         directory = self._directory()
         directory.ensure()
+        before, self._lock = self._lock, None  # it may be of a directory that is gone
+        self._lock = directory.lock()
+        del before
         directory.remove_leftovers()
         stale = [name for name in directory.names() if name.iteration == iteration]
         directory.remove([name for name in stale if name.suffix != DIRTY])
@@ -432,6 +439,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _cleanup_failed_save(self, iteration: int) -> None:
         if self._server is not None:
             self._server.wait_for_stores(self._peer_timeout_s)
+        if self._lock is None:
+            return  # what lies there is another process's
         directory = self._directory()
         try:
             directory.remove_leftovers()
@@ -440,10 +449,14 @@ class LocalCheckpointManager(BaseCheckpointManager):
             logger.warning("shards of iteration %d cannot be removed: %s", iteration, error)
 
     def _failure_note(self) -> str:
+        path = self._directory().path
         try:
-            return "; ".join(self._directory().remove_leftovers())
+            notes = self._directory().remove_leftovers()
         except OSError as error:
             return str(error)
+        if not notes and not os.path.isdir(path):
+            notes = [f"{path} is gone: create or mount it"]
+        return "; ".join(notes)
 
 
 _OWN_SAVE: Any = LocalCheckpointManager._save  # noqa: SLF001 - to notice a replaced `_save`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a standby worker runs before it becomes a worker; it knows nothing of ranks and cycles.
+"""What a prewarmed worker runs before it becomes a worker; it knows nothing of ranks and cycles.
 
 The interpreter imports this file under the name `sitecustomize` because the launcher put its
 folder in front of `PYTHONPATH`. It takes itself out of the way, imports the heavy modules, tells
@@ -447,7 +447,7 @@ def _step_back() -> Callable[[], object]:
 
 
 def _mark_name() -> Callable[[], object]:
-    """Show in `ps` and `top` that this is a standby; return what undoes it."""
+    """Show in `ps` and `top` that this is a prewarmed worker; return what undoes it."""
     try:
         with open("/proc/self/comm", encoding="utf-8", errors="surrogateescape") as file:
             old = file.read().rstrip("\n")

@@ -115,16 +115,15 @@ class Outcome:
     step_time: float = math.inf
 
 
-@dataclass
 class _Scored:
-    """Scores of one rank; `gpu` and the arrays are NaN where there is nothing to compare."""
+    """Scores of one rank, all NaN at first; they stay so where there is nothing to compare."""
 
-    gpu_relative: float = float("nan")
-    gpu_individual: float = float("nan")
-    section_relative: Array = field(default_factory=lambda: np.empty(0))
-    section_individual: Array = field(default_factory=lambda: np.empty(0))
-    kernel_ratios: Array = field(default_factory=lambda: np.empty(0))
-    common_kernels: int = 0
+    def __init__(self, window: Window) -> None:
+        self.gpu_relative = self.gpu_individual = math.nan
+        self.section_relative = np.full(len(window.section_names), np.nan)
+        self.section_individual = np.full(len(window.section_names), np.nan)
+        self.kernel_ratios = np.full(len(window.kernel_names), np.nan)
+        self.common_kernels = 0
 
 
 class ReportGenerator:
@@ -343,17 +342,10 @@ class ReportGenerator:
             return self._score(window, reference), has_failed
         except Exception:  # peers wait in the collective that follows
             logger.exception("straggler report: this rank has no scores")
-            count = len(window.section_names)
-            empty = _Scored(section_relative=np.full(count, np.nan))
-            empty.section_individual = np.full(count, np.nan)
-            empty.kernel_ratios = np.full(len(window.kernel_names), np.nan)
-            return empty, True
+            return _Scored(window), True
 
     def _score(self, window: Window, reference: Array) -> _Scored:
-        scored = _Scored()
-        scored.section_relative = np.full(len(window.section_names), np.nan)
-        scored.section_individual = np.full(len(window.section_names), np.nan)
-        scored.kernel_ratios = np.full(len(window.kernel_names), np.nan)
+        scored = _Scored(window)
         if self.is_computing_indiv_scores:
             best = self._best_kernels.update(
                 window.kernel_names, window.kernel_medians, window.kernel_weights

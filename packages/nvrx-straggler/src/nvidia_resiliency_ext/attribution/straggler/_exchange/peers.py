@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Peers", "reason_of"]
 
-_JOINING = "joining"
 _GROUP_TIMEOUT_S = 1800.0
 _LONGEST_LIST = 200
 _LONGEST_REASON = 300
@@ -79,7 +78,6 @@ class Peers:
             RuntimeError: The store or a rank is gone.
         """
         store = self._store = PrefixStore(self._prefix, _own_connection(self._job_store))
-        self.announce(_JOINING)
         own = {"rank": str(self._rank), **self._options}
         first = json.loads(store.compare_set("options", "", json.dumps(own)))
         for name, value in self._options.items():

@@ -212,10 +212,7 @@ class ExchangeWorker:
     def join_peers(self) -> Any:
         """Return the process group of the ranks; in the thread of this worker."""
         if self._peers.group is None:
-            self._announced = True
             self._peers.join(lambda is_over: self._wait(is_over, can_end=True))
-            self._peers.withdraw()
-            self._announced = False
         return self._peers.group
 
     def _wait(self, is_over: Callable[[], bool], *, can_end: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 
+V = TypeVar("V")
+
 SLOWEST_KERNELS = 3
 """Kernels per rank that travel with the report, for explanations."""
 DETAIL_COLUMNS = 5 + 3 * SLOWEST_KERNELS
@@ -42,31 +44,43 @@ STATUS_TEXTS = (
 """How kernel timing stands on a rank; its number travels."""
 
 
-class RankScores(Mapping[int, float]):
-    """Scores by rank; `.items()` and `.values()` run over ranks in order.
+class _ByRank(Mapping[int, V]):
+    """A value for each rank; `.items()` and `.values()` run over ranks in order.
 
     Args:
-        scores: One score per rank.
-        first_rank: Rank of the first score.
+        array: One row per rank.
+        first_rank: Rank of the first row.
     """
 
     __slots__ = ("array", "first_rank")
 
-    def __init__(self, scores: Rows, first_rank: int = 0) -> None:
-        self.array = scores
+    def __init__(self, array: Any, first_rank: int = 0) -> None:
+        self.array = array
         self.first_rank = first_rank
-
-    def __getitem__(self, rank: int) -> float:
-        index = rank - self.first_rank
-        if not 0 <= index < len(self.array):
-            raise KeyError(rank)
-        return float(self.array[index])
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.first_rank, self.first_rank + len(self.array)))
 
     def __len__(self) -> int:
         return len(self.array)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def _row(self, rank: int) -> Any:
+        index = rank - self.first_rank
+        if not 0 <= index < len(self.array):
+            raise KeyError(rank)
+        return self.array[index]
+
+
+class RankScores(_ByRank[float]):
+    """Scores by rank, from an array of one dimension."""
+
+    __slots__ = ()
+
+    def __getitem__(self, rank: int) -> float:
+        return float(self._row(rank))
 
     def __repr__(self) -> str:
         return repr(dict(zip(self, self.array.tolist(), strict=True)))
@@ -107,27 +121,14 @@ class SectionScores(Mapping[str, Mapping[int, float]]):
         return repr(dict(self))
 
 
-class RankNodes(Mapping[int, str]):
-    """Node name of each rank."""
+class RankNodes(_ByRank[str]):
+    """Node name of each rank, from a list."""
 
-    __slots__ = ("names",)
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    __slots__ = ()
 
     def __getitem__(self, rank: int) -> str:
-        if not 0 <= rank < len(self.names):
-            raise KeyError(rank)
-        return self.names[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self.names)))
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
+        name: str = self._row(rank)
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class RankDetail:
     slowest: tuple[SlowKernel, ...]
 
 
-class RankDetails(Mapping[int, RankDetail]):
+class RankDetails(_ByRank[RankDetail]):
     """Details by rank.
 
     Args:
@@ -176,18 +177,14 @@ class RankDetails(Mapping[int, RankDetail]):
         first_rank: Rank of the first row.
     """
 
-    __slots__ = ("array", "first_rank", "kernel_names")
+    __slots__ = ("kernel_names",)
 
     def __init__(self, rows: Rows, kernel_names: Sequence[str], first_rank: int = 0) -> None:
-        self.array = rows
+        super().__init__(rows, first_rank)
         self.kernel_names = tuple(kernel_names)
-        self.first_rank = first_rank
 
     def __getitem__(self, rank: int) -> RankDetail:
-        index = rank - self.first_rank
-        if not 0 <= index < len(self.array):
-            raise KeyError(rank)
-        row = self.array[index].tolist()
+        row = self._row(rank).tolist()
         slowest = []
         for start in range(5, DETAIL_COLUMNS, 3):
             kernel, score, share = row[start : start + 3]
@@ -197,9 +194,3 @@ class RankDetails(Mapping[int, RankDetail]):
         return RankDetail(
             row[0], row[1], STATUS_TEXTS[status], int(row[3]), int(row[4]), tuple(slowest)
         )
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first_rank, self.first_rank + len(self.array)))
-
-    def __len__(self) -> int:
-        return len(self.array)

@@ -186,7 +186,7 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
     except (RuntimeError, NoAnswerError) as error:
         raise ControlError(
             f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
-            " MASTER_ADDR and MASTER_PORT of the job's ranks"
+            " MASTER_ADDR and MASTER_PORT of the job's ranks, or a longer --timeout"
         ) from error
 
 

@@ -16,11 +16,11 @@ from protocol_schedules import RealRun
 
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import connect_store
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-from nvidia_resiliency_ext.inprocess._store import plain
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, StoreLostError
-from nvidia_resiliency_ext.inprocess._store.plain import (
-    PlainStore,
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.shared_utils.store_client import (
+    StoreClient,
+    StoreLostError,
     StrangeStoreError,
     WaitExpiredError,
 )
@@ -40,14 +40,14 @@ def server(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def client(server: Any) -> Iterator[PlainStore]:
+def client(server: Any) -> Iterator[StoreClient]:
     """Connect to it without torch."""
-    made = PlainStore("127.0.0.1", server.port, LONG)
+    made = StoreClient("127.0.0.1", server.port, LONG)
     yield made
     made.close()
 
 
-def test_it_says_what_torch_says(server: Any, client: PlainStore) -> None:
+def test_it_says_what_torch_says(server: Any, client: StoreClient) -> None:
     """What one of both writes the other one reads, for every operation."""
     client.set("a", "1")
     assert client.get("a") == server.get("a") == b"1"
@@ -68,7 +68,7 @@ def test_it_says_what_torch_says(server: Any, client: PlainStore) -> None:
     assert not server.check(["c"])
 
 
-def test_a_wait_ends_and_leaves_the_connection_in_step(client: PlainStore) -> None:
+def test_a_wait_ends_and_leaves_the_connection_in_step(client: StoreClient) -> None:
     """After waits that end just when the key comes, each answer is still that of its question."""
     other = client.clone()
     for number in range(100):
@@ -87,7 +87,7 @@ def test_a_wait_ends_and_leaves_the_connection_in_step(client: PlainStore) -> No
     other.close()
 
 
-def test_access_is_the_same(server: Any, client: PlainStore) -> None:
+def test_access_is_the_same(server: Any, client: StoreClient) -> None:
     """A wait in vain is no value, and a counter that is none is named with what stands there."""
     access = StoreAccess(client)  # type: ignore[arg-type]
     assert access.get("missing", 0.02) is None
@@ -170,28 +170,26 @@ FAKE_SERVERS = {
 def test_what_is_no_store_is_notified_apart(answer: Any) -> None:
     """A program that says something else, or hangs up, is no TCPStore."""
     with FakeServer(answer) as server, pytest.raises(StrangeStoreError):
-        PlainStore("127.0.0.1", server.port, LONG)
+        StoreClient("127.0.0.1", server.port, LONG)
 
 
-def test_who_says_nothing_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_no_stranger() -> None:
     """A store that is stopped looks like that: it is lost, and torch would wait as well."""
-    monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.2)
     with FakeServer(hold) as server, pytest.raises(StoreLostError, match=r"nothing for 0.2 s") as e:
-        PlainStore("127.0.0.1", server.port, LONG)
+        StoreClient("127.0.0.1", server.port, LONG, answer_timeout_s=0.2)
     assert not isinstance(e.value, StrangeStoreError)
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_there() -> None:
     """Where nobody listens there is no store, after a while."""
-    monkeypatch.setattr(plain, "_REFUSED_LIMIT_S", 0.1)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(StoreLostError, match="no store answers at 127"):
-            PlainStore("127.0.0.1", unused.getsockname()[1], LONG)
+            StoreClient("127.0.0.1", unused.getsockname()[1], LONG, refused_limit_s=0.1)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_ends(seed: int) -> None:
     """Whatever bytes come back, every operation ends with a value or a typed error, in time."""
     chance = random.Random(seed)
 
@@ -202,8 +200,8 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             connection.sendall(chance.randbytes(chance.randrange(1, 40)))
 
     with FakeServer(babble) as server:
-        store = PlainStore("127.0.0.1", server.port, LONG)
-        monkeypatch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
+        store = StoreClient("127.0.0.1", server.port, LONG)
+        store.answer_timeout_s = 0.1
         iteration_store = IterationStore(store, "p/")  # type: ignore[arg-type]
         for operation in (
             iteration_store.nodes,
@@ -216,7 +214,7 @@ def test_any_answer_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         store.close()
 
 
-def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_hangs_is_lost_in_time() -> None:
     """A server that is silent after the handshake is a lost store, for a wait and a question."""
 
     def fall_silent(connection: socket.socket) -> None:
@@ -225,10 +223,9 @@ def test_a_store_that_hangs_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     with FakeServer(fall_silent) as server:
         for use in (lambda b: b.outcome(0, 0.1), lambda b: b.renew_lease(0)):
-            store = PlainStore("127.0.0.1", server.port, LONG)
+            store = StoreClient("127.0.0.1", server.port, LONG)
             iteration_store = IterationStore(store, "p/")  # type: ignore[arg-type]
-            with monkeypatch.context() as patch:
-                patch.setattr(plain, "ANSWER_TIMEOUT_S", 0.1)
-                with pytest.raises(StoreLostError, match="no answer within"):
-                    use(iteration_store)
+            store.answer_timeout_s = 0.1
+            with pytest.raises(StoreLostError, match="no answer within"):
+                use(iteration_store)
             store.close()

@@ -40,7 +40,7 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 from . import restarts
 from .keys import LEASES_IN_DOUBT, LEASES_TO_EXPIRY
-from .placement import Candidate, NotEnough, Placement, PlacementError, PlacementRules, place
+from .placement import NotEnough, Placement, PlacementError, PlacementRules, place
 from .records import Arrival, Entry, HangStage, Kind, NodeMessage, Phase, WorkerState
 from .restarts import BlameRules, Budget, Failures, is_named
 
@@ -67,21 +67,14 @@ class CoordinatorRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A node with a place in the last closed round."""
-
-    candidate: Candidate
-    host: str
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
     """What the host remembers beyond the present round. Times are of its monotonic clock.
 
-    `resumed_at` is when it took the job up from another host, which may have known more nodes.
+    `active` are the nodes with a place in the last closed round, by rank. `resumed_at` is when it
+    took the job up from another host, which may have known more nodes.
     """
 
-    active: tuple[Member, ...] = ()
+    active: tuple[Arrival, ...] = ()
     spares: frozenset[str] = frozenset()
     unhealthy: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
@@ -164,19 +157,6 @@ class End:
 Decision = Wait | Close | Open | Leave | AskRanks | EvaluateHang | End
 
 
-def candidate_of(arrival: Arrival) -> Candidate:
-    """Return what placement needs to know of a node."""
-    return Candidate(
-        node=arrival.node,
-        addr=arrival.addr,
-        infra_rank=arrival.infra_rank,
-        domain=arrival.domain,
-        group=arrival.group,
-        nproc=arrival.nproc,
-        previous_rank=arrival.previous_rank,
-    )
-
-
 def arrived(messages: tuple[NodeMessage, ...]) -> dict[str, Arrival]:
     """Return the nodes that are there: arrived, and not gone since."""
     there: dict[str, Arrival] = {}
@@ -190,7 +170,7 @@ def arrived(messages: tuple[NodeMessage, ...]) -> dict[str, Arrival]:
 
 def carried_over(memory: Memory, messages: tuple[NodeMessage, ...]) -> Memory:
     """Return what is remembered into the next round, with all messages of the one that ends."""
-    active = {member.candidate.node for member in memory.active}
+    active = {member.node for member in memory.active}
     return dataclasses.replace(
         memory,
         spares=frozenset(arrived(messages).keys() - active),
@@ -246,7 +226,7 @@ def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float)
     if isinstance(result, NotEnough):
         return Wait(now + LOOK_AGAIN_S, result.reason)
     absent = _absent(rules, memory, view, there)
-    doubtful = [m.host for m in absent if m.candidate.node not in view.acknowledged]
+    doubtful = [m.host for m in absent if m.node not in view.acknowledged]
     if doubtful:
         # It may be cut off and train on: nobody starts beside it before its lease has expired.
         why = f"no sign of life of {', '.join(doubtful)}, active before"
@@ -278,14 +258,14 @@ def place_all(
     Raises:
         PlacementError: these nodes cannot work together.
     """
-    candidates = [candidate_of(arrival) for arrival in there.values()]
+    candidates = list(there.values())
     result = place(candidates, rules.placement, bad_groups)
     if isinstance(result, NotEnough):
         return result
     blamed = restarts.blamed(memory.failures, now, rules.blame)
-    named = [c for c in candidates if is_named(there[c.node].host, c.addr, memory.excluded)]
-    failed = [c for c in candidates if there[c.node].host in blamed and c not in named]
-    out: list[tuple[list[Candidate], str]] = []
+    named = [c for c in candidates if is_named(c.host, c.addr, memory.excluded)]
+    failed = [c for c in candidates if c.host in blamed and c not in named]
+    out: list[tuple[list[Arrival], str]] = []
     # Where all nodes work that come, those that are named still have to go.
     for nodes, why, may_be_fewer in (
         (named, "named by attribution", True),
@@ -302,7 +282,7 @@ def place_all(
 
 
 def _placed(
-    candidates: list[Candidate], rules: CoordinatorRules, bad_groups: frozenset[str]
+    candidates: list[Arrival], rules: CoordinatorRules, bad_groups: frozenset[str]
 ) -> Placement | None:
     """Return who works of some nodes, None where these are not enough or do not fit."""
     try:
@@ -323,14 +303,14 @@ def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
 
 def _absent(
     rules: CoordinatorRules, memory: Memory, view: View, there: Mapping[str, Arrival]
-) -> list[Member]:
+) -> list[Arrival]:
     """Return who had a place before and is neither here nor gone nor lost."""
     gone = memory.gone | nodes_gone(view.messages)
     limit = expiry_s(rules)
     return [
         member
         for member in memory.active
-        if (node := member.candidate.node) not in there
+        if (node := member.node) not in there
         and node not in gone
         and view.quiet_s.get(node, limit) < limit
     ]
@@ -342,7 +322,7 @@ def _last_call(
     view: View,
     result: Placement,
     there: Mapping[str, Arrival],
-    absent: list[Member],
+    absent: list[Arrival],
 ) -> str:
     """Return for whom the round is kept open although there are enough nodes, or ''."""
     if rules.placement.elastic and len(result.active) < rules.placement.max_nodes:
@@ -361,7 +341,7 @@ def _last_call(
 
 def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
     states = _states(rules, memory, view)
-    done = sum(states[member.candidate.node][0] in _DONE for member in memory.active)
+    done = sum(states[member.node][0] in _DONE for member in memory.active)
     if memory.active and done == len(memory.active):
         drained = _goes_on_without(rules, memory, view)
         if drained:
@@ -369,7 +349,7 @@ def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: floa
         if view.entry.save_at and may_have_more_nodes(rules, memory, now):
             return Wait(now + LAST_CALL_LOOK_S, "spares may come back")
         return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
-    broken = [member for member in memory.active if states[member.candidate.node][0] in _BROKEN]
+    broken = [member for member in memory.active if states[member.node][0] in _BROKEN]
     if not broken:
         patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
         return _leave(memory, view) or _hang(memory, view) or Wait(now + patience_s)
@@ -396,7 +376,7 @@ def _hang(memory: Memory, view: View) -> AskRanks | EvaluateHang | None:
         return None
     states = [state for message in reports.values() for state in message.ranks]
     finding = find_culprit(states, view.entry.world_size)
-    silent = [m.host for m in memory.active if m.candidate.node not in reports]
+    silent = [m.host for m in memory.active if m.node not in reports]
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
     if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
         return None if view.entry.hang else AskRanks()
@@ -442,7 +422,7 @@ def _must_go(view: View) -> dict[str, Cause]:
 
 def _leave(memory: Memory, view: View) -> Leave | None:
     """Return the next step of a round that a node must leave; without its store it is over, too."""
-    active = {member.candidate.node for member in memory.active}
+    active = {member.node for member in memory.active}
     concerned = active | {view.me}
     causes = [cause for node, cause in _must_go(view).items() if node in concerned]
     if not causes or view.entry.save_at:
@@ -467,7 +447,7 @@ def _goes_on_without(rules: CoordinatorRules, memory: Memory, view: View) -> Cau
         return None
     limit = expiry_s(rules)
     gone = {n.node for n in view.messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY)} | going.keys()
-    there = {member.candidate.node for member in memory.active} | memory.spares
+    there = {member.node for member in memory.active} | memory.spares
     there |= {message.node for message in view.messages if message.kind is Kind.ARRIVED}
     left = [node for node in there - gone if view.quiet_s.get(node, 0.0) <= limit]
     if len(left) < rules.placement.min_nodes:
@@ -483,7 +463,7 @@ def losses(rules: CoordinatorRules, memory: Memory, view: View) -> tuple[NodeMes
     return tuple(
         NodeMessage(Kind.STATE, node, state=WorkerState.UNKNOWN, cause=_lost(member))
         for member in memory.active
-        if states[node := member.candidate.node][0] is WorkerState.UNKNOWN
+        if states[node := member.node][0] is WorkerState.UNKNOWN
         and reported[node][0] is not WorkerState.UNKNOWN
     )
 
@@ -502,7 +482,7 @@ def _states(
 def _reported_states(memory: Memory, view: View) -> dict[str, tuple[WorkerState, Cause | None]]:
     """Return what nodes with a place have reported of themselves."""
     states: dict[str, tuple[WorkerState, Cause | None]] = {
-        member.candidate.node: (WorkerState.HEALTHY, None) for member in memory.active
+        member.node: (WorkerState.HEALTHY, None) for member in memory.active
     }
     for message in view.messages:
         if message.node not in states or states[message.node][0] is WorkerState.SUCCEEDED:
@@ -524,7 +504,7 @@ def _first_cause(
     return None
 
 
-def _lost(member: Member) -> Cause:
+def _lost(member: Arrival) -> Cause:
     what = f"host {member.host} is lost: no sign of life of its launcher"
     return Cause("node_lost", what, host=member.host, detected_by="lease")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: waits for the notification key, reads messages, does what `host.decide` says.
+"""The coordinator: waits for its notification key, reads messages, does what `decide` says.
 
 It runs in a thread of its own with a connection of its own, in the launcher that serves the store
 or in a control plane that has no workers.
@@ -12,13 +12,15 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from . import agreement, host, keys, restarts
-from .host import (
+from . import agreement, coordinator, keys, restarts
+from .coordinator import (
     AskRanks,
     Close,
     CoordinatorRules,
@@ -26,14 +28,13 @@ from .host import (
     End,
     EvaluateHang,
     Leave,
-    Member,
     Memory,
     Open,
     View,
     Wait,
 )
 from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
-from .placement import Placement, summary
+from .placement import Placement, check_texts, summary
 from .records import (
     Arrival,
     Entry,
@@ -48,7 +49,7 @@ from .records import (
     encode,
 )
 from .restarts import Denylist, is_named
-from .store import JobStore, StoreLostError
+from .store import JobStore
 
 logger = logging.getLogger("nvrx")
 
@@ -58,14 +59,14 @@ GOODBYE_WAIT_S = 3.0
 KEEP_DECISIONS_S = 60.0
 
 
-class RoundFollower:
-    """Who is notified of rounds, in the host's thread: it must not wait. This one does nothing."""
+class RoundFollower(Protocol):
+    """Who is notified of rounds, in the host's thread: it must not wait."""
 
-    def closed(self, entry: Entry, placement: Placement, hosts: Mapping[str, str]) -> None:
-        """Record a closed round and the names of its nodes' hosts: its workers start."""
+    def closed(self, entry: Entry, placement: Placement) -> None:
+        """Record a closed round: its workers start."""
 
-    def goes_on(self, entry: Entry, members: tuple[Member, ...]) -> None:
-        """Record that a round goes on which another host has closed."""
+    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
+        """Record that a round goes on, with these nodes by rank, which another host has closed."""
 
     def ended(self, round_: int, cause: Cause | None = None) -> None:
         """Record that nobody works in a round any more, and why; it may be repeated."""
@@ -79,7 +80,6 @@ class Coordinator:
         rules: What decisions go by.
         me: Name under which decisions are signed.
         epoch: Which life of the store this is.
-        clock: Where the time is read.
         is_controlled: Whether the store outlives the nodes.
         follower: Who is notified of rounds; for records.
         on_bad_node: Called with a node that is lost, or that failed again and again.
@@ -106,7 +106,7 @@ class Coordinator:
         self._rules = rules
         self._me = me
         self._clock = clock
-        self._follower = RoundFollower() if follower is None else follower
+        self._follower = follower
         self._on_bad_node = on_bad_node
         self._denylist = Denylist() if denylist is None else denylist
         self._memory = Memory()
@@ -152,7 +152,7 @@ class Coordinator:
         """
         wake_at = self._clock.monotonic()
         while not self._stop.is_set() and self._entry.phase is not Phase.OVER:
-            wait_s = min(host.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
+            wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
             if wait_s > 0 and self._store.wait_until_set(keys.NOTIFY, wait_s):
                 self._store.delete(keys.NOTIFY)
                 # Again, in case that somebody else has written over it.
@@ -191,7 +191,7 @@ class Coordinator:
             Phase.CLOSED,
             before.round,
         ):
-            self._follower.ended(before.round, entry.cause)
+            self._report_end(before.round, entry.cause)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
@@ -201,7 +201,7 @@ class Coordinator:
             if entry.round > 0:
                 self._opened_at.append(self._clock.monotonic())
             self._read_messages_of(before.round)
-            self._memory = host.carried_over(self._memory, tuple(self._messages))
+            self._memory = coordinator.carried_over(self._memory, tuple(self._messages))
             self._messages, self._read_to = [], 0
             if self._memory.spares - self._leases.keys():
                 self._leases_at = -math.inf  # They came just now, and are to be waited for.
@@ -209,6 +209,10 @@ class Coordinator:
             if entry.round > 1:
                 for key in (keys.messages, keys.arrivals, keys.successes):
                     self._store.delete(key(entry.round - 2))
+
+    def _report_end(self, round_: int, cause: Cause | None) -> None:
+        if self._follower is not None:
+            self._follower.ended(round_, cause)
 
     def _record_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
@@ -266,7 +270,7 @@ class Coordinator:
         """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self._clock.monotonic()
         known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
-        known |= {member.candidate.node for member in self._memory.active} | self._memory.spares
+        known |= {member.node for member in self._memory.active} | self._memory.spares
         for node in known - self._leases.keys():
             # To read many counters waits for those that are missing; this makes them.
             self._leases[node] = (self._store.count(keys.lease(node), 0), now)
@@ -281,7 +285,7 @@ class Coordinator:
 
     def _forget_nodes(self, known: set[str], now: float) -> None:
         """Drop nodes that are long gone and of which nothing in the present round speaks."""
-        limit = 2 * host.expiry_s(self._rules)
+        limit = 2 * coordinator.expiry_s(self._rules)
         gone = {node for node, (_, at) in self._leases.items() if now - at > limit}
         for node in gone - known:
             del self._leases[node]
@@ -298,7 +302,7 @@ class Coordinator:
             self._resuming_since = self._clock.monotonic()
         waited_s = self._clock.monotonic() - self._resuming_since
         # A round that other launchers have begun beside it cannot just be taken up.
-        patience_s = host.expiry_s(self._rules) if is_new else 0.0
+        patience_s = coordinator.expiry_s(self._rules) if is_new else 0.0
         answer = decide_resume(state, waited_s, patience_s)
         if answer is None:
             return True
@@ -312,7 +316,7 @@ class Coordinator:
             self._create(self._next(Phase.OPEN, state.entry.round + 1, cause=cause))
         else:
             # Followers that know the begin of the round before may not know its end.
-            self._follower.ended(answer.round - 1, answer.cause)
+            self._report_end(answer.round - 1, answer.cause)
             self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
         return True
 
@@ -372,14 +376,12 @@ class Coordinator:
         if self._create(closed):
             # That the round is another one than here before is no restart.
             self._opened_at = opened_at
-            pairs = [(message.arrival, message.assignment) for message in state.members]
-            members = tuple(
-                Member(
-                    dataclasses.replace(host.candidate_of(a), previous_rank=p.group_rank), a.host
-                )
-                for a, p in pairs
-                if a is not None and p is not None
-            )
+            ranked = {
+                n.assignment.group_rank: n.arrival
+                for n in state.members
+                if n.arrival is not None and n.assignment is not None
+            }
+            members = tuple(ranked[rank] for rank in sorted(ranked))
             now = self._clock.monotonic()
             self._memory = Memory(
                 active=members,
@@ -398,7 +400,8 @@ class Coordinator:
             ]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
-            self._follower.goes_on(closed, members)
+            if self._follower is not None:
+                self._follower.goes_on(closed, members)
 
     def _decide(self) -> Decision:
         now = self._clock.monotonic()
@@ -406,7 +409,7 @@ class Coordinator:
             self._read_leases()
         self._read_messages()
         if self._resume():
-            return Wait(now + host.LOOK_AGAIN_S)
+            return Wait(now + coordinator.LOOK_AGAIN_S)
         self._publish_reputation()
         if self._entry.phase is Phase.OPEN:
             named = frozenset(self._denylist.why)
@@ -419,10 +422,10 @@ class Coordinator:
             entry_age_s=now - self._entry_at,
             me=self._me,
         )
-        decision = host.decide(self._rules, self._memory, view, now)
+        decision = coordinator.decide(self._rules, self._memory, view, now)
         if isinstance(decision, Wait):
             self._record_wait(decision, now)
-            for message in host.losses(self._rules, self._memory, view):
+            for message in coordinator.losses(self._rules, self._memory, view):
                 # The others cannot see leases, and may want to know.
                 self._store.append_line(keys.messages(self._entry.round), encode(message))
         return decision
@@ -477,7 +480,7 @@ class Coordinator:
         their place alone, so nothing that happens meanwhile can make two views of it.
         """
         entry = self._entry
-        there = host.arrived(tuple(self._messages))
+        there = coordinator.arrived(tuple(self._messages))
         offsets, world_size = [], 0
         for candidate in placement.active:
             offsets.append(world_size)
@@ -491,7 +494,7 @@ class Coordinator:
                 for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
             }
         )
-        first = there[placement.active[0].node]
+        first = placement.active[0]
         closed = self._next(
             Phase.CLOSED,
             entry.round,
@@ -504,32 +507,31 @@ class Coordinator:
         if self._create(closed):
             self._memory = dataclasses.replace(
                 self._memory,
-                active=tuple(Member(c, there[c.node].host) for c in placement.active),
+                active=placement.active,
                 gone=self._memory.gone - there.keys(),
             )
             logger.info("round %d: %s", entry.round, summary(placement))
-            self._report_named(placement, there)
+            self._report_named(placement)
             self._is_last_call = False
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            hosts = {node: arrival.host or arrival.addr for node, arrival in there.items()}
-            self._follower.closed(closed, placement, hosts)
+            if self._follower is not None:
+                self._follower.closed(closed, placement)
 
-    def _report_named(self, placement: Placement, there: Mapping[str, Arrival]) -> None:
+    def _report_named(self, placement: Placement) -> None:
         """Say of each node that was named how it went, in the round after it was."""
         why = self._denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
-            host_name = there[node.node].host
-            name = next((n for n in why if is_named(host_name, node.addr, [n])), None)
+            name = next((n for n in why if is_named(node.host, node.addr, [n])), None)
             if name is None or name not in self._memory.excluded:
                 continue
             if node in placement.active:
-                what = f"host {host_name} works although attribution names it: others are too few"
+                what = f"host {node.host} works although attribution names it: others are too few"
                 logger.warning("round %d: %s", self._entry.round, what)
             if name not in self._reported:
                 self._reported.add(name)
-                what = f"attribution names host {host_name}: {why[name]}"
-                self._report_bad_node(Cause("attribution", what, host=host_name))
+                what = f"attribution names host {node.host}: {why[name]}"
+                self._report_bad_node(Cause("attribution", what, host=node.host))
 
     def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
         now = self._clock.monotonic()
@@ -553,8 +555,8 @@ class Coordinator:
         is there, and it is kept as long as that.
         """
         deadline = self._clock.monotonic() + GOODBYE_WAIT_S
-        limit = host.expiry_s(self._rules)
-        all_known = bool(self._memory.active) and not host.may_have_more_nodes(
+        limit = coordinator.expiry_s(self._rules)
+        all_known = bool(self._memory.active) and not coordinator.may_have_more_nodes(
             self._rules, self._memory, self._clock.monotonic()
         )
         while not self._stop.is_set():
@@ -572,7 +574,7 @@ class Coordinator:
 
 
 def _keep_decisions_s(rules: CoordinatorRules) -> float:
-    return max(KEEP_DECISIONS_S, 2 * host.expiry_s(rules))
+    return max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(rules))
 
 
 def _read_message(line: str) -> NodeMessage:
@@ -583,7 +585,7 @@ def _read_message(line: str) -> NodeMessage:
                 f"{message.node} speaks of the arrival of {message.arrival.node}"
             )
         try:
-            host.candidate_of(message.arrival)
+            check_texts(message.arrival)
         except ValueError as error:
             raise ForeignValueError(f"not an arrival: {error}") from None
     return message

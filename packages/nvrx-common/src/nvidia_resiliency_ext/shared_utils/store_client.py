@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of torch's TCPStore without torch, for the monitor, and the handshake with a server.
+"""A client of torch's TCPStore that needs no torch, and whose waits another thread can end.
 
-Importing torch takes seconds on a busy host, which is when a monitor has to be replaced, and 155 MB
-of private memory. What is written: a byte for the operation, numbers in 8 bytes of this machine's
-order, texts after their length. The handshake asks the server to change a key that nobody has from
-a random value: a TCPStore changes nothing and answers that value, in every version (tried with
-2.4.0 and 2.13.0).
+Importing torch takes seconds on a busy host and 155 MB of private memory; the operations of a store
+take a socket. A request is a byte for the operation, numbers in 8 bytes of this machine's order,
+and texts after their length. The server must first answer a handshake, or it is not taken for one
+of torch's: it is asked to change a missing key from a random value, which changes nothing and
+returns that value in every version (tried with 2.4.0 and 2.13.0). A server of 2.4 does not know
+torch's own ping.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from nvidia_resiliency_ext.shared_utils.store_sockets import reach, watch_over
+from .errors import NvrxError
+from .store_sockets import reach, watch_over
 
-from .names import StoreLostError
+__all__ = ["StoreClient", "StoreLostError", "StrangeStoreError", "WaitExpiredError", "handshake"]
 
 _VALIDATE, _COMPARE_SET = b"\0", b"\2"
 _MAGIC = struct.pack("=I", 0x3C85F7CE)
@@ -31,7 +33,15 @@ _KEY = b"/nvrx/handshake/"  # torch puts a slash before all keys
 
 
 def handshake(connection: socket.socket) -> bool:
-    """Begin as torch's clients do; return whether a store of torch's is at the other end."""
+    """Begin as torch's clients do; return whether a store of torch's is at the other end.
+
+    Args:
+        connection: A connected socket.
+
+    Raises:
+        TimeoutError: Nothing was said within the connection's timeout.
+        OSError: The connection was ended.
+    """
     word = os.urandom(_WORD_BYTES).hex().encode()
     key, value = _prefixed(_KEY + word), _prefixed(word)
     connection.sendall(_VALIDATE + _MAGIC + _COMPARE_SET + key + value + value)
@@ -53,8 +63,12 @@ MAX_ANSWER_BYTES = (1 << 24) + 1
 _STOP_WAITING, _WAIT_CANCELED = 0, 1
 _READY = 0
 _READ_BYTES = 65536
-_REFUSED_LIMIT_S = 10.0
+REFUSED_LIMIT_S = 10.0
 _PAUSE_S = 0.05
+
+
+class StoreLostError(NvrxError):
+    """The store does not answer: its host is gone, or the way to it."""
 
 
 class WaitExpiredError(TimeoutError):
@@ -75,20 +89,50 @@ class _Query(enum.IntEnum):
     DELETE_KEY = 8
     APPEND = 9
     MULTI_GET = 10
+    MULTI_SET = 11
     CANCEL_WAIT = 12
 
 
-class PlainStore:
-    """One connection to a running TCPStore, for one thread, with what `StoreAccess` uses.
+class StoreClient:
+    """One connection to a running TCPStore; it belongs to one thread, which alone may wait.
 
-    A StoreLostError if nobody answers there, a StrangeStoreError if it is no TCPStore.
+    Its methods are those of torch's stores.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> with contextlib.suppress(StoreLostError):
+        ...     StoreClient("127.0.0.1", 9, timedelta(seconds=1), refused_limit_s=0.0)
+
+    Args:
+        host: Name or address of the store.
+        port: Its port.
+        timeout: How long connecting may take, and a wait without a limit of its own.
+        refused_limit_s: How long (s) to try again where nobody listens. Default 10.
+        answer_timeout_s: How long (s) an answer may take, the handshake's included. Default 20.
+
+    Attributes:
+        answer_timeout_s: The same for later answers; None: no limit.
+
+    Raises:
+        StoreLostError: Nobody answers there.
+        StrangeStoreError: It is no TCPStore.
     """
 
-    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: timedelta,
+        *,
+        refused_limit_s: float = REFUSED_LIMIT_S,
+        answer_timeout_s: float | None = ANSWER_TIMEOUT_S,
+    ) -> None:
         self.host = host
         self.port = port
         self.timeout = timeout
-        self._sock = _connect(host, port, timeout.total_seconds())
+        self.answer_timeout_s = answer_timeout_s
+        self._refused_limit_s = refused_limit_s
+        self._sock = _connect(host, port, timeout.total_seconds(), refused_limit_s)
         try:
             self._handshake()
         except BaseException:
@@ -101,7 +145,11 @@ class PlainStore:
             self.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let waits take so long."""
+        """Let waits without a limit of their own take so long.
+
+        Args:
+            timeout: The limit.
+        """
         self.timeout = timeout
 
     @staticmethod
@@ -109,41 +157,85 @@ class PlainStore:
         """Say that it can append."""
         return True
 
-    def clone(self) -> PlainStore:
-        """Return another connection."""
-        return PlainStore(self.host, self.port, self.timeout)
+    def clone(self) -> StoreClient:
+        """Return another connection to the same store."""
+        return StoreClient(
+            self.host,
+            self.port,
+            self.timeout,
+            refused_limit_s=self._refused_limit_s,
+            answer_timeout_s=self.answer_timeout_s,
+        )
 
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-        self._send(_Query.SET, _key(key), _prefixed(value.encode()))
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key.
 
-    def append(self, key: str, value: str) -> None:
-        """Add to the end of a value."""
-        self._send(_Query.APPEND, _key(key), _prefixed(value.encode()))
+        Args:
+            key: Its name.
+            value: Its new value.
+        """
+        self._send(_Query.SET, _key(key), _prefixed(_bytes(value)))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key if its value is the expected one; return what stands."""
-        values = (_prefixed(expected.encode()), _prefixed(desired.encode()))
-        self._send(_Query.COMPARE_SET, _key(key), *values)
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of a value, which may be missing.
+
+        Args:
+            key: The key's name.
+            value: What is added.
+        """
+        self._send(_Query.APPEND, _key(key), _prefixed(_bytes(value)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if its value is the expected one; return the value that it has then.
+
+        A missing key is set only where nothing is expected; else `expected` is returned.
+
+        Args:
+            key: Its name.
+            expected: The value that it must have; empty: it must be missing.
+            desired: Its new value.
+        """
+        self._send(_Query.COMPARE_SET, _key(key), *map(_prefixed, map(_bytes, (expected, desired))))
         return self._receive_text()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; return the sum."""
+        """Add to a number and return the sum; a store hangs up where the value is none.
+
+        Args:
+            key: The key's name; a missing one counts as 0.
+            amount: What is added.
+        """
         self._send(_Query.ADD, _key(key), _NUMBER.pack(amount))
         return self._receive_number()
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
+        """Remove a key; return whether it was there.
+
+        Args:
+            key: Its name.
+        """
         self._send(_Query.DELETE_KEY, _key(key))
         return self._receive_number() > 0
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys are there.
+
+        Args:
+            keys: Their names.
+        """
         self._send(_Query.CHECK, *_keys(keys))
         return self._receive(1)[0] == _READY
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; a WaitExpiredError if they are not in time."""
+        """Wait until all keys are there.
+
+        Args:
+            keys: Their names.
+            timeout: How long to wait; None: as the client was told.
+
+        Raises:
+            WaitExpiredError: They are not in time.
+        """
         limit = self.timeout if timeout is None else timeout
         self._send(_Query.WAIT, *_keys(keys))
         if not self._is_readable(limit.total_seconds()):
@@ -156,29 +248,53 @@ class PlainStore:
             raise ConnectionError("the store has ended a wait by itself")
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
+        """Wait for a key and return its value.
+
+        Args:
+            key: Its name.
+        """
         self.wait([key])
         self._send(_Query.GET, _key(key))
         return self._receive_text()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for keys and return their values."""
+        """Wait for keys and return their values.
+
+        Args:
+            keys: Their names.
+        """
         self.wait(keys)
         self._send(_Query.MULTI_GET, *_keys(keys))
         return [self._receive_text() for _ in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        """Set many keys at once.
+
+        Args:
+            keys: Their names.
+            values: Their new values, in the same order.
+        """
+        pairs = zip(map(_key, keys), (_prefixed(value.encode()) for value in values), strict=True)
+        parts = [part for pair in pairs for part in pair]
+        self._send(_Query.MULTI_SET, _NUMBER.pack(len(keys)), *parts)
+
+    def cut(self) -> None:
+        """End the connection from any thread; a wait or a question on it fails at once."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection."""
         self._sock.close()
 
     def _handshake(self) -> None:
-        self._sock.settimeout(ANSWER_TIMEOUT_S)
+        self._sock.settimeout(self.answer_timeout_s)
         try:
             is_known = handshake(self._sock)
         except TimeoutError:
             raise StoreLostError(
                 f"no store answers at {self.host}:{self.port}: who listens there has said nothing"
-                f" for {ANSWER_TIMEOUT_S:g} s"
+                f" for {self.answer_timeout_s:g} s"
             ) from None
         except OSError:
             is_known = False
@@ -188,7 +304,7 @@ class PlainStore:
             )
 
     def _send(self, query: _Query, *parts: bytes) -> None:
-        self._sock.settimeout(ANSWER_TIMEOUT_S)
+        self._sock.settimeout(self.answer_timeout_s)
         self._sock.sendall(b"".join((bytes((query,)), *parts)))
 
     def _is_readable(self, timeout_s: float) -> bool:
@@ -201,13 +317,13 @@ class PlainStore:
         return True
 
     def _receive(self, size: int) -> bytes:
-        self._sock.settimeout(ANSWER_TIMEOUT_S)
+        self._sock.settimeout(self.answer_timeout_s)
         data = bytearray()
         while len(data) < size:
             try:
                 part = self._sock.recv(min(size - len(data), _READ_BYTES))
             except TimeoutError:
-                raise ConnectionError(f"no answer within {ANSWER_TIMEOUT_S:g} s") from None
+                raise ConnectionError(f"no answer within {self.answer_timeout_s:g} s") from None
             if not part:
                 raise ConnectionError("the store has ended the connection")
             data += part
@@ -226,9 +342,9 @@ class PlainStore:
         return self._receive(size)
 
 
-def _connect(host: str, port: int, limit_s: float) -> socket.socket:
+def _connect(host: str, port: int, limit_s: float, refused_limit_s: float) -> socket.socket:
     deadline = time.monotonic() + limit_s
-    refused_until = time.monotonic() + min(limit_s, _REFUSED_LIMIT_S)
+    refused_until = time.monotonic() + min(limit_s, refused_limit_s)
     while True:
         try:
             sock = reach((host, port), max(deadline - time.monotonic(), 0.1))
@@ -247,6 +363,10 @@ def _connect(host: str, port: int, limit_s: float) -> socket.socket:
 
 def _key(key: str) -> bytes:
     return _prefixed(b"/" + key.encode())  # torch puts the slash there
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def _keys(keys: Sequence[str]) -> list[bytes]:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two jobs that save to one directory: the second is told so, and the first loses nothing."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from dcp_saves import PROGRAMS, assert_same, load_like, request_for, state_of
+
+from nvidia_resiliency_ext.checkpointing import AsyncSaveError, remove_old, verify_checkpoint
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
+    CheckpointingException,
+)
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.timeout(200),
+]
+DEADLINE_S = 100
+
+
+@contextmanager
+def first_job(*arguments):
+    """Run the other job; give a function that lets it go on and returns what it says."""
+    command = [sys.executable, str(PROGRAMS / "first_job.py"), *map(str, arguments)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+
+        def go_on():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        try:
+            yield process, go_on
+        finally:
+            process.kill()
+
+
+def save(queue, value, folder):
+    """Save a checkpoint of the second job."""
+    queue.schedule_async_request(request_for(state_of(value), folder))
+    return queue.maybe_finalize_async_calls(blocking=True)
+
+
+@pytest.fixture
+def queue():
+    made = AsyncCallsQueue(sigterm_timeout=5)
+    yield made
+    made.close(abort=True)
+
+
+def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, tmp_path):
+    """Until it is finalised nobody else writes or removes it; afterwards it may be replaced."""
+    folder, go = tmp_path / "5", tmp_path / "go"
+    save(queue, 3, tmp_path / "6")
+    with first_job("dcp", folder, go) as (process, go_on):
+        assert process.stdout.readline().strip().isdigit()
+        deadline = time.monotonic() + DEADLINE_S
+        while not (folder / ".nvrx_manifest.0.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for stage in ("writing", "written"):
+            before = sorted(os.listdir(folder))
+            with pytest.raises(AsyncSaveError, match=r"5': .*another process saves to it.*own"):
+                save(queue, 2, folder)
+            assert remove_old([folder, tmp_path / "6"], keep=1) == [], stage
+            assert sorted(os.listdir(folder)) == before, stage
+            go.touch()
+            assert go_on() == ("written" if stage == "writing" else "finalised")
+        assert verify_checkpoint(folder).whole
+        assert_same(state_of(1), load_like(state_of(0), folder))
+        save(queue, 2, folder)
+    assert_same(state_of(2), load_like(state_of(0), folder))
+    assert verify_checkpoint(folder).whole
+
+
+def test_the_job_after_a_killed_one_saves_to_its_directory(queue, tmp_path):
+    """The lock of a killed job ends with its worker, and a failed save leaves no file behind."""
+    with first_job("dcp", tmp_path / "5", tmp_path / "go") as (process, _):
+        worker = process.stdout.readline().strip()
+        process.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while os.path.exists(f"/proc/{worker}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # Twice without finalising in between: a job does not lock itself out.
+    for value in (1, 2):
+        queue.schedule_async_request(request_for(state_of(value), tmp_path / "5"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert_same(state_of(2), load_like(state_of(0), tmp_path / "5"))
+
+
+def job_of(folder):
+    """Return who saved what is found."""
+    manager = LocalCheckpointManager(folder)
+    found = manager.find_latest()
+    return found, manager.load()[0].state_dict["job"]
+
+
+@pytest.mark.parametrize("iteration", [5, 9])
+def test_local_shards_of_another_job_are_not_touched(iteration, tmp_path):
+    """A job that saves where another one does is refused; when that is gone it can save."""
+    manager = LocalCheckpointManager(tmp_path)
+    state = BasicTensorAwareStateDict({"job": 2})
+    with first_job("local", tmp_path) as (process, _):
+        assert process.stdout.readline().strip() == "saved"
+        with pytest.raises(CheckpointingException, match=r"another process saves to it.*/0'"):
+            manager.save(state, iteration)
+        assert job_of(tmp_path) == (5, 1)
+        process.kill()
+        process.wait()
+        # Its forked child is still there.
+        manager.save(state, iteration)
+        assert job_of(tmp_path) == (iteration, 2)
+    # Managers of one process share the directory, as after a restart in the process.
+    LocalCheckpointManager(tmp_path).save(state, 10)
+    assert job_of(tmp_path) == (10, 2)
