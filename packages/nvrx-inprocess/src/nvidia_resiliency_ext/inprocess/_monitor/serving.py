@@ -225,14 +225,14 @@ class Serving:
             return
         if isinstance(message, messages.Left):
             logger.info("monitor_process: initial rank %d leaves", rank)
-            if message.is_lost:
-                self._registration.left(rank)
             self._do(
                 self._membership.left(
                     rank, is_lost=message.is_lost, is_discarded=message.is_discarded
                 )
             )
             self._send(rank, messages.LeaveAcknowledged())
+            if message.is_lost:
+                self._registration.left(rank)
             return
         try:
             self._do(self._effects_of(rank, message))
