@@ -54,6 +54,7 @@ class AttributionManager:
     """The service that the store host runs, or the address of another one.
 
     Args:
+        cfg: Endpoint, port and limits of the service.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
         state_dir: Private directory for what the service remembers, where its environment names
