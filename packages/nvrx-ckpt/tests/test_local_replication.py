@@ -353,6 +353,32 @@ def test_a_copy_that_is_not_finished_is_dropped(server, tmp_path):
     assert os.listdir(tmp_path / "1") == []
 
 
+@pytest.mark.no_second_try
+def test_a_sender_that_stands_still_is_dropped(server, tmp_path, monkeypatch):
+    """A sender that neither goes on nor ends holds up its keeper for a limited time."""
+    monkeypatch.setattr(wire, "_PATIENCE", 0.25)
+    target = PeerTarget(peer_of(server), ShardName(3, 0))
+    target(0, memoryview(bytes(1000)))
+    assert server.wait_for_stores(20)
+    assert os.listdir(tmp_path / "1") == []
+    target.close()
+
+
+def test_a_keeper_without_threads_says_so(server, tmp_path, monkeypatch):
+    """A keeper that cannot start another thread fails the save, with the reason, and goes on."""
+    job, storages = job_of(tmp_path, [peer_of(server)])
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "_signs_of_life", raise_no_threads)
+        problem = run_save_job(job, storages)
+    assert "rank 1 at 127.0.0.1" in problem
+    assert "can't start new thread" in problem
+    assert run_save_job(job, storages) == ""
+
+
+def raise_no_threads(*_):
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_copy_with_parts_that_were_sent_twice_is_refused(server, tmp_path):
     """A keeper names no copy whose content depends on which of two bytes was written last."""
     job, storages = job_of(tmp_path, [])
@@ -442,6 +468,25 @@ def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch
     job, storages = job_of(tmp_path, [peer_of(server, timeout_s=2.0)])
     assert run_save_job(job, storages) == ""
     assert many.is_set()
+
+
+@pytest.mark.no_second_try
+def test_a_keeper_whose_disk_hangs_is_given_up(server, tmp_path, monkeypatch):
+    """Signs of life do not make a save wait for ever."""
+    over = threading.Event()
+    publish = ShardInProgress.publish
+
+    def publish_in_the_end(shard):
+        if shard.path.split("/")[-2] == "1":
+            over.wait(60)
+        publish(shard)
+
+    monkeypatch.setattr(wire, "_PATIENCE", 0.25)
+    monkeypatch.setattr(ShardInProgress, "publish", publish_in_the_end)
+    problem = run_save_job(*job_of(tmp_path, [peer_of(server)]))
+    over.set()
+    assert "rank 1 at 127.0.0.1" in problem
+    assert "its disk has not made the copy durable for 0.5 s" in problem
 
 
 class OwnStrategy(CliqueReplicationStrategy):

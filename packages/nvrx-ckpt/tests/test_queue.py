@@ -5,12 +5,14 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import failing_files
@@ -18,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.checkpointing.async_ckpt import _payload, core
+from nvidia_resiliency_ext.checkpointing.async_ckpt import _payload, _worker_main, core
 from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
+from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import MESSAGES, Finished, Job
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -28,6 +31,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     QueueFullError,
 )
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
+from nvidia_resiliency_ext.shared_utils.wire import receive_message
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 150
@@ -453,3 +457,25 @@ def test_control_group_goes_with_its_process_group():
     del group
     gc.collect()
     assert reference() is None
+
+
+def test_a_failed_save_is_reported_while_its_directory_hangs():
+    """The trainer hears of the end of a job although its lock cannot be given back."""
+    here, there = socket.socketpair()
+    over = threading.Event()
+    job = Job("q", 0, 0)
+    memory = SimpleNamespace(append=lambda _: 0, close=lambda: None)
+    with here, there:
+        server = _worker_main._Server(here)
+        server._locks["path"] = job, SimpleNamespace(close=over.wait)
+        finishing = threading.Thread(
+            target=server._finish, args=(SimpleNamespace(job=job), memory, 0.0, OSError("disk"))
+        )
+        finishing.start()
+        try:
+            found = receive_message(there, MESSAGES, 20)
+        finally:
+            over.set()
+            finishing.join()
+    assert isinstance(found, Finished)
+    assert not found.ok

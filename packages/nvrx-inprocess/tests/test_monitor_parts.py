@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
-from nvidia_resiliency_ext.inprocess._monitor import factory, messages
+from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.children import start_child
+from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, UnsafePathError
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
@@ -338,6 +339,75 @@ def test_stale_siblings_are_removed(environ) -> None:
     listener.close()
     places[0].remove_stale_siblings()
     assert not os.path.exists(places[1].path)
+
+
+# --- takeover ---
+
+
+class NoStore:
+    """A store worker that does nothing."""
+
+    pending = 0
+    is_open = True
+
+    def __init__(self, *_) -> None:
+        pass
+
+    def submit(self, *_) -> None:
+        pass
+
+    follow = skip_records = submit
+
+    def busy_s(self, _) -> float:
+        return 0.0
+
+    broken_s = busy_s
+
+    def close(self) -> None:
+        pass
+
+
+class SignalledProcesses(set):
+    """Processes that live on whatever they are sent, which is noted."""
+
+    must_be_looked_at = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signalled = []
+
+    def hold(self, pid, start_ticks=0):
+        self.add(pid)
+        return start_ticks
+
+    def signal(self, pid, _) -> None:
+        self.signalled.append(pid)
+
+
+def test_who_left_a_call_that_is_over_is_left_alone(monkeypatch) -> None:
+    """A new monitor ends no rank that left normally before it came, and does not stay for it."""
+    clock = ManualClock()
+    monkeypatch.setattr(serving, "StoreWorker", NoStore)
+    monkeypatch.setattr(serving, "OutcomeReader", NoStore)
+    monkeypatch.setattr(serving, "time", clock)
+    settings = MonitorSettings("p", "m:f", hard_timeout_s=1.0, termination_grace_s=0.0)
+    processes = SignalledProcesses()
+    context = serving.ServingContext(SimpleNamespace(post=None), processes, SimpleNamespace())
+    call = serving.Serving(context, settings, 2)
+    # Rank 1 left, the monitor died, rank 0 comes to the new one and leaves, too.
+    for rank, pid in ((0, os.getpid()), (1, os.getppid())):
+        call._adopt(rank, pid, 0, has_left=False)
+    call._do(call._membership.begun(0, 0, 0, 2, frozenset({0, 1})))
+    call._on_message(0, messages.Done(0))
+    call.outcome(0, is_completed=True)
+    call._on_message(0, messages.Left(is_lost=False, is_discarded=False))
+    for _ in range(10):
+        clock.advance(1.0)
+        call.tick(clock.monotonic())
+    assert processes.signalled == []
+    call.is_over(clock.monotonic())
+    clock.advance(settings.barrier_timeout_s + settings.heartbeat_timeout_s)
+    assert call.is_over(clock.monotonic())
 
 
 # --- traffic ---

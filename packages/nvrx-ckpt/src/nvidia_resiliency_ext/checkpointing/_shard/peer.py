@@ -36,6 +36,7 @@ from nvidia_resiliency_ext.checkpointing._shard.directory import (
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
 from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_manifest
 from nvidia_resiliency_ext.checkpointing._shard.write import file_sink
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 __all__ = ["Peer", "PeerError", "PeerServer", "PeerSource", "PeerTarget"]
@@ -50,6 +51,7 @@ _DISCARD_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
 _END = _RANGE.pack(0, 0)
+_PATIENCE = 10  # times that, for a peer that is there and does not get on
 _SIGNS_OF_LIFE = 4  # in the time after which a peer that gives none is lost
 _BACKLOG = 64
 _ACCEPT_AGAIN_S = 0.2
@@ -124,18 +126,26 @@ class PeerTarget:
     def finish(self) -> None:
         """Wait until the copy is durable, as long as the peer gives signs of life.
 
+        The whole wait ends after ten times the peer's timeout.
+
         Raises:
             PeerError: It is not there.
         """
         try:
             self._sock.sendall(_END)
-            while (answer := _receive_json(self._sock)).get("is_working"):
-                pass
+            deadline = Deadline.after(self._peer.timeout_s * _PATIENCE)
+            answer = _receive_json(self._sock)
+            while answer.get("is_working") and not deadline.expired():
+                answer = _receive_json(self._sock)
         except TimeoutError as error:
             reason = f"no sign of life for {self._peer.timeout_s:g} s (peer_timeout_s)"
             raise PeerError(self._peer, reason) from error
         except (OSError, ValueError) as error:
             raise PeerError(self._peer, error) from error
+        if answer.get("is_working"):
+            limit_s = self._peer.timeout_s * _PATIENCE
+            reason = f"its disk has not made the copy durable for {limit_s:g} s"
+            raise PeerError(self._peer, f"{reason} ({_PATIENCE} times peer_timeout_s)")
         if answer["error"]:
             raise PeerError(self._peer, answer["error"])
 
@@ -260,13 +270,14 @@ class PeerServer:
         try:
             _set_options(connection, self._timeout_s)
             request = self._handshake(connection)
-            # The other end may be busy for long; TCP's probes notice when its host is lost.
-            connection.settimeout(None)
             name = ShardName(int(request["iteration"]), int(request["owner"]))
             if request["op"] == "store":
+                connection.settimeout(self._timeout_s * _PATIENCE)
                 with self._counted():
                     self._store(connection, name)
             elif request["op"] == "read":
+                # It may be busy for long; TCP's probes notice when its host is lost.
+                connection.settimeout(None)
                 self._read(connection, name)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not self._closed:
@@ -309,8 +320,9 @@ class PeerServer:
             if not problem:
                 with _signs_of_life(connection, self._timeout_s / _SIGNS_OF_LIFE):
                     shard.publish()
-        except OSError as error:
-            # Ours (no space, read-only) is worth telling; of the connection's the peer knows.
+        except (OSError, RuntimeError) as error:
+            # Ours (no space, read-only, no threads) is worth telling; of the connection's the peer
+            # knows.
             problem = str(error)
         finally:
             shard.discard()
@@ -502,7 +514,10 @@ def _send_all(sock: socket.socket, parts: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _signs_of_life(sock: socket.socket, interval_s: float) -> Iterator[None]:
-    """Tell the other end again and again that its copy is being made durable."""
+    """Tell the other end again and again that its copy is being made durable.
+
+    The socket's timeout bounds the wait for the end of what is being told.
+    """
     is_over = threading.Event()
 
     def tell() -> None:

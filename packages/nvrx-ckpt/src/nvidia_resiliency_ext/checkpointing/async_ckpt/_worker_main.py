@@ -285,7 +285,7 @@ class _Server:
         memory.close()
         self._active.pop(run.job, None)
         if not ok:
-            self._unlock(run.job)
+            self._begin_unlock(run.job).join(_CLEAN_UP_S)
         self._cancelled.discard(run.job)
         self._send(Finished(run.job, ok, position, len(text), time.monotonic() - begin))
 

@@ -75,6 +75,11 @@ class _RankSession:
     dump_fd: int = -1
     kernel: Kernel | None = None
 
+    @property
+    def has_come(self) -> bool:
+        """Whether it has come to this monitor, and is not only known from the one before."""
+        return self.page is not None or self.connection is not None
+
     def look(self) -> Stamps | None:
         """Return what the page shows, `None` when it cannot be read."""
         if self.page is None:
@@ -273,7 +278,9 @@ class Serving:
         for rank, session in list(self._sessions.items()):
             member = self._membership.members[rank]
             # Who has not come back may have left the call, unless it is still counted on.
-            is_expected = session.page is not None or rank in self._membership.participants
+            is_expected = session.page is not None or (
+                not self._membership.is_over and rank in self._membership.participants
+            )
             if member.is_present and is_expected and session.pid in self._host.processes:
                 due_s = min(due_s, self._evaluate(rank, session, now))
         return due_s
@@ -467,6 +474,7 @@ class Serving:
         return any(
             member.is_present and self._sessions[rank].pid in self._host.processes
             for rank, member in self._membership.members.items()
+            if not self._membership.is_over or self._sessions[rank].has_come
         )
 
     @property

@@ -63,7 +63,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         load_policy: "auto" loads any class of state, from files and directories that only this
             user can write to; "strict" loads only `BasicTensorAwareStateDict`, which runs no code.
         peer_timeout_s: Seconds after which a rank that keeps copies and gives no sign of life is
-            lost. While its disk makes a copy durable it gives one every quarter of that.
+            lost. While its disk makes a copy durable it gives one every quarter of that, and is
+            given up after ten times that.
         verify_on_load: Compare what is loaded with its checksums. Default
             `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else yes.
         allow_same_machine: Let copies lie on the machine of their original, from where they are
