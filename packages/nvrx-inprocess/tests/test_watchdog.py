@@ -202,3 +202,22 @@ def test_a_monitor_process_takes_the_stamps_of_a_progress_watchdog() -> None:
     finally:
         view.close()
         monitor._page.close()
+
+
+def test_old_objects_are_frozen_where_python_itself_has_frozen_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.12 begins with 375 frozen objects: a restart must not search all of torch for it."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    with watchdog_module.old_objects_frozen():
+        monkeypatch.undo()
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+    # What a program has frozen stays so.
+    gc.freeze()
+    try:
+        with watchdog_module.old_objects_frozen():
+            pass
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

@@ -119,11 +119,15 @@ class _Semaphore:
             pass  # a signal of the process came to this thread
 
 
+# Python 3.12 begins with 375 frozen objects; a program that freezes has as many as it imported.
+_FROZEN_BY_PYTHON = 2000
+
+
 @contextlib.contextmanager
 def old_objects_frozen() -> Iterator[None]:
     """Keep what existed before a call out of garbage collections until it ends."""
-    # Somebody else's frozen objects could not be told apart from ours afterwards.
-    is_ours = gc.get_freeze_count() == 0
+    # A program's own frozen objects could not be told apart from ours afterwards.
+    is_ours = gc.get_freeze_count() < _FROZEN_BY_PYTHON
     if is_ours:
         gc.freeze()
     try:
