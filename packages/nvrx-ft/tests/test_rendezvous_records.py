@@ -109,6 +109,7 @@ def test_strange_documents_are_refused(kind: type, text: str) -> None:
         decode(kind, text)
 
 
+WORKING = json.loads(encode(HUNG))["f"]["ranks"]["v"][1]
 WRONG_VALUES = [
     *((Entry, "seq", value) for value in (-1, 1.0, "1", None, 1 << 62, [], {})),
     *((Entry, "phase", value) for value in ("OPEN", 1, None, [], {}, "x" * 60000)),
@@ -132,6 +133,17 @@ WRONG_VALUES = [
     *((Arrival, "node", value) for value in (1, None, "n" * (MAX_TEXT + 1), "\ud800")),
     *((NodeMessage, "kind", value) for value in ("gone", None, [])),
     *((NodeMessage, "arrival", value) for value in (1, [], {"node": "n"})),
+    *(
+        (NodeMessage, "ranks", {"$": "tuple", "v": [{**WORKING, "f": {**WORKING["f"], **fields}}]})
+        for fields in (
+            {"rank": -1},
+            {"rank": 1.0},
+            {"rank": "0"},
+            {"progress": {"$": "tuple", "v": [-1, 0]}},
+            {"progress": {"$": "tuple", "v": [1, -1]}},
+            {"progress": {"$": "tuple", "v": [1]}},
+        )
+    ),
     *((NodeMessage, "entry", value) for value in (1, {"seq": 1}, {"$": "Entry", "f": {"seq": 1}})),
 ]
 
@@ -184,6 +196,21 @@ def test_what_is_written_can_always_be_read(letter: str) -> None:
     assert back.kind is Kind.STATE
     assert back.cause is not None
     back.cause.what.encode()
+
+
+def test_a_record_beyond_a_frame_is_cut_further() -> None:
+    """Where whole texts do not even fit a frame of the wire, shorter ones are tried."""
+    many = tuple(RankState(rank, Activity.WAITING, words="\U0001f525" * 4096) for rank in range(32))
+    back = decode(NodeMessage, encode(dataclasses.replace(HUNG, ranks=many)))
+    assert [state.rank for state in back.ranks] == list(range(32))
+
+
+def test_a_strangers_text_stays_on_one_line_of_the_log() -> None:
+    """What is refused is told of without its control characters."""
+    with pytest.raises(ForeignValueError) as refused:
+        decode(Entry, json.dumps("x\nERROR \x1b[31m" + "\U000e0001" * 400))
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 500
 
 
 def test_what_is_not_plain_is_left_out_of_details() -> None:

@@ -2,6 +2,7 @@
 """The job's part of a TCPStore, and what the protocol takes for granted of torch's store."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -356,6 +357,81 @@ def test_a_timeout_of_the_network_is_not_the_end_of_the_wait(
     monkeypatch.setattr(one, "_client", Broken())
     with pytest.raises(StoreLostError, match="timed out"):
         one.wait_until_set("k", 60)
+
+
+def test_a_connection_found_dead_is_a_lost_store(served: Served) -> None:
+    """The kernel's ETIMEDOUT has the type of a timeout: it ends a question and a wait, late too."""
+    for call in (lambda one: one.peek("k"), lambda one: one.wait_until_set("k", 0.001)):
+        one = served.connect()
+        one._client._sock = DeadSocket(one._client._sock)
+        with pytest.raises(StoreLostError, match="dead"):
+            call(one)
+
+
+class DeadSocket:
+    """A socket whose peer has acknowledged nothing for too long."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def recv(self, *_: int) -> bytes:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+def test_many_messages_of_a_round_are_read(served: Served) -> None:
+    """A round's messages may take more than the 16 MiB that other values are limited to."""
+    one = served.connect()
+    line = one._seal("k", "x" * 60_000) + "\n"
+    for _ in range(3):
+        one._client.append(PREFIX + "k", line * 100)
+    assert len(one.lines("k", 0)[0]) == 300
+
+
+def test_a_look_at_a_prefix_store_can_be_cut() -> None:
+    """A short wait over a client that cannot be cut itself ends as soon as it is told to."""
+
+    class Endless:
+        def check(self, _: list[str]) -> bool:
+            one.cut()
+            return False
+
+    one = JobStore(Endless(), PREFIX, SECRET)
+    with pytest.raises(StoreLostError, match="cut"):
+        one.wait_until_set("k", 50)
+
+
+def test_a_cut_reaches_the_connection_that_mends_a_counter(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever cuts while a new connection takes the old one's place ends the new one."""
+    one = served.connect()
+    connect = store._connect_client
+    limits = []
+
+    def connect_and_cut(*where: Any) -> Any:
+        made = connect(*where)
+        limits.append(where[2])
+        one.cut()
+        return made
+
+    served.raw().set(PREFIX + "k", "garbage")
+    monkeypatch.setattr(store, "_connect_client", connect_and_cut)
+    with pytest.raises(StoreLostError):
+        one.count("k", 1)
+    assert limits == [store.MEND_S]
+    with pytest.raises(OSError, match="pipe"):
+        one._client.set("k", "v")
+
+
+def test_a_name_that_none_can_have_is_told_of() -> None:
+    """A host with an empty label is a store that is not there, and no traceback."""
+    with pytest.raises(StoreLostError, match=r"a\.\.b"):
+        store.connect("a..b", 29400, PREFIX, SECRET, 1.0)
+    with pytest.raises(endpoint.EndpointError, match="does not resolve"):
+        endpoint.claim("a..b", 29400, None)
 
 
 def test_a_store_killed_ends_all_waits_at_once() -> None:

@@ -2,6 +2,8 @@
 """The client of TCPStore without torch says and hears what torch's own does."""
 
 import contextlib
+import errno
+import os
 import random
 import socket
 import threading
@@ -85,6 +87,48 @@ def test_a_wait_ends_and_leaves_the_connection_in_step(client: StoreClient) -> N
         client.wait(["missing"], timedelta(seconds=0.05))
     assert 0.04 < time.monotonic() - began < 60
     other.close()
+
+
+class BrokenSocket:
+    """A connection on which nothing can be received any more, for some reason."""
+
+    def __init__(self, sock: socket.socket, reason: BaseException) -> None:
+        self._sock = sock
+        self._reason = reason
+
+    def recv(self, *_: int) -> bytes:
+        raise self._reason
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+QUESTIONS = {
+    "question": lambda client: client.check(["missing"]),
+    "wait": lambda client: client.wait(["missing"], timedelta(seconds=0.01)),
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_what_the_kernel_ends_is_no_wait_in_vain(client: StoreClient, ask: Any) -> None:
+    """Its error has the type of a timeout; also where answers have no limit the connection ends."""
+    client.answer_timeout_s = None
+    dead = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    client._sock = BrokenSocket(client._sock, dead)  # type: ignore[assignment]
+    with pytest.raises(ConnectionError, match="dead"):
+        ask(client)
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_an_answer_that_was_not_taken_answers_nothing_else(client: StoreClient, ask: Any) -> None:
+    """After an interruption in the middle of a question the connection says nothing more."""
+    whole = client._sock
+    client._sock = BrokenSocket(whole, KeyboardInterrupt())  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        ask(client)
+    client._sock = whole
+    with pytest.raises(OSError, match=r"pipe|reset"):
+        client.add("count", 1)
 
 
 def test_access_is_the_same(server: Any, client: StoreClient) -> None:
@@ -178,6 +222,20 @@ def test_who_says_nothing_is_no_stranger() -> None:
     with FakeServer(hold) as server, pytest.raises(StoreLostError, match=r"nothing for 0.2 s") as e:
         StoreClient("127.0.0.1", server.port, LONG, answer_timeout_s=0.2)
     assert not isinstance(e.value, StrangeStoreError)
+
+
+def test_who_answers_drop_by_drop_is_given_up() -> None:
+    """The handshake as a whole has a limit, and not each byte of it."""
+
+    def drip(connection: socket.socket) -> None:
+        answer = connection.recv(4096)[-HANDSHAKE_ANSWER_BYTES:]
+        for byte in answer:
+            connection.sendall(bytes((byte,)))
+            pause.wait(0.1)
+
+    pause = threading.Event()
+    with FakeServer(drip) as server, pytest.raises(StoreLostError, match=r"nothing for 0\.5 s"):
+        StoreClient("127.0.0.1", server.port, timedelta(seconds=0.5))
 
 
 def test_nobody_there() -> None:

@@ -17,9 +17,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
+from .clock import Deadline
 from .errors import NvrxError
 from .store_sockets import reach, watch_over
 
@@ -36,17 +38,22 @@ def handshake(connection: socket.socket) -> bool:
     """Begin as torch's clients do; return whether a store of torch's is at the other end.
 
     Args:
-        connection: A connected socket.
+        connection: A connected socket; its timeout is that of the whole handshake.
 
     Raises:
-        TimeoutError: Nothing was said within the connection's timeout.
+        TimeoutError: It took longer.
         OSError: The connection was ended.
     """
     word = os.urandom(_WORD_BYTES).hex().encode()
     key, value = _prefixed(_KEY + word), _prefixed(word)
+    deadline = Deadline.after(connection.gettimeout())
     connection.sendall(_VALIDATE + _MAGIC + _COMPARE_SET + key + value + value)
     answer = b""
     while answer != value:
+        left_s = deadline.timeout()
+        if left_s == 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
         part = connection.recv(len(value) - len(answer))
         answer += part
         if not part or not value.startswith(answer):
@@ -65,6 +72,9 @@ _READY = 0
 _READ_BYTES = 65536
 REFUSED_LIMIT_S = 10.0
 _PAUSE_S = 0.05
+_LEAST_S = 0.1
+
+_Answer = TypeVar("_Answer")
 
 
 class StoreLostError(NvrxError):
@@ -106,12 +116,16 @@ class StoreClient:
     Args:
         host: Name or address of the store.
         port: Its port.
-        timeout: How long connecting may take, and a wait without a limit of its own.
+        timeout: How long connecting may take with the handshake, and a wait without a limit of its
+            own.
         refused_limit_s: How long (s) to try again where nobody listens. Default 10.
-        answer_timeout_s: How long (s) an answer may take, the handshake's included. Default 20.
+        answer_timeout_s: How long (s) an answer may take, the handshake's included; None: no limit
+            but for the handshake's. Default 20.
+        max_answer_bytes: How large a value may be; a larger one ends the connection. Default
+            16 MiB and a byte.
 
     Attributes:
-        answer_timeout_s: The same for later answers; None: no limit.
+        answer_timeout_s: The same for later answers.
 
     Raises:
         StoreLostError: Nobody answers there.
@@ -126,15 +140,18 @@ class StoreClient:
         *,
         refused_limit_s: float = REFUSED_LIMIT_S,
         answer_timeout_s: float | None = ANSWER_TIMEOUT_S,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self.host = host
         self.port = port
         self.timeout = timeout
         self.answer_timeout_s = answer_timeout_s
         self._refused_limit_s = refused_limit_s
-        self._sock = _connect(host, port, timeout.total_seconds(), refused_limit_s)
+        self._max_answer_bytes = max_answer_bytes
+        deadline = Deadline.after(timeout.total_seconds())
+        self._sock = _connect(host, port, deadline, refused_limit_s)
         try:
-            self._handshake()
+            self._handshake(deadline)
         except BaseException:
             self.close()
             raise
@@ -165,6 +182,7 @@ class StoreClient:
             self.timeout,
             refused_limit_s=self._refused_limit_s,
             answer_timeout_s=self.answer_timeout_s,
+            max_answer_bytes=self._max_answer_bytes,
         )
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -174,7 +192,7 @@ class StoreClient:
             key: Its name.
             value: Its new value.
         """
-        self._send(_Query.SET, _key(key), _prefixed(_bytes(value)))
+        self._ask(_nothing, _Query.SET, _key(key), _prefixed(_bytes(value)))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of a value, which may be missing.
@@ -183,7 +201,7 @@ class StoreClient:
             key: The key's name.
             value: What is added.
         """
-        self._send(_Query.APPEND, _key(key), _prefixed(_bytes(value)))
+        self._ask(_nothing, _Query.APPEND, _key(key), _prefixed(_bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if its value is the expected one; return the value that it has then.
@@ -195,8 +213,8 @@ class StoreClient:
             expected: The value that it must have; empty: it must be missing.
             desired: Its new value.
         """
-        self._send(_Query.COMPARE_SET, _key(key), *map(_prefixed, map(_bytes, (expected, desired))))
-        return self._receive_text()
+        values = map(_prefixed, map(_bytes, (expected, desired)))
+        return self._ask(self._receive_text, _Query.COMPARE_SET, _key(key), *values)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number and return the sum; a store hangs up where the value is none.
@@ -205,8 +223,7 @@ class StoreClient:
             key: The key's name; a missing one counts as 0.
             amount: What is added.
         """
-        self._send(_Query.ADD, _key(key), _NUMBER.pack(amount))
-        return self._receive_number()
+        return self._ask(self._receive_number, _Query.ADD, _key(key), _NUMBER.pack(amount))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there.
@@ -214,8 +231,7 @@ class StoreClient:
         Args:
             key: Its name.
         """
-        self._send(_Query.DELETE_KEY, _key(key))
-        return self._receive_number() > 0
+        return self._ask(self._receive_number, _Query.DELETE_KEY, _key(key)) > 0
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there.
@@ -223,8 +239,7 @@ class StoreClient:
         Args:
             keys: Their names.
         """
-        self._send(_Query.CHECK, *_keys(keys))
-        return self._receive(1)[0] == _READY
+        return self._ask(lambda: self._receive(1), _Query.CHECK, *_keys(keys))[0] == _READY
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there.
@@ -236,16 +251,9 @@ class StoreClient:
         Raises:
             WaitExpiredError: They are not in time.
         """
-        limit = self.timeout if timeout is None else timeout
-        self._send(_Query.WAIT, *_keys(keys))
-        if not self._is_readable(limit.total_seconds()):
-            self._send(_Query.CANCEL_WAIT)
-            # The last key may have come just before; then both are said.
-            if self._receive(1)[0] == _STOP_WAITING:
-                self._receive(1)
-            raise WaitExpiredError(f"no {', '.join(keys)} within {limit.total_seconds():g} s")
-        if self._receive(1)[0] != _STOP_WAITING:
-            raise ConnectionError("the store has ended a wait by itself")
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        if not self._ask(lambda: self._is_set_within(limit_s), _Query.WAIT, *_keys(keys)):
+            raise WaitExpiredError(f"no {', '.join(keys)} within {limit_s:g} s")
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value.
@@ -254,8 +262,7 @@ class StoreClient:
             key: Its name.
         """
         self.wait([key])
-        self._send(_Query.GET, _key(key))
-        return self._receive_text()
+        return self._ask(self._receive_text, _Query.GET, _key(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for keys and return their values.
@@ -264,8 +271,9 @@ class StoreClient:
             keys: Their names.
         """
         self.wait(keys)
-        self._send(_Query.MULTI_GET, *_keys(keys))
-        return [self._receive_text() for _ in keys]
+        return self._ask(
+            lambda: [self._receive_text() for _ in keys], _Query.MULTI_GET, *_keys(keys)
+        )
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
         """Set many keys at once.
@@ -276,7 +284,7 @@ class StoreClient:
         """
         pairs = zip(map(_key, keys), (_prefixed(value.encode()) for value in values), strict=True)
         parts = [part for pair in pairs for part in pair]
-        self._send(_Query.MULTI_SET, _NUMBER.pack(len(keys)), *parts)
+        self._ask(_nothing, _Query.MULTI_SET, _NUMBER.pack(len(keys)), *parts)
 
     def cut(self) -> None:
         """End the connection from any thread; a wait or a question on it fails at once."""
@@ -287,14 +295,15 @@ class StoreClient:
         """End the connection."""
         self._sock.close()
 
-    def _handshake(self) -> None:
-        self._sock.settimeout(self.answer_timeout_s)
+    def _handshake(self, deadline: Deadline) -> None:
+        limit_s = min(self.answer_timeout_s or ANSWER_TIMEOUT_S, deadline.remaining())
+        self._sock.settimeout(max(limit_s, _LEAST_S))
         try:
             is_known = handshake(self._sock)
         except TimeoutError:
             raise StoreLostError(
                 f"no store answers at {self.host}:{self.port}: who listens there has said nothing"
-                f" for {self.answer_timeout_s:g} s"
+                f" for {limit_s:.3g} s"
             ) from None
         except OSError:
             is_known = False
@@ -303,16 +312,50 @@ class StoreClient:
                 f"{self.host}:{self.port} does not answer a handshake as a TCPStore does"
             )
 
+    def _ask(self, answer: Callable[[], _Answer], query: _Query, *parts: bytes) -> _Answer:
+        """Send a question and return what `answer` reads.
+
+        Unless that is whole the connection ends: what came late would answer the next question.
+        """
+        try:
+            self._send(query, *parts)
+            return answer()
+        except TimeoutError as error:
+            self.cut()
+            raise ConnectionError(self._silence(error)) from None
+        except BaseException:
+            self.cut()
+            raise
+
+    def _silence(self, error: TimeoutError) -> str:
+        # The kernel ends dead connections with the same type of error.
+        if error.errno or self.answer_timeout_s is None:
+            return "the connection is dead: nothing was acknowledged"
+        return f"no answer within {self.answer_timeout_s:g} s"
+
     def _send(self, query: _Query, *parts: bytes) -> None:
         self._sock.settimeout(self.answer_timeout_s)
         self._sock.sendall(b"".join((bytes((query,)), *parts)))
+
+    def _is_set_within(self, limit_s: float) -> bool:
+        if self._is_readable(limit_s):
+            if self._receive(1)[0] != _STOP_WAITING:
+                raise ConnectionError("the store has ended a wait by itself")
+            return True
+        self._send(_Query.CANCEL_WAIT)
+        # The last key may have come just before; then both are said.
+        if self._receive(1)[0] == _STOP_WAITING:
+            self._receive(1)
+        return False
 
     def _is_readable(self, timeout_s: float) -> bool:
         # Nothing but the answer to the wait can come.
         self._sock.settimeout(max(timeout_s, 1e-3))
         try:
             self._sock.recv(1, socket.MSG_PEEK)
-        except TimeoutError:
+        except TimeoutError as error:
+            if error.errno:
+                raise
             return False
         return True
 
@@ -320,10 +363,7 @@ class StoreClient:
         self._sock.settimeout(self.answer_timeout_s)
         data = bytearray()
         while len(data) < size:
-            try:
-                part = self._sock.recv(min(size - len(data), _READ_BYTES))
-            except TimeoutError:
-                raise ConnectionError(f"no answer within {self.answer_timeout_s:g} s") from None
+            part = self._sock.recv(min(size - len(data), _READ_BYTES))
             if not part:
                 raise ConnectionError("the store has ended the connection")
             data += part
@@ -335,30 +375,31 @@ class StoreClient:
 
     def _receive_text(self) -> bytes:
         size = self._receive_number()
-        if not 0 <= size <= MAX_ANSWER_BYTES:
-            # Nothing that follows could be told apart.
-            self.close()
+        if not 0 <= size <= self._max_answer_bytes:
             raise ConnectionError(f"the store answers with {size} bytes")
         return self._receive(size)
 
 
-def _connect(host: str, port: int, limit_s: float, refused_limit_s: float) -> socket.socket:
-    deadline = time.monotonic() + limit_s
-    refused_until = time.monotonic() + min(limit_s, refused_limit_s)
+def _connect(host: str, port: int, deadline: Deadline, refused_limit_s: float) -> socket.socket:
+    refused_until = Deadline.after(min(deadline.remaining(), refused_limit_s))
     while True:
         try:
-            sock = reach((host, port), max(deadline - time.monotonic(), 0.1))
+            sock = reach((host, port), max(deadline.remaining(), _LEAST_S))
         except ConnectionRefusedError as error:
-            if time.monotonic() >= refused_until:
+            if refused_until.expired():
                 raise StoreLostError(f"no store answers at {host}:{port}: {error}") from None
             time.sleep(_PAUSE_S)  # it may be about to listen: nobody would tell us
             continue
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no such name can be
             raise StoreLostError(f"no store answers at {host}:{port}: {error}") from None
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             watch_over(sock)
         return sock
+
+
+def _nothing() -> None:
+    """Take the answer to what has none."""
 
 
 def _key(key: str) -> bytes:

@@ -260,27 +260,30 @@ class CoordinatorServices:
     ) -> None:
         """Record that the workers of a cycle start now on the active nodes, by rank."""
         self.cycle = cycle
-        if self._watch is not None:
-            self._watch.begin(cycle)
-        if self._reporter is not None:
-            self._reporter.report_cycle_start(_snapshot(cycle, active, waiting))
+        watch, reporter = self._watch, self._reporter
+        if watch is not None:
+            watch.begin(cycle)
+        if reporter is not None:
+            reporter.report_cycle_start(_snapshot(cycle, active, waiting))
 
     def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
         """Record that a cycle goes on that a host before this one saw begin."""
         cycle = self.cycle = entry.round
-        if self._servers is not None:
-            self._servers.expect_nodes()
-        if self._watch is not None:
-            self._watch.begin(cycle)
-        if self._reporter is not None:
-            self._reporter.report_cycle_goes_on(_snapshot(cycle, active, ()))
+        servers, watch, reporter = self._servers, self._watch, self._reporter
+        if servers is not None:
+            servers.expect_nodes()
+        if watch is not None:
+            watch.begin(cycle)
+        if reporter is not None:
+            reporter.report_cycle_goes_on(_snapshot(cycle, active, ()))
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that a cycle is over, also one that began before; it may be repeated."""
-        if self._watch is not None:
-            self._watch.ended(evidence_of(cause))
-        if self._reporter is not None:
-            self._reporter.report_end_of(cycle)
+        watch, reporter = self._watch, self._reporter
+        if watch is not None:
+            watch.ended(evidence_of(cause))
+        if reporter is not None:
+            reporter.report_end_of(cycle)
 
     # The end -----------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
             problem = error.strerror or str(error)
         except OSError as error:
             problem = error.strerror or str(error)
+        except ValueError as error:  # no such name can be
+            problem = str(error)
         left_s = deadline - clock.monotonic()
         if left_s <= 0:
             break
@@ -120,9 +122,10 @@ def _also(host: str, port: int) -> str:
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no such name can be
+        problem = getattr(error, "strerror", None) or error
         raise EndpointError(
-            f"--rdzv-endpoint {host}:{port}: the name does not resolve: {error.strerror or error};"
+            f"--rdzv-endpoint {host}:{port}: the name does not resolve: {problem};"
             " use a name or address that all nodes know"
         ) from None
     return [(family, (str(address[0]), int(address[1]))) for family, *_, address in found]

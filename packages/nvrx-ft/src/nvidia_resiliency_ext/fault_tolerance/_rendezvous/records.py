@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError, WireError
+from nvidia_resiliency_ext.shared_utils.errors import (
+    FrameTooLargeError,
+    NvrxError,
+    WireError,
+)
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
@@ -23,6 +27,7 @@ from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 MAX_VALUE_BYTES = 64 * 1024
 MAX_LINE_BYTES = MAX_VALUE_BYTES - 1024
 MAX_TEXT = 4096
+_TEXT_LIMITS = (MAX_TEXT, MAX_TEXT // 8, MAX_TEXT // 64)
 _MAX_WHOLE = 1 << 62
 _MAX_PORT = 65535
 _MAX_COMPLAINT = 200
@@ -253,8 +258,13 @@ _Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
 def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
     """Return one line of ASCII without a newline; texts that are too long are cut."""
     line = ""
-    for limit in (MAX_TEXT, MAX_TEXT // 8, MAX_TEXT // 64):
-        line = _MESSAGES.encode_payload(_cut(record, limit)).decode("ascii")
+    for limit in _TEXT_LIMITS:
+        try:
+            line = _MESSAGES.encode_payload(_cut(record, limit)).decode("ascii")
+        except FrameTooLargeError:
+            if limit == _TEXT_LIMITS[-1]:
+                raise
+            continue
         # Beyond ASCII a character takes up to twelve bytes here.
         if len(line) <= MAX_LINE_BYTES:
             break
@@ -270,10 +280,15 @@ def decode(kind: type[_Record], text: str | bytes) -> _Record:
         record = _MESSAGES.decode(text.encode() if isinstance(text, str) else text)
         _check_texts(record)
     except (ValueError, WireError) as error:
-        raise ForeignValueError(f"not {name}: {str(error)[:_MAX_COMPLAINT]}") from None
+        raise ForeignValueError(f"not {name}: {_printable(error)}") from None
     if not isinstance(record, kind):
-        raise ForeignValueError(f"not {name}, but {str(record)[:_MAX_COMPLAINT]}")
+        raise ForeignValueError(f"not {name}, but {_printable(record)}")
     return record
+
+
+def _printable(value: object) -> str:
+    """Return a stranger's value for the log, short and without what would begin a line there."""
+    return repr(str(value)[:_MAX_COMPLAINT])[1:-1][:_MAX_COMPLAINT]
 
 
 def _cut(value: Any, limit: int) -> Any:
@@ -332,8 +347,15 @@ def _check_texts(value: object) -> None:
         for item in value:
             _check_texts(item)
     elif dataclasses.is_dataclass(value):
+        if isinstance(value, RankState):
+            _check_rank(value)
         for field in dataclasses.fields(value):
             _check_texts(getattr(value, field.name))
+
+
+def _check_rank(state: RankState) -> None:
+    for number in (state.rank, *(state.progress or ())):
+        _check_range("rank or progress", number, 0)
 
 
 def _check_range(name: str, value: int, least: int, most: int = _MAX_WHOLE) -> None:

@@ -51,6 +51,11 @@ _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
 # Whoever else writes to a key of the job is overwritten; not for ever, if it goes on.
 SETTLE_TRIES = 50
+_MEND_TRIES = 5
+# How long a new connection may take, in place of one on which the store has hung up.
+MEND_S = 5.0
+# All messages of a round stand in one value.
+_MAX_ANSWER_BYTES = 256 << 20
 
 _T = TypeVar("_T")
 
@@ -158,7 +163,9 @@ class JobStore:
             self._client.wait([name], timedelta(seconds=limit_s))
         except WaitExpiredError:
             return False
-        except (RuntimeError, OSError) as error:
+        except OSError as error:
+            raise StoreLostError(_first_line(error)) from None
+        except RuntimeError as error:
             # The network's own timeouts use the same words as torch, but come at other times.
             if _is_timeout(error) and time.monotonic() - began >= limit_s - _CLOCK_STEP_S:
                 return False
@@ -170,7 +177,8 @@ class JobStore:
         while not _guarded(lambda: self._client.check([name])):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_TORCH_LOOK_S)
+            if self._was_cut.wait(_TORCH_LOOK_S):
+                raise StoreLostError("the connection was cut")
         return True
 
     def put(self, key: str, text: str) -> None:
@@ -209,10 +217,14 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
-        What somebody else wrote there that is no number is replaced.
+        What somebody else wrote there that is no number is replaced by 0 before. Where the
+        connection broke before the answer came, the step may count twice.
+
+        Raises:
+            StoreLostError: the store is gone, or somebody else writes there all the time.
         """
         name = self._name(key)
-        for _ in range(SETTLE_TRIES):
+        for _ in range(_MEND_TRIES):
             try:
                 return int(self._call(lambda: self._client.add(name, step)))
             except StoreLostError:
@@ -231,18 +243,18 @@ class JobStore:
         if self._was_cut.is_set() or not self._can_be_cut:
             return False
         try:
-            other = JobStore(another_client(self._client), self._prefix, self._secret)
-            raw = other._read(key)
+            self._client = _connect_client(self._client.host, self._client.port, MEND_S)
+            # Who cuts from here on ends this connection, whatever it waits for.
+            if self._was_cut.is_set():
+                self._client.cut()
+            raw = self._read(key)
             if raw is None:
                 return False
             if not _COUNTER.fullmatch(raw):
                 self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
-                other._call(lambda: other._client.compare_set(self._name(key), raw, "0"))
+                self._call(lambda: self._client.compare_set(self._name(key), raw, "0"))
         except StoreLostError:
             return False
-        self._client = other._client
-        if self._was_cut.is_set():
-            self._client.cut()
         return True
 
     def counters(self, keys: Iterable[str]) -> list[int]:
@@ -319,17 +331,25 @@ def connect(
     """
     client = _connect_client(host, port, patience_s)
     if secret is None:
-        name = prefix + _SECRET
         try:
-            client.wait([name], timedelta(seconds=timeout_s))
-            secret = bytes.fromhex(client.get(name).decode("ascii"))
-        except WaitExpiredError:
-            raise NoJobError(_at(client), prefix, timeout_s) from None
-        except OSError as error:
-            raise StoreLostError(_first_line(error)) from None
-        except ValueError:
-            raise StoreLostError(_no_key(name)) from None
+            secret = _left_secret(client, prefix, timeout_s)
+        except BaseException:
+            client.close()
+            raise
     return JobStore(client, prefix, secret)
+
+
+def _left_secret(client: StoreClient, prefix: str, timeout_s: float) -> bytes:
+    name = prefix + _SECRET
+    try:
+        client.wait([name], timedelta(seconds=timeout_s))
+        return bytes.fromhex(client.get(name).decode("ascii"))
+    except WaitExpiredError:
+        raise NoJobError(_at(client), prefix, timeout_s) from None
+    except OSError as error:
+        raise StoreLostError(_first_line(error)) from None
+    except ValueError:
+        raise StoreLostError(_no_key(name)) from None
 
 
 def another_client(client: Any) -> Any:
@@ -423,6 +443,7 @@ def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) ->
             timedelta(seconds=patience_s),
             refused_limit_s=0.0,
             answer_timeout_s=patience_s,
+            max_answer_bytes=_MAX_ANSWER_BYTES,
         )
     except OSError as error:
         raise StoreLostError(_first_line(error)) from None

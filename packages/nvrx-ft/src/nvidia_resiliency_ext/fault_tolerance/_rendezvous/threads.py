@@ -31,7 +31,8 @@ from .store import JobStore, NoJobError
 logger = logging.getLogger("nvrx")
 
 # A healthy node costs the store a lease every few seconds; waiting anew must not add to that.
-WATCH_WAIT_S = 600.0
+# A wait that ends in vain is one line in the log where the store's client is torch's.
+WATCH_WAIT_S = 86400.0
 ENTRY_TRIES = 3
 CUT_WAIT_S = 1.0
 # A store that was killed may take connections for some milliseconds more, and a client that comes
