@@ -347,7 +347,12 @@ def test_stale_siblings_are_removed(environ) -> None:
 def test_closed_store_worker_does_not_connect_again(monkeypatch) -> None:
     """A connection that breaks after the worker was closed ends its thread."""
     opened = []
-    monkeypatch.setattr(store_threads, "open_iteration_store", opened.append)
+
+    def connect(_) -> object:
+        opened.append(object())
+        return opened[-1]
+
+    monkeypatch.setattr(store_threads, "open_iteration_store", connect)
     worker = store_threads.StoreWorker(MonitorSettings("p", "m:f"), lambda _: None, lambda _: None)
     is_closed = threading.Event()
 
