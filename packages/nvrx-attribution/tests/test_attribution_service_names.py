@@ -323,6 +323,11 @@ def test_journal_and_history_survive(tmp_path):
     again = JobHistory(str(kept))
     assert len(again.before("/new", "job")) == 10
     assert again.before("/l5", "job") == again.before("/new", "job")[:3]
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    lines[0]["log_end"]["size"] = "many"
+    lines[1]["log_end"]["digest"] = None
+    kept.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert len(JobHistory(str(kept)).before("/new", "job")) == 8
 
 
 def test_controller_takes_up_what_was_left(tmp_path):

@@ -212,6 +212,22 @@ def test_what_is_wrong_with_a_service_is_said_once(
     assert service.endpoint in warnings[0].getMessage()
 
 
+def test_a_service_that_was_there_meanwhile_is_complained_of_again(
+    service, client_of, caplog
+) -> None:
+    """A submission that is accepted ends the silence about those that are not."""
+    client = client_of(service.endpoint)
+    client.start_poller()
+    for number, status in enumerate((400, 400, 200, 400)):
+        service.post_status = status
+        client._submit_log(f"/logs/{number}")
+        service.wait_for(lambda number=number: len(service.posts()) == number + 1)
+        wait_until(lambda: client._state.next_post() is None)
+    wait_until(lambda: "/logs/3 was not submitted" in caplog.text)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.partition("/logs/")[2][0] for text in warnings] == ["0", "3"]
+
+
 def test_restart_count_of_slurm_is_said(client_of, monkeypatch) -> None:
     """A requeued job says how often it was: its logs have the names of the earlier attempt."""
     post = requests.Post("/a", requests.INTENT_TERMINAL)

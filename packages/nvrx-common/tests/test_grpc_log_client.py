@@ -583,6 +583,7 @@ def test_logging_through_the_funnel(
         ({"token_file": "/nowhere/token"}, "/nowhere/token"),
         ({"tls": FunnelTls("/nowhere/ca.pem")}, "ca_file '/nowhere/ca.pem'"),
         ({"tls": FunnelTls("/ca", cert_file="/cert")}, "go together"),
+        ({"tls": FunnelTls(None)}, "ca_file is empty"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:

@@ -271,6 +271,16 @@ def test_infra_rank(
     assert LogConfig.get_infra_rank() == rank
 
 
+def test_a_bad_number_of_nodes_matters_in_arrays_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    """What is not used is not complained of."""
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NNODES", "unusable 1")
+    assert LogConfig.get_infra_rank() == 3
+    assert "SLURM_NNODES" not in caplog.text + capfd.readouterr().err
+
+
 def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of node, process and merged file follow the documented rules."""
     assert LogConfig.name == "nvrx"

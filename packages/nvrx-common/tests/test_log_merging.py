@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is taken of a log file and what becomes of it: decisions on bytes, without files."""
 
+import json
 import random
 import time
 from zlib import crc32
@@ -177,3 +178,21 @@ def test_freshness() -> None:
     assert _POSITION.is_fresh(60.0)
     assert not _POSITION.is_fresh(64.0)
     assert not _POSITION.is_fresh(3.0)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"number": "1"},
+        {"output": ["7", 100]},
+        {"monotonic_s": "3.5"},
+        {"files": [["11", 5, 9, 5, 0]]},
+        {"files": [[11, -5, 9, 5, 0]]},
+        {"batch": ["4", 1234, True]},
+    ],
+)
+def test_a_position_with_wrong_types_is_none(field: dict[str, object]) -> None:
+    """A right checksum over fields that nobody can use must not end the aggregator."""
+    fields = json.loads(encode(_POSITION, 1)[18:])
+    text = json.dumps({**fields, **field}).encode()
+    assert decode(b"%08x %08x %s\n" % (crc32(text), len(text), text)) is None

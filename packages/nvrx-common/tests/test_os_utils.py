@@ -509,9 +509,9 @@ def test_a_lock_is_waited_for_until_a_deadline(tmp_path: Path) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     holder, waiter, third = (os.open(path, flags, 0o600) for _ in range(3))
     os_utils.lock_file(holder)
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(BlockingIOError, match=os.strerror(errno.EAGAIN)):
         os_utils.lock_file(waiter)
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(BlockingIOError, match=r"has had the lock for 0\.05 s"):
         os_utils.lock_file(waiter, 0.05)
     releaser = threading.Timer(0.2, os.close, [holder])
     releaser.start()
@@ -527,10 +527,12 @@ def test_a_lock_is_waited_for_until_a_deadline(tmp_path: Path) -> None:
 def test_an_error_of_a_lock_that_is_waited_for_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that loses its locks during the wait is no other holder."""
+    """A file system that loses its locks is no other holder; it is asked less and less often."""
     descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    numbers = iter((errno.EAGAIN, errno.EAGAIN, errno.ENOLCK))
+    numbers = iter((*[errno.EAGAIN] * 9, errno.ENOLCK))
+    pauses: list[float] = []
+    monkeypatch.setattr(os_utils.time, "sleep", pauses.append)
 
     def flock(_descriptor: int, _operation: int) -> None:
         number = next(numbers)
@@ -540,6 +542,7 @@ def test_an_error_of_a_lock_that_is_waited_for_reaches_the_caller(
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="No locks available"):
         os_utils.lock_file(descriptor, 30.0)
+    assert pauses == pytest.approx([0.001 * 2**n for n in range(7)] + [0.1, 0.1])
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nvidia_resiliency_ext.shared_utils._report import bundle
 from nvidia_resiliency_ext.shared_utils._report.bundle import Archive
 from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault, JobEnd, JobStart
 from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, is_secret_name, redact
@@ -82,6 +83,13 @@ _SECRET = "s3cr3tValue"
         '{{"name": "HF_TOKEN", "value": "{}"}}',
         "got Bearer {}0123456789",
         "-----BEGIN PGP PRIVATE KEY BLOCK-----\n{}\n-----END PGP PRIVATE KEY BLOCK-----",
+        "of a log\n{0}{0}{0}{0}{0}{0}\n{0}=\n-----END RSA PRIVATE KEY-----",
+        "env:\n- name: DB_PASSWD\n  value: {}\n- name: LR\n  value: 1",
+        "items=[('db_passwd', '{}')]",
+        "mysql_pass = {}",
+        "token: &anchor {}",
+        "log(password=f'{}')",
+        "passwords=['first', '{}', 'last'] lr=1",
     ],
 )
 def test_secrets_go(text: str) -> None:
@@ -146,6 +154,7 @@ def test_json_stays_json() -> None:
     found = json.loads(redact(line)[0])
     assert found["n"] == 1
     assert found["password"] == REDACTED
+    assert json.loads(redact('{"key": "MYSQL_PASS", "value": "x1"}')[0])["value"] == REDACTED
 
 
 def test_all_within_a_secret_goes() -> None:
@@ -267,6 +276,23 @@ def test_bundle_is_bounded(tmp_path: Path) -> None:
     texts = _members(target)
     assert sum(map(len, texts.values())) < 2 << 20
     assert texts["README.txt"].count("has reached its size") >= 20
+
+
+def test_a_walk_over_very_many_files_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory with millions of files is not read to its end, and the first page says so."""
+    monkeypatch.setattr(bundle, "_MOST_SEEN", 5)
+    for number in range(4):
+        folder = tmp_path / "job" / f"{number}"
+        folder.mkdir(parents=True)
+        for each in range(3):
+            (folder / f"{each}.log").write_text("x")
+    target = tmp_path / "b.tar.gz"
+    assert main(["bundle", str(tmp_path / "job"), "-o", str(target)]) == 0
+    texts = _members(target)
+    assert sum(name.endswith(".log") for name in texts) == 6
+    assert "more than 5 files: not all were looked at" in texts["README.txt"]
 
 
 def test_bundle_refuses(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

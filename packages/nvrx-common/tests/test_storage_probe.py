@@ -117,6 +117,7 @@ def test_help_and_unknown_options() -> None:
     """Help is given for `--help` in front only; an unknown option is an error, not a pass."""
     code, out, _ = _run("--help")
     assert (code, out.splitlines()[0][:6]) == (0, "usage:")
+    assert "--mount" in out
     code, out, err = _run("--frobnicate", "/tmp")
     assert (code, out) == (2, "")
     assert "--frobnicate" in err

@@ -281,6 +281,70 @@ def test_what_waits_for_a_full_disk_is_bounded(tmp_path: Path, disk: Disk) -> No
     assert "cycle_info.a.0.69" in writer._unwritten
 
 
+def test_one_file_that_can_never_be_written_holds_up_no_other(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that wait are each tried, whatever becomes of a newer one."""
+    writer = info.CycleInfoWriter(str(tmp_path))
+    for cycle in range(2):
+        writer.write_cycle_start("a", 0, cycle, START, "", "n1")
+    (tmp_path / "cycle_info.a.0.1").mkdir()
+    writer._hand_over(lambda: setattr(disk, "is_full", False))
+    writer.write_cycle_start("a", 0, 2, START, "", "n1")
+    writer.shutdown()
+    assert content(tmp_path / "cycle_info.a.0.0")["cycle_end_time"] == START
+    assert content(tmp_path / "cycle_info.a.0.2")["cycle_end_time"]
+
+
+def test_an_open_cycle_ends_though_its_file_is_damaged(tmp_path: Path) -> None:
+    """What this writer began it knows; it needs no file to end it."""
+    writer = info.CycleInfoWriter(str(tmp_path))
+    writer.write_cycle_start("a", 0, 0, START, "", "n1")
+    writer._hand_over(lambda: (tmp_path / "cycle_info.a.0.0").write_text("{") and None)
+    writer.end_cycle_once("a", 0, 0, END)
+    writer.shutdown()
+    assert content(tmp_path / "cycle_info.a.0.0")["cycle_end_time"] == END
+
+
+def test_a_full_queue_still_ends_the_open_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An orderly shutdown during a hang of the file system leaves no cycle open behind it."""
+    monkeypatch.setattr(writers, "_MOST_WAITING", 3)
+    may_go_on = threading.Event()
+    writer = info.CycleInfoWriter(str(tmp_path))
+    writer.write_cycle_start("a", 0, 0, START, "", "n1")
+    writer._hand_over(lambda: may_go_on.wait(60) and None)
+    while writer._hand_over(lambda: None):
+        pass
+    monkeypatch.setattr(writers, "SHUTDOWN_S", 0.0)
+    writer.shutdown()
+    may_go_on.set()
+    writer._thread.join(60)
+    assert content(tmp_path / "cycle_info.a.0.0")["cycle_end_time"]
+
+
+def test_a_job_that_was_taken_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shutdown by another thread in the middle of a call ends the thread behind its job."""
+    writer = info.CycleInfoWriter(str(tmp_path))
+    monkeypatch.setattr(writers, "SHUTDOWN_S", 0.0)
+    other = threading.Thread(target=writer.shutdown)
+
+    class Jobs:
+        put, get = writer._jobs.put, writer._jobs.get
+
+        def qsize(self) -> int:
+            other.start()
+            other.join(0.5)  # it waits for the lock
+            return 0
+
+    done = threading.Event()
+    monkeypatch.setattr(writer, "_jobs", Jobs())
+    assert writer._hand_over(done.set)
+    assert done.wait(60)
+    other.join(60)
+
+
 def test_a_job_id_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     """The name of a file is not a way out of the directory."""
     writer = info.CycleInfoWriter(str(tmp_path / "in"))

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 
 import monitored_ranks
@@ -162,3 +163,19 @@ def test_nothing_is_taken_after_the_end(hook):
     reporter = hook("true")
     reporter.close()
     reporter.report(CAUSE)
+
+
+def test_a_report_without_a_thread_is_dropped_as_the_log_says(hook, tmp_path, monkeypatch, caplog):
+    """At the limit of threads the report is neither kept for later nor counted as a run."""
+    reporter = hook("sh", "-c", f"echo x >> {tmp_path}/runs")
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        reporter.report(CAUSE)
+    assert "bad node n7 is not reported: can't start new thread" in caplog.text
+    reporter.report(CAUSE)
+    reporter.close()
+    assert (tmp_path / "runs").read_text() == "x\n"

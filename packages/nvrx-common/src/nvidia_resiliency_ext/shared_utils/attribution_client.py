@@ -249,7 +249,7 @@ class AttributionService:
         self._not_before_s = 0.0
         # When the thread looks again without being woken; 0: it is not waiting.
         self._looks_at_s = 0.0
-        self._has_complained = False
+        self._complaints: set[str] = set()  # of the thread: what was said and is not over
         self._is_polling = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -408,6 +408,7 @@ class AttributionService:
             problem = f"status {status}"
             if 200 <= status < 300:  # noqa: PLR2004 - the successes of HTTP
                 outcome = "accepted"
+                self._complaints.discard("submission")
             elif status < _HTTP_SERVER_ERROR and status != _HTTP_TOO_MANY:
                 outcome = "refused"
         with self._changed:
@@ -416,7 +417,7 @@ class AttributionService:
                 outcome = "refused"
             is_given_up = self._state.posted(post, outcome)
         if is_given_up:
-            self._complain(f"{post.log_path} was not submitted: {problem}")
+            self._complain("submission", f"{post.log_path} was not submitted: {problem}")
             if post.intent == INTENT_TERMINAL:
                 self._record("ATTRIBUTION_GET_COMPLETED")
         return outcome == "failed"
@@ -446,7 +447,7 @@ class AttributionService:
         except _http_errors() as error:
             problem = f"{type(error).__name__}: {error}"
         if status == 200 and isinstance(payload, dict):  # noqa: PLR2004
-            self._has_complained = False
+            self._complaints.clear()
             reply = parse_log_reply(payload)
             with self._changed:
                 verdict = self._state.polled(reply)
@@ -462,13 +463,13 @@ class AttributionService:
         with self._changed:
             is_given_up = self._state.poll_failed(is_unknown=status == _HTTP_NOT_FOUND)
         if is_given_up:
-            self._complain(f"no verdict for {log_path}: {problem}")
+            self._complain("verdict", f"no verdict for {log_path}: {problem}")
             self._record("ATTRIBUTION_GET_COMPLETED")
 
-    def _complain(self, problem: str) -> None:
-        """Log what is wrong with the service, once until it answers again."""
-        level = logging.DEBUG if self._has_complained else logging.WARNING
-        self._has_complained = True
+    def _complain(self, request: str, problem: str) -> None:
+        """Log what is wrong with the service, once until such a request succeeds again."""
+        level = logging.DEBUG if request in self._complaints else logging.WARNING
+        self._complaints.add(request)
         text = "attribution: %s: %s; restarts go on without its verdicts"
         logger.log(level, text, self.endpoint, problem)
 

@@ -109,13 +109,13 @@ class LogConfig:
     def get_infra_rank(cls) -> int | None:
         """Return the rank that Slurm gave to this process, counted over a whole array."""
         proc_id, task_id = _integer("SLURM_PROCID"), _integer("SLURM_ARRAY_TASK_ID")
+        if proc_id is None or task_id is None:
+            return proc_id
         # The tasks of an array number their processes from 0 each.
         nnodes = _integer("SLURM_NNODES")
         if nnodes is None:
             nnodes = _integer("SLURM_JOB_NUM_NODES")
-        if proc_id is None or task_id is None or nnodes is None:
-            return proc_id
-        return task_id * nnodes + proc_id
+        return proc_id if nnodes is None else task_id * nnodes + proc_id
 
     @classmethod
     def get_infra_local_rank(cls) -> int | None:

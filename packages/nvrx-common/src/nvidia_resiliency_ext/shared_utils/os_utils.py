@@ -120,7 +120,7 @@ def _status_without_links(path: str) -> os.stat_result | None:
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LONGEST_NAME_BYTES = 255
 _REMOVE_ROUNDS = 5
-_LOCK_LOOK_S = 0.005
+_FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
 
 
 def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
@@ -412,10 +412,13 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
         OSError: The file system has no locks, or lost them during the wait.
     """
     until = time.monotonic() + timeout_s
+    pause_s = _FIRST_LOCK_PAUSE_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            if timeout_s <= 0:
+                raise
             left_s = until - time.monotonic()
             if left_s <= 0:
                 message = f"another process has had the lock for {timeout_s:g} s"
@@ -423,7 +426,8 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
         else:
             return
         # The kernel's own wait has no deadline.
-        time.sleep(min(_LOCK_LOOK_S, left_s))
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_LOCK_PAUSE_S)
 
 
 # Numbers of linux/fcntl.h, where this Python does not know them.

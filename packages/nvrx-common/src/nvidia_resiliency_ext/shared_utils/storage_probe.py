@@ -23,12 +23,14 @@ _SAMPLE_BYTES = 4096
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 _USAGE = """\
 usage: python -m nvidia_resiliency_ext.shared_utils.storage_probe [--write] [--] PATH...
+       python -m nvidia_resiliency_ext.shared_utils.storage_probe --mount [--] PATH
 
 Look whether each absolute PATH is there and can be read. Prints one JSON object with the lists
 invalid, missing, unreadable (and unwritable); exit code 1 when one of them is not empty.
 
   --write  also write, flush and delete a small file in each directory, and open each file for
            writing
+  --mount  print the size and the free space of PATH's file system instead
 """
 
 

@@ -144,8 +144,17 @@ class JobHistory:
             try:
                 value = json.loads(line)
                 log_path = value.pop("log_path")
-                end = asdict(LogEnd(**value.pop("log_end", {})))
+                end = _end_of(value.pop("log_end", {}))
                 attempt = {**asdict(attempt_of(value)), "log_end": end}
                 self._attempts[str(log_path), int(attempt["attempt_index"])] = attempt
             except (ValueError, TypeError, AttributeError, KeyError):
                 logger.warning("a line of the history %s is damaged and left out", path)
+
+
+def _end_of(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a log's end; those of another type raise `TypeError`."""
+    end = asdict(LogEnd(**value))
+    for name, usual in asdict(LogEnd()).items():
+        if type(end[name]) is not type(usual):
+            raise TypeError(f"log_end: {name}")
+    return end

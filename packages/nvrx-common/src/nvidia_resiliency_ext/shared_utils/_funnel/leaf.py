@@ -212,6 +212,7 @@ class _Leaf:
                 if not await process.happened(relay.wait_settled(), _LAST_S):
                     self.lost_chunks = relay.held_chunks
                     _logger.error("%d chunks did not reach the root in time", relay.held_chunks)
+                service.log_stats()
             finally:
                 carrying.cancel()
                 await asyncio.gather(carrying, return_exceptions=True)

@@ -157,7 +157,9 @@ def run(config: RootConfig) -> int:
     )
 
     async def main() -> None:
-        await serve(RootService(servicer, config.access), config, stop_event())
+        service = RootService(servicer, config.access)
+        await serve(service, config, stop_event())
+        service.log_stats()
 
     try:
         run_until_complete(main)
@@ -186,4 +188,3 @@ async def serve(
         logger.warning("%d streams are cut off", service.stream_count)
     await server.stop(0)
     await happened(service.wait_empty(), _CUT_OFF_S)
-    service.log_stats()

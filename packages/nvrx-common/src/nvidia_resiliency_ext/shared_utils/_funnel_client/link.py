@@ -51,12 +51,18 @@ def access_of(token_file: str | None, tls: FunnelTls | None) -> Access:
     """Return what a connection shows; the token's file is given, or named by the environment.
 
     Raises:
-        ConfigError: A file cannot be used, or only one of key and certificate is given.
+        ConfigError: A file cannot be used, TLS is given without `ca_file`, or only one of key and
+            certificate is given.
     """
     token_file = token_file or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
     token = TokenFile(token_file) if token_file else None
     if tls is None:
         return Access(token=token)
+    if not tls.ca_file:
+        raise ConfigError(
+            "the log funnel's TLS: ca_file is empty; name the file with the certificates that the"
+            " server's must be signed by"
+        )
     if (tls.cert_file is None) != (tls.key_file is None):
         raise ConfigError("the log funnel's TLS: cert_file and key_file go together")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 STATE_NAME = ".nvrx_log_aggregator.state"
 FRESH_S = 60.0
 _VERSION = 1
+_FILE_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +108,46 @@ def decode(data: bytes) -> tuple[int, Position] | None:
         text = data[18 : 18 + length]
         if len(text) != length or crc32(text) != crc:
             return None
-        # The checksum says that `encode` made the rest; only its version may be another one.
-        fields = json.loads(text)
-        if fields["version"] != _VERSION:
-            return None
-        batch, (inode, size) = fields["batch"], fields["output"]
-        position = Position(
-            output_inode=inode,
-            output_bytes=size,
-            files=tuple(FilePosition(*each) for each in fields["files"]),
-            batch=None if batch is None else Batch(*batch),
-            boot_id=fields["boot_id"],
-            monotonic_s=fields["monotonic_s"],
-        )
+        return _position(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return fields["number"], position
+
+
+def _position(fields: dict[str, object]) -> tuple[int, Position]:
+    """Return number and position; whatever `encode` does not make raises an error."""
+    if fields["version"] != _VERSION:
+        raise ValueError("another version")
+    output_inode, output_bytes = _naturals(fields["output"], 2)
+    files = fields["files"]
+    if not isinstance(files, list):
+        raise TypeError("no list of files")
+    monotonic_s = fields["monotonic_s"]
+    if not isinstance(monotonic_s, (int, float)):
+        raise TypeError("no time")
+    position = Position(
+        output_inode=output_inode,
+        output_bytes=output_bytes,
+        files=tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in files),
+        batch=_batch(fields["batch"]),
+        boot_id=str(fields["boot_id"]),
+        monotonic_s=float(monotonic_s),
+    )
+    return _naturals([fields["number"]], 1)[0], position
+
+
+def _batch(value: object) -> Batch | None:
+    if value is None:
+        return None
+    length, crc, is_ordered = _naturals(value, 3)
+    return Batch(length, crc, bool(is_ordered))
+
+
+def _naturals(value: object, count: int) -> list[int]:
+    if not isinstance(value, list) or len(value) != count:
+        raise TypeError("not a list of that length")
+    if not all(isinstance(each, int) and each >= 0 for each in value):
+        raise ValueError("not all numbers of 0 or more")
+    return [int(each) for each in value]
 
 
 _SLOTS = 2

@@ -86,6 +86,7 @@ _LOG_END_BYTES = 256 * 1024
 _EVENTS_BYTES = 8 * 1024 * 1024
 _CONFIG_BYTES = 256 * 1024
 _MOST_FILES = 500
+_MOST_SEEN = 20_000
 _DEEPEST = 6
 _CONFIG_ENDS = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".json")
 _LOG_ENDS = (".log", ".txt", ".out", ".err", ".jsonl", ".stacks")
@@ -129,7 +130,7 @@ class Collector:
         if not os.path.isdir(path):
             self._add_file(path, f"{label}/{os.path.basename(path)}", is_asked_for=True)
             return
-        for relative in _files_below(path):
+        for relative in self._files_below(path):
             self._add_file(os.path.join(path, relative), f"{label}/{relative}")
 
     def finish(self) -> None:
@@ -155,6 +156,22 @@ class Collector:
                 value = REDACTED
             yield f"{name}={value}\n"
 
+    def _files_below(self, root: str) -> list[str]:
+        """Return the names worth a look, records first; links are not followed."""
+        found: list[str] = []
+        seen = 0
+        for folder, folders, names in os.walk(root):
+            inside = os.path.relpath(folder, root)
+            folders[:] = sorted(folders) if inside.count(os.sep) < _DEEPEST else []
+            found += [
+                os.path.normpath(os.path.join(inside, each)) for each in filter(_is_wanted, names)
+            ]
+            seen += len(names)
+            if seen > _MOST_SEEN:
+                self._notes.append(f"{root}: more than {_MOST_SEEN} files: not all were looked at")
+                break
+        return sorted(found, key=lambda name: (not _is_record(name), name))
+
     def _add_file(self, path: str, name: str, *, is_asked_for: bool = False) -> None:
         if self._files >= _MOST_FILES and not is_asked_for:
             self._notes.append(f"{name}: left out: there are {_MOST_FILES} files already")
@@ -170,19 +187,8 @@ class Collector:
             self.add(name, text)
 
 
-def _files_below(root: str) -> list[str]:
-    """Return the names worth a look, records first; links are not followed."""
-    found: list[str] = []
-    for folder, folders, names in os.walk(root):
-        inside = os.path.relpath(folder, root)
-        folders[:] = folders if inside.count(os.sep) < _DEEPEST else []
-        wanted = [
-            name
-            for name in names
-            if name.endswith((*_CONFIG_ENDS, *_LOG_ENDS)) or name.startswith(_LOG_NAMES)
-        ]
-        found += [os.path.normpath(os.path.join(inside, name)) for name in wanted]
-    return sorted(found, key=lambda name: (not _is_record(name), name))
+def _is_wanted(name: str) -> bool:
+    return name.endswith((*_CONFIG_ENDS, *_LOG_ENDS)) or name.startswith(_LOG_NAMES)
 
 
 def _is_record(path: str) -> bool:

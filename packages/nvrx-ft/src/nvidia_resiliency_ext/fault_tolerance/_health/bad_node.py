@@ -120,11 +120,14 @@ class BadNodeHook:
         with self._lock:
             if self._is_closed or not is_allowed(self._record, node.node, now):
                 return
-            self._record = self._record.with_run(node.node, now)
+            nodes = [node]
             try:
-                self._thread.submit(lambda: self._notify(node), lambda _: None)
+                self._thread.submit(lambda: [*map(self._notify, nodes)], lambda _: None)
             except RuntimeError as error:
+                nodes.clear()  # the thread of a later report finds this job, too
                 logger.warning("bad node %s is not reported: %s", node.node, error)
+            else:
+                self._record = self._record.with_run(node.node, now)
 
     def close(self) -> None:
         """Finish what was reported, within the command's deadline for all of it."""

@@ -131,6 +131,7 @@ class CycleInfoWriter:
         if not cycle_info_dir:
             raise ValueError("cycle_info_dir is empty; name the directory for files about cycles")
         self._directory = os.path.abspath(cycle_info_dir)
+        self._lock = threading.Lock()  # no job comes after None
         # Jobs of the thread; None ends it.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = False
@@ -236,19 +237,21 @@ class CycleInfoWriter:
             ends_cycle: False leaves an open cycle open, for a writer that takes it up.
         """
         now = iso_utc(time.time())
-        if ends_cycle:
-            self._hand_over(lambda: self._end_open(now))
-        if not self._is_ending:
-            self._is_ending = True
-            self._jobs.put(None)
+        with self._lock:
+            if not self._is_ending:
+                if ends_cycle:
+                    self._jobs.put(lambda: self._end_open(now))
+                self._is_ending = True
+                self._jobs.put(None)
         self._thread.join(SHUTDOWN_S)
         if self._thread.is_alive():
             logger.warning("%s does not answer: cycle information is left out", self._directory)
 
     def _hand_over(self, job: Callable[[], None]) -> bool:
-        if self._is_ending or self._jobs.qsize() >= _MOST_WAITING:
-            return False
-        self._jobs.put(job)
+        with self._lock:
+            if self._is_ending or self._jobs.qsize() >= _MOST_WAITING:
+                return False
+            self._jobs.put(job)
         return True
 
     # The thread ------------------------------------------------------------------------------
@@ -271,19 +274,21 @@ class CycleInfoWriter:
         self._unwritten[_name_of(info)] = info
         if len(self._unwritten) > _MOST_UNWRITTEN:
             del self._unwritten[next(iter(self._unwritten))]
-        try:
-            os.makedirs(self._directory, exist_ok=True)
-            for name, waiting in reversed(list(self._unwritten.items())):
+        problem: Exception | None = None
+        for name, waiting in reversed(list(self._unwritten.items())):
+            try:
+                os.makedirs(self._directory, exist_ok=True)
                 atomic_write(os.path.join(self._directory, name), waiting.to_json(), mode=0o644)
                 if name == self._linked:
                     self._point_to(waiting)
                 del self._unwritten[name]
-        except (OSError, ValueError) as error:
-            self._complain(error)
-        else:
-            if self._has_failed:
-                self._has_failed = False
-                logger.info("cycle information is written again")
+            except (OSError, ValueError) as error:
+                problem = problem or error
+        if problem is not None:
+            self._complain(problem)
+        elif self._has_failed:
+            self._has_failed = False
+            logger.info("cycle information is written again")
 
     def _begin(self, info: CycleInfo) -> None:
         self._end_open(info.cycle_start_time)
@@ -314,11 +319,15 @@ class CycleInfoWriter:
             self._save(self._read(name).ended(at))
 
     def _end_once(self, name: str, at: str) -> None:
+        if self._open is not None and _name_of(self._open) == name:
+            self._end_open(at)
+            return
         try:
-            if not self._read(name).cycle_end_time:
-                self._end(name, at)
+            known = self._read(name)
         except FileNotFoundError:
             return
+        if not known.cycle_end_time:
+            self._save(known.ended(at))
 
     def _end_open(self, at: str) -> None:
         present, self._open = self._open, None
