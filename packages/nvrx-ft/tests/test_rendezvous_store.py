@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils import store_sockets
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
 pytestmark = pytest.mark.slow
@@ -432,6 +433,25 @@ def test_a_name_that_none_can_have_is_told_of() -> None:
         store.connect("a..b", 29400, PREFIX, SECRET, 1.0)
     with pytest.raises(endpoint.EndpointError, match="does not resolve"):
         endpoint.claim("a..b", 29400, None)
+    with pytest.raises(endpoint.EndpointError, match="not reachable"):
+        endpoint.wait_until_reachable("a..b", 29400, 0.0, SystemClock(), threading.Event())
+
+
+def test_who_finds_no_job_keeps_no_connection(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection ends with the error, however long that is kept."""
+    made = []
+    connect = store._connect_client
+
+    def remember(*where: Any) -> Any:
+        made.append(connect(*where))
+        return made[0]
+
+    monkeypatch.setattr(store, "_connect_client", remember)
+    with pytest.raises(store.NoJobError):
+        store.connect("127.0.0.1", served.port, keys.prefix("other"), None, 0.01)
+    assert made[0]._sock.fileno() == -1
 
 
 def test_a_store_killed_ends_all_waits_at_once() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess._ranks import gather
 from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.compose import Compose
-from nvidia_resiliency_ext.inprocess.exception import InternalError
+from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
 from nvidia_resiliency_ext.inprocess.rank_assignment import (
     FilterCountGroupedByKey,
@@ -319,8 +319,9 @@ def test_record_says_what_the_list_says(seed):
 )  # fmt: skip
 def test_foreign_record_is_reported(text):
     """A record that no rank wrote is an error that names key and value."""
-    with pytest.raises(ForeignValueError, match="the store holds at 'where'"):
+    with pytest.raises(ForeignValueError, match="the store holds at 'where'") as caught:
         gather.read("where", text, [0, 1])
+    assert isinstance(caught.value, RestartError), "what is caught around a call"
 
 
 @pytest.mark.parametrize(

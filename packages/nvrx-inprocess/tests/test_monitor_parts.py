@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
-from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving
+from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving, store_threads
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
@@ -339,6 +339,33 @@ def test_stale_siblings_are_removed(environ) -> None:
     listener.close()
     places[0].remove_stale_siblings()
     assert not os.path.exists(places[1].path)
+
+
+# --- store threads ---
+
+
+def test_closed_store_worker_does_not_connect_again(monkeypatch) -> None:
+    """A connection that breaks after the worker was closed ends its thread."""
+    opened = []
+
+    def connect(_) -> object:
+        opened.append(object())
+        return opened[-1]
+
+    monkeypatch.setattr(store_threads, "open_iteration_store", connect)
+    worker = store_threads.StoreWorker(MonitorSettings("p", "m:f"), lambda _: None, lambda _: None)
+    is_closed = threading.Event()
+
+    def break_when_closed(_) -> None:
+        assert is_closed.wait(20.0)
+        raise ConnectionError
+
+    worker.submit(break_when_closed)
+    worker.close()
+    is_closed.set()
+    worker._thread.join(20.0)
+    assert not worker._thread.is_alive()
+    assert len(opened) == 1
 
 
 # --- takeover ---

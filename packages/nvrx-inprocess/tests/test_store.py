@@ -28,6 +28,7 @@ from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
 )
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
+from nvidia_resiliency_ext.inprocess._store.mixin import pass_reentrant_barrier
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
@@ -190,6 +191,14 @@ def test_barriers_let_all_through_together(name: str, server: Any) -> None:
 
     in_threads([lambda rank=rank: work(rank) for rank in range(4)])
     assert sorted(passed) == [0, 1, 2, 3]
+
+
+def test_who_only_arrives_costs_two_operations(server: Any) -> None:
+    """Without time to wait, the store is asked nothing after the arrival."""
+    access = StoreAccess(server.clone())
+    with pytest.raises(stores.BarrierTimeout):
+        pass_reentrant_barrier(access, [0], "group", 2, timedelta(0), None)
+    assert access.operations == 2
 
 
 def test_a_reentrant_barrier_needs_no_last_one(server: Any) -> None:

@@ -158,7 +158,9 @@ class StoreWorker:
         assert self._store is not None
         try:
             return operation.run(self._store)
-        except Exception as error:  # noqa: BLE001 - stores raise all sorts
+        except Exception as error:
+            if self._closed.is_set():
+                raise
             # A connection may break without the store being lost; all operations may be repeated.
             logger.info("monitor_process: the store is connected to again: %s", error)
         self._broken_s = time.monotonic()

@@ -58,6 +58,8 @@ def pass_barrier(  # noqa: PLR0913 - as the mixin has them
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
         access.set(done, _DONE)
+    elif _is_no_wait(timeout):
+        raise _too_late(group_name, count, rendezvous_count, timeout)
     elif not _wait(access, done, timeout, timeout_chunk, look):
         raise _too_late(group_name, access.add(arrived, 0), rendezvous_count, timeout)
 
@@ -84,6 +86,9 @@ def pass_reentrant_barrier(
     access.append(arrived, "".join(f"{rank}," for rank in ranks))
     if access.add(count, len(ranks)) >= rendezvous_count and look():
         return
+    # Who only arrives, for another rank say, asks the store nothing more.
+    if _is_no_wait(timeout):
+        raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
     if not _wait(access, done, timeout, timeout_chunk, look):
         raise _too_late(group_name, len(_read_ranks(access, arrived)), rendezvous_count, timeout)
 
@@ -115,6 +120,10 @@ def _wait(
         if access.wait(done, min(left_s, slice_s)) or look():
             return True
     return access.check(done)
+
+
+def _is_no_wait(timeout: timedelta | None) -> bool:
+    return timeout is not None and timeout <= timedelta(0)
 
 
 def _overflow(group_name: str, count: int, rendezvous_count: int) -> BarrierOverflow:

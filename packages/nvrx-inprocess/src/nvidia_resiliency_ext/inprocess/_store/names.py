@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
+from nvidia_resiliency_ext.inprocess.exception import RestartError
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from .sockets import is_ours
@@ -162,7 +163,7 @@ class NobodyListensError(StoreLostError):
     """No server listens at the store's port."""
 
 
-class ForeignValueError(NvrxError):
+class ForeignValueError(RestartError):
     """A key holds what none of us has written; the message shows the value's beginning."""
 
     def __init__(self, key: str, value: str) -> None:
