@@ -178,6 +178,29 @@ def test_ending_leaf_takes_no_new_stream(leaf: peers.Server, logs: Path) -> None
     assert (logs / "x.log").read_bytes() == b"1\n2\n"
 
 
+def test_last_figures_are_those_of_the_end(tmp_path: Path, logs: Path) -> None:
+    """What the root did not take in time is an error, and the statistics after it are the last."""
+    with peers.root(tmp_path) as root:
+        root.start()
+        with peers.leaf(tmp_path, root.address, "--graceful-shutdown-timeout", "0.1") as leaf:
+            leaf.start()
+            with peers.stub(leaf.address) as stub:
+                stream = peers.OpenStream(stub, acked=True)
+                stream.write(chunk(logs / "x.log", b"1\n", "0", "s", 1))
+                peers.until(lambda: stream.committed("s") == 1, "the acknowledgement")
+                os.kill(root.pid, signal.SIGSTOP)
+                stream.write(chunk(logs / "x.log", b"2\n", "0", "s", 2))
+                peers.until(
+                    lambda: stub.Stats(pb.StatsRequest(), timeout=60).chunks_received == 2,
+                    "the chunk",
+                )
+                assert leaf.stop() == 1
+                stream.close()
+            error, last = leaf.log.read_text().splitlines()[-2:]
+    assert "1 chunks did not reach the root in time" in error
+    assert "received 4 bytes in 2 chunks, 1 chunks with" in last
+
+
 def test_root_that_does_not_acknowledge(tmp_path: Path, logs: Path) -> None:
     """In front of a root that knows StreamLogs only, a leaf delivers over that."""
     from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer
