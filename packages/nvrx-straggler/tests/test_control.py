@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering a running job with `nvrx-straggler`, and the events that it leaves."""
 
+import gc
 import json
 import os
 import resource
@@ -396,6 +397,7 @@ def test_a_server_that_cannot_start_leaves_nothing(monkeypatch, part):
         monkeypatch.setattr(control, "EventLoop", fail)
     else:
         monkeypatch.setattr(control.threading.Thread, "start", fail)
+    gc.collect()  # what earlier tests left is closed now, and not meanwhile
     before = sorted(os.listdir("/proc/self/fd"))
     # The error is kept: its traceback keeps what was not closed from the garbage collector.
     with pytest.raises(RuntimeError, match="no more of these") as _raised:

@@ -238,6 +238,12 @@ def test_detectors_of_a_group_do_not_count_for_others(tmp_path):
     assert found == [[True, True], [False, False], [False]]
 
 
+def test_groups_that_torch_names_alike_do_not_meet(tmp_path):
+    """Each pair reports by itself: ranks are told apart by who is in a group, not by its name."""
+    found = ranks.run(ranks.groups_of_one_name, 4, tmp_path)
+    assert found == [True, False, True, False]
+
+
 def test_a_group_on_gpus_is_met_like_any_other(tmp_path):
     """Ranks of a group that takes no CPU tensors meet, compare options and wait in bounded time."""
     zero, one = ranks.run(ranks.group_on_gpus, 2, tmp_path)

@@ -467,6 +467,19 @@ def group_then_all(rank):
     return found
 
 
+def groups_of_one_name(rank):
+    """Two pairs of ranks report at the same time, in groups that torch has named alike."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[rank // 2]
+    pair._set_group_name("alike")
+    devices = {pair: torch.device("cuda")}
+    dist_utils.get_device_for_backend = lambda given=None: devices.get(given, torch.device("cpu"))
+    Detector.initialize(cuda_profiling="off", control=False, process_group=pair)
+    report = Detector.generate_report()
+    Detector.shutdown()
+    return report is not None
+
+
 def group_on_gpus(rank):
     """Report in a group that stands for one of NCCL: tensors for it would have to be on a GPU.
 
@@ -487,8 +500,13 @@ def group_on_gpus(rank):
     scores = None if report is None else dict(report.section_relative_perf_scores["s"])
     has_own_group = Detector.reporter.group not in (None, group, dist.group.WORLD)
     Detector._session._worker._timeout_s = 2.0
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         Detector.generate_report()
+        store.set("missed", "1")
+    else:
+        # Its connection must not end before rank 0 has looked for it.
+        store.wait(["missed"])
     Detector.shutdown()
     reference = "median" if rank else "best"
     options = {"process_group": group, "reference": reference}

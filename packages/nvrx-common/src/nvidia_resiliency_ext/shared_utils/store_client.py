@@ -303,7 +303,7 @@ class StoreClient:
         except TimeoutError:
             raise StoreLostError(
                 f"no store answers at {self.host}:{self.port}: who listens there has said nothing"
-                f" for {limit_s:.3g} s"
+                f" for {limit_s:.1f} s"
             ) from None
         except OSError:
             is_known = False

@@ -45,7 +45,8 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
         calc_individual_gpu_perf: Compare each rank with its own best time.
         num_gpu_perf_scores_to_print: How many of the worst and of the best ranks are listed; 0
             lists none.
-        gpu_relative_perf_threshold: A rank with a lower relative score (0 to 1) is a straggler.
+        gpu_relative_perf_threshold: A rank with a lower relative score (0 to 1) is a straggler;
+            None only where that score is off.
         gpu_individual_perf_threshold: Likewise for the individual score.
         stop_if_detected: Save a last checkpoint and end all ranks with exit status 1 when there
             are stragglers.
@@ -76,8 +77,8 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
         calc_relative_gpu_perf: bool,
         calc_individual_gpu_perf: bool,
         num_gpu_perf_scores_to_print: int | None = None,
-        gpu_relative_perf_threshold: float = 0.7,
-        gpu_individual_perf_threshold: float = 0.7,
+        gpu_relative_perf_threshold: float | None = 0.7,
+        gpu_individual_perf_threshold: float | None = 0.7,
         stop_if_detected: bool = False,
         enable_ptl_logging: bool = False,
         profiling_interval: int = 1,
@@ -110,7 +111,7 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
             ("relative", calc_relative_gpu_perf, gpu_relative_perf_threshold),
             ("individual", calc_individual_gpu_perf, gpu_individual_perf_threshold),
         ):
-            if is_on and not 0 <= threshold <= 1:
+            if is_on and (threshold is None or not 0 <= threshold <= 1):
                 raise ValueError(f"gpu_{kind}_perf_threshold={threshold}: must be 0 to 1")
         if stop_after_n_reports < 1:
             raise ValueError(f"stop_after_n_reports must be 1 or more, not {stop_after_n_reports}")

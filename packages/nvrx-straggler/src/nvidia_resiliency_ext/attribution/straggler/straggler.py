@@ -117,7 +117,7 @@ class Detector:
             min_samples: Kernels and sections with fewer samples in a window are not compared.
             best_decay: Part by which the individual best is raised before each report.
             exchange_timeout: Seconds after which a report that waits for other ranks is skipped, at
-                most a day.
+                most a day. The missing ranks are then looked up, for 3 s at most.
             control: Let `nvrx-straggler` steer the job through a socket of rank 0.
 
         Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ __all__ = ["Peers", "reason_of"]
 
 _GROUP_TIMEOUT_S = 1800.0
 _LONGEST_LIST = 200
+_NAME_DIGITS = 32
 _LONGEST_REASON = 300
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "Connection reset", "Broken pipe")
 
@@ -39,7 +41,8 @@ class Peers:
         group: Their process group, which is used itself if it takes CPU tensors; None: all ranks.
             Otherwise `join` makes a gloo group of these ranks. That one is the detector's own, so
             that reports neither wait for nor disturb the training's collectives.
-        number: Which detector it is in this world, the same on all ranks.
+        name: The group's, by `name_members`: torch may give one name to groups of other ranks.
+        number: Which detector of this group it is in this world, the same on all ranks.
         options: Options that must be the same on all ranks, by name.
         timeout_s: How long a report waits for a rank.
 
@@ -50,6 +53,7 @@ class Peers:
     def __init__(
         self,
         group: ProcessGroup | None,
+        name: str,
         number: int,
         options: Mapping[str, str],
         timeout_s: float,
@@ -60,7 +64,6 @@ class Peers:
         self._rank = dist_utils.get_rank(group)
         self._size = dist_utils.get_world_size(group)
         self._job_store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way
-        name = "" if group is None else group.group_name
         self._prefix = f"nvrx-straggler/{name}/{number}"
         self._options = dict(options)
         self._timeout = dt.timedelta(seconds=max(_GROUP_TIMEOUT_S, timeout_s))
@@ -133,6 +136,14 @@ class Peers:
 
     def _key(self, rank: int) -> str:
         return f"{self._stage}/{rank}"
+
+
+def name_members(group: ProcessGroup | None) -> str:
+    """Return a name that only groups of the same ranks have; an empty one of all ranks."""
+    if group is None:
+        return ""
+    ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+    return hashlib.sha256(ranks.encode()).hexdigest()[:_NAME_DIGITS]
 
 
 def reason_of(error: BaseException) -> str:

@@ -28,7 +28,11 @@ from nvidia_resiliency_ext.attribution.straggler._exchange.generator import (
     RankData,
     ReportGenerator,
 )
-from nvidia_resiliency_ext.attribution.straggler._exchange.peers import Peers, reason_of
+from nvidia_resiliency_ext.attribution.straggler._exchange.peers import (
+    Peers,
+    name_members,
+    reason_of,
+)
 from nvidia_resiliency_ext.attribution.straggler._exchange.worker import (
     Exchange,
     ExchangeSkippedError,
@@ -159,6 +163,8 @@ class Session:
 
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
+        # Now: a group that has been destroyed has no members.
+        self._group_name = name_members(options.process_group)
         self._last_skip = ""
         self.settings = self.pending = options.settings
         self.capture, self._capture_status = open_capture(options.cuda_profiling)
@@ -437,8 +443,9 @@ class Session:
             self._leave_world()
             self._world = dist.group.WORLD
             options, timeout_s = self._options, self._options.exchange_timeout
-            number = _number_in(self._world, options.process_group)
-            peers = Peers(options.process_group, number, options.common, timeout_s)
+            name = self._group_name
+            number = _number_in(self._world, name)
+            peers = Peers(options.process_group, name, number, options.common, timeout_s)
             self._worker = ExchangeWorker(peers, timeout_s)
         if self._is_at_exit:
             self._worker.park()
@@ -457,7 +464,7 @@ class Session:
     def _take_number(self) -> None:
         """Count this detector in a world in which it has not reported: other ranks may have."""
         if dist.is_available() and dist.is_initialized() and self._world is not dist.group.WORLD:
-            _number_in(dist.group.WORLD, self._options.process_group)
+            _number_in(dist.group.WORLD, self._group_name)
 
     def _agree_on_interval(self, wanted: float) -> float:
         """Return the greatest interval that any rank wants; a collective.
@@ -510,7 +517,11 @@ class Session:
         except ConfigError as error:
             logger.warning("straggler: no control through the job's store: %s", error)
             return
-        self._store_control = StoreControlServer(host, int(port), token, self._answer)
+        try:
+            self._store_control = StoreControlServer(host, int(port), token, self._answer)
+        except RuntimeError as error:  # there may be no thread to have
+            logger.warning("straggler: no control through the job's store: %s", error)
+            return
         logger.info("straggler: nvrx-straggler --store %s:%s steers this job", host, port)
 
     def _answer(self, request: object) -> Status | Refused:
@@ -546,10 +557,9 @@ def _launch_cycle() -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _number_in(world: object, group: ProcessGroup | None) -> int:
-    """Return how many detectors this group of a world has had, the same on all its ranks."""
+def _number_in(world: object, name: str) -> int:
+    """Return how many detectors a group of a world has had, the same on all its ranks."""
     counter = _detectors.setdefault(world, Counter())
-    name = "" if group is None else group.group_name
     counter[name] += 1
     return counter[name] - 1
 

@@ -26,7 +26,7 @@ from nvidia_resiliency_ext.shared_utils.abandonable import (
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.store_sockets import NoAnswerError, open_client, reach
+from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, reach
 
 from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
 
@@ -80,7 +80,7 @@ class StoreControlServer:
         try:
             # The client of the thread is busy with its wait, so this is another one.
             _connect(*self._address, _CLOSE_TIMEOUT_S).set(_REQUEST, b"")
-        except (RuntimeError, NoAnswerError) as error:
+        except (RuntimeError, OSError) as error:
             logger.debug("straggler control: the store is gone: %s", error)
         self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -95,7 +95,7 @@ class StoreControlServer:
                     data = store.get(_REQUEST)
                     store.delete_key(_REQUEST)
                     self._take(store, data, challenge)
-        except (RuntimeError, NoAnswerError) as error:
+        except (RuntimeError, OSError) as error:
             if not self._is_closed.is_set():
                 logger.warning("straggler: no more control through the job's store: %s", error)
 
@@ -183,7 +183,7 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
 
     try:
         return _connect(host, port, left_s)
-    except (RuntimeError, NoAnswerError) as error:
+    except (RuntimeError, OSError) as error:
         raise ControlError(
             f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
             " MASTER_ADDR and MASTER_PORT of the job's ranks, or a longer --timeout"
