@@ -365,8 +365,9 @@ def test_lost_store_is_notified(make, host) -> None:
         assert rank.expect("StoreLost")[2]
 
 
-def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch) -> None:
-    """What waits for a store that is lost will not be done: it keeps no monitor."""
+def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch, caplog) -> None:
+    """What waits for a store that is lost will not be done: it keeps no monitor, no connection."""
+    caplog.set_level("DEBUG", "nvrx")  # a handler keeps the records, and not what they tell of
     process, port = host
     posted: queue.SimpleQueue = queue.SimpleQueue()
     lost: list[str] = []

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -143,8 +144,8 @@ class StoreWorker:
                 result = self._perform(operation)
                 self._started_s = None
                 self._post(functools.partial(self._finish, operation, result))
-        except Exception as error:
-            logger.debug("monitor_process: the store is lost", exc_info=True)
+        except Exception as error:  # noqa: BLE001 - it is reported as the store's loss
+            logger.debug("monitor_process: the store is lost\n%s", traceback.format_exc())
             lost = f"{type(error).__name__}: {error}"
             self._has_failed = True
         finally:
@@ -162,7 +163,8 @@ class StoreWorker:
             if self._closed.is_set():
                 raise
             # A connection may break without the store being lost; all operations may be repeated.
-            logger.info("monitor_process: the store is connected to again: %s", error)
+            # As text: a handler that keeps its records must not keep the connection.
+            logger.info("monitor_process: the store is connected to again: %s", str(error))
         self._broken_s = time.monotonic()
         self._store = open_iteration_store(self._settings)
         self._broken_s = None
