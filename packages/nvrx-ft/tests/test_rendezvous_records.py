@@ -14,6 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     Entry,
     ForeignValueError,
+    HangStage,
     HostReputation,
     Kind,
     NodeMessage,
@@ -47,7 +48,7 @@ ENTRY = Entry(
     12,
     "clocks are off",
     HostReputation((("node1", (0.5, 7.0)),), (("node2", "why"),), ("10.0.0.3_7_0",)),
-    hang=1,
+    hang=HangStage.ASKED,
 )
 PLACE = RankAssignment(2, 3, 24, -180.5)
 MESSAGE = NodeMessage(

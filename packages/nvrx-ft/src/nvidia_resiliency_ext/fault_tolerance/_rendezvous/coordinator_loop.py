@@ -461,9 +461,9 @@ class Coordinator:
             said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
             self._create(self._entry.again(self._me, **said))
         elif isinstance(decision, AskRanks):
-            self._create(self._entry.again(self._me, hang=HangStage.ASKED.value))
+            self._create(self._entry.again(self._me, hang=HangStage.ASKED))
         elif isinstance(decision, EvaluateHang):
-            said = {"cause": decision.cause, "hang": HangStage.EVALUATED.value}
+            said = {"cause": decision.cause, "hang": HangStage.EVALUATED}
             self._create(self._entry.again(self._me, **said))
         elif isinstance(decision, End):
             self._create(

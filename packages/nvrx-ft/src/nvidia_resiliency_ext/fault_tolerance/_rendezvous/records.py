@@ -164,11 +164,11 @@ class Entry:
     save_at: int = 0
     clocks: str = ""
     reputation: HostReputation | None = None
-    hang: int = 0
+    hang: HangStage = HangStage.NONE
 
     def __post_init__(self) -> None:
         """Refuse numbers that no decision has: somebody else may have written it."""
-        for name in ("seq", "round", "active", "world_size", "hang"):
+        for name in ("seq", "round", "active", "world_size"):
             _check_range(name, getattr(self, name), 0)
         _check_range("master_port", self.master_port, 0, _MAX_PORT)
 
@@ -197,7 +197,7 @@ _OF_ONE_DECISION: Mapping[str, Any] = {
     "master_port": 0,
     "is_leaving": False,
     "save_at": 0,
-    "hang": 0,
+    "hang": HangStage.NONE,
     "clocks": "",
 }
 
@@ -244,6 +244,7 @@ _MESSAGES = MessageSet(
     Arrival,
     Cause,
     Entry,
+    HangStage,
     HostReputation,
     Kind,
     NodeMessage,

@@ -436,17 +436,14 @@ def _allow_open_files(wanted: int) -> None:
 
 
 def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) -> StoreClient:
-    try:
-        client = StoreClient(
-            host,
-            port,
-            timedelta(seconds=patience_s),
-            refused_limit_s=0.0,
-            answer_timeout_s=patience_s,
-            max_answer_bytes=_MAX_ANSWER_BYTES,
-        )
-    except OSError as error:
-        raise StoreLostError(_first_line(error)) from None
+    client = StoreClient(
+        host,
+        port,
+        timedelta(seconds=patience_s),
+        refused_limit_s=0.0,
+        answer_timeout_s=patience_s,
+        max_answer_bytes=_MAX_ANSWER_BYTES,
+    )
     client.set_timeout(timedelta(seconds=CALL_TIMEOUT_S))
     # A store that is stopped for less than the lease may answer late; the kernel ends dead links.
     client.answer_timeout_s = None
