@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import os
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["DirectoryNotices", "FileNotices"]
 
@@ -25,7 +27,40 @@ _EVENT = struct.Struct("iIII")
 _READ_BYTES = 64 * 1024
 
 
-class DirectoryNotices:
+class _Notices:
+    """An inotify descriptor; -1 where the kernel gives none, and after `close`."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        if os.environ.get("NVRX_FORCE_NO_INOTIFY") != "1":
+            with contextlib.suppress(AttributeError):
+                self._fd = int(_libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there are notices; -1: there is none."""
+        return self._fd
+
+    def close(self) -> None:
+        """End the notices; harmless when repeated."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _add(self, path: str, mask: int) -> int:
+        """Return the number of a new watch, -1 where there is none."""
+        return int(_libc().inotify_add_watch(self._fd, os.fsencode(path), mask))
+
+    def _unread(self) -> Iterator[bytes]:
+        """Yield blocks of notices until none is left."""
+        while self._fd >= 0:
+            try:
+                data = os.read(self._fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            yield data
+
+
+class DirectoryNotices(_Notices):
     """Report which names of a directory have changed.
 
     Args:
@@ -41,8 +76,8 @@ class DirectoryNotices:
     """
 
     def __init__(self, directory: int) -> None:
-        self._fd = _open()
-        if self._fd >= 0 and _add(self._fd, f"/proc/self/fd/{directory}", _MASK) < 0:
+        super().__init__()
+        if self.are_there and self._add(f"/proc/self/fd/{directory}", _MASK) < 0:
             self.close()
 
     @property
@@ -50,19 +85,11 @@ class DirectoryNotices:
         """Whether the kernel reports anything."""
         return self._fd >= 0
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `names` has something to return; -1: none."""
-        return self._fd
-
     def names(self) -> set[str] | None:
         """Return the names that have changed; None when all of them may have."""
         found: set[str] = set()
         is_complete = self.are_there
-        while self.are_there:
-            try:
-                data = os.read(self._fd, _READ_BYTES)
-            except BlockingIOError:
-                break
+        for data in self._unread():
             at = 0
             while at < len(data):
                 _, mask, _, length = _EVENT.unpack_from(data, at)
@@ -73,14 +100,8 @@ class DirectoryNotices:
                 is_complete = is_complete and not mask & (_IN_Q_OVERFLOW | _IN_IGNORED)
         return found if is_complete else None
 
-    def close(self) -> None:
-        """End the notices; harmless when repeated."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
-
-class FileNotices:
+class FileNotices(_Notices):
     """Report that one of some files has grown; which one, it does not say.
 
     Example:
@@ -90,12 +111,8 @@ class FileNotices:
     """
 
     def __init__(self) -> None:
-        self._fd = _open()
+        super().__init__()
         self._watches: set[int] = set()
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when a file has grown; -1: there is none."""
-        return self._fd
 
     def watch(self, path: str) -> bool:
         """Watch a file, too.
@@ -106,7 +123,7 @@ class FileNotices:
         Returns:
             Whether the kernel reports that it grows; False after `close` as well.
         """
-        watch = _add(self._fd, path, _IN_MODIFY) if self._fd >= 0 else -1
+        watch = self._add(path, _IN_MODIFY)
         if watch >= 0:
             self._watches.add(watch)
         return watch >= 0
@@ -114,33 +131,14 @@ class FileNotices:
     def unwatch_all(self) -> None:
         """Watch none of the files any more."""
         for watch in self._watches:
-            ctypes.CDLL(None).inotify_rm_watch(self._fd, watch)
+            _libc().inotify_rm_watch(self._fd, watch)
         self._watches.clear()
 
     def clear(self) -> None:
         """Make the descriptor unreadable until a file grows again."""
-        if self._fd >= 0:
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    os.read(self._fd, _READ_BYTES)
-
-    def close(self) -> None:
-        """End the notices; harmless when repeated."""
-        fd, self._fd = self._fd, -1
-        self._watches.clear()
-        if fd >= 0:
-            os.close(fd)
+        for _ in self._unread():
+            pass
 
 
-def _open() -> int:
-    """Return a new inotify descriptor, -1 where there is none."""
-    if os.environ.get("NVRX_FORCE_NO_INOTIFY") == "1":
-        return -1
-    try:
-        return int(ctypes.CDLL(None).inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-    except AttributeError:
-        return -1
-
-
-def _add(fd: int, path: str, mask: int) -> int:
-    return int(ctypes.CDLL(None).inotify_add_watch(fd, os.fsencode(path), mask))
+def _libc() -> Any:
+    return ctypes.CDLL(None)
