@@ -27,11 +27,36 @@ from .store_sockets import reach, watch_over
 
 __all__ = ["StoreClient", "StoreLostError", "StrangeStoreError", "WaitExpiredError", "handshake"]
 
-_VALIDATE, _COMPARE_SET = b"\0", b"\2"
 _MAGIC = struct.pack("=I", 0x3C85F7CE)
 _NUMBER = struct.Struct("=q")
 _WORD_BYTES = 16
 _KEY = b"/nvrx/handshake/"  # torch puts a slash before all keys
+
+ANSWER_TIMEOUT_S = 20.0
+MAX_ANSWER_BYTES = (1 << 24) + 1
+_STOP_WAITING = 0
+_READY = 0
+_READ_BYTES = 65536
+REFUSED_LIMIT_S = 10.0
+_PAUSE_S = 0.05
+_LEAST_S = 0.1
+
+_Answer = TypeVar("_Answer")
+
+
+class _Query(enum.IntEnum):
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    DELETE_KEY = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    CANCEL_WAIT = 12
 
 
 def handshake(connection: socket.socket) -> bool:
@@ -47,7 +72,8 @@ def handshake(connection: socket.socket) -> bool:
     word = os.urandom(_WORD_BYTES).hex().encode()
     key, value = _prefixed(_KEY + word), _prefixed(word)
     deadline = Deadline.after(connection.gettimeout())
-    connection.sendall(_VALIDATE + _MAGIC + _COMPARE_SET + key + value + value)
+    validate, compare_set = bytes((_Query.VALIDATE,)), bytes((_Query.COMPARE_SET,))
+    connection.sendall(validate + _MAGIC + compare_set + key + value + value)
     answer = b""
     while answer != value:
         left_s = deadline.timeout()
@@ -65,18 +91,6 @@ def _prefixed(value: bytes) -> bytes:
     return _NUMBER.pack(len(value)) + value
 
 
-ANSWER_TIMEOUT_S = 20.0
-MAX_ANSWER_BYTES = (1 << 24) + 1
-_STOP_WAITING, _WAIT_CANCELED = 0, 1
-_READY = 0
-_READ_BYTES = 65536
-REFUSED_LIMIT_S = 10.0
-_PAUSE_S = 0.05
-_LEAST_S = 0.1
-
-_Answer = TypeVar("_Answer")
-
-
 class StoreLostError(NvrxError):
     """The store does not answer: its host is gone, or the way to it."""
 
@@ -87,20 +101,6 @@ class WaitExpiredError(TimeoutError):
 
 class StrangeStoreError(StoreLostError):
     """The server does not answer as torch's TCPStore does."""
-
-
-class _Query(enum.IntEnum):
-    SET = 1
-    COMPARE_SET = 2
-    GET = 3
-    ADD = 4
-    CHECK = 5
-    WAIT = 6
-    DELETE_KEY = 8
-    APPEND = 9
-    MULTI_GET = 10
-    MULTI_SET = 11
-    CANCEL_WAIT = 12
 
 
 class StoreClient:
