@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from typing import Final
 
-from nvidia_resiliency_ext.shared_utils.children import start_child
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus, start_child
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 
 _COMMAND: Final = ("nvidia-smi", "-q")
@@ -33,29 +33,33 @@ def nvlink_domain(timeout_s: float = 60.0) -> str:
     Raises:
         NvlinkDomainError: There is none, or `nvidia-smi` is missing, fails or does not end.
     """
+    try:
+        status, output = _ask(timeout_s)
+    except (ChildStartError, OSError) as error:
+        raise NvlinkDomainError(
+            f"segments need this node's NVLink domain, but nvidia-smi cannot be run: {error};"
+            " install the driver's tools, or start without --ft-segment"
+        ) from error
+    if status is None:
+        raise NvlinkDomainError(f"nvidia-smi -q came to no end within {timeout_s:g} s: {_REMEDY}")
+    if status.code != 0:
+        raise NvlinkDomainError(f"nvidia-smi -q ended with {status.describe()}: {_REMEDY}")
+    return parse_domain(output.decode(errors="replace"))
+
+
+def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
+    """Return how `nvidia-smi` ended, None where it did not, and what it wrote."""
     # A file and not a pipe: nobody has to read while it runs.
     with tempfile.TemporaryFile() as output:
-        try:
-            child = start_child(
-                _COMMAND,
-                stdin=subprocess.DEVNULL,
-                stdout=output.fileno(),
-                stderr=subprocess.DEVNULL,
-            )
-        except ChildStartError as error:
-            raise NvlinkDomainError(
-                f"segments need this node's NVLink domain, but nvidia-smi cannot be run: {error};"
-                " install the driver's tools, or start without --ft-segment"
-            ) from error
-        with child:
+        with start_child(
+            _COMMAND,
+            stdin=subprocess.DEVNULL,
+            stdout=output.fileno(),
+            stderr=subprocess.DEVNULL,
+        ) as child:
             status = child.wait(timeout_s)
-        if status is None:
-            what = f"nvidia-smi -q came to no end within {timeout_s:g} s: {_REMEDY}"
-            raise NvlinkDomainError(what)
-        if status.code != 0:
-            raise NvlinkDomainError(f"nvidia-smi -q ended with {status.describe()}: {_REMEDY}")
         output.seek(0)
-        return parse_domain(output.read(_MOST_BYTES).decode(errors="replace"))
+        return status, output.read(_MOST_BYTES)
 
 
 @functools.cache
