@@ -19,6 +19,11 @@ def kill_myself(*_args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def segfault(*_args):
+    """End this process as a fault in native code does."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def raise_error(*_args):
     """Fail."""
     raise RuntimeError("this save function fails")

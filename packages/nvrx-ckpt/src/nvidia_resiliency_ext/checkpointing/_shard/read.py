@@ -155,17 +155,29 @@ def read_record(
         value = crc32(piece, value) if verify else 0
         on_progress(piece.nbytes)
     if verify and value != record.crc32:
-        raise DamagedCheckpointError(source.name, f"{_title(record)} has changed: wrong checksum")
+        raise DamagedCheckpointError(source.name, _change_of(record))
 
 
-def damage_of(source: ShardSource, manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with a shard, record by record; every byte of it is looked at."""
-    buffer = memoryview(bytearray(max((r.nbytes for r in manifest.records), default=0)))
+def damage_of(
+    source: ShardSource, manifest: Manifest, on_progress: Callable[[int], None] = lambda _: None
+) -> Iterator[str]:
+    """Yield what is wrong with a shard, record by record; every byte of it is looked at.
+
+    Args:
+        source: The shard.
+        manifest: What it says about itself.
+        on_progress: Called with the length of each piece that was read.
+    """
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     for record in manifest.records:
-        try:
-            read_record(source, record, buffer[: record.nbytes])
-        except DamagedCheckpointError as error:
-            yield error.problem
+        value = 0
+        for start in range(0, record.nbytes, _CHUNK_BYTES):
+            piece = buffer[: min(_CHUNK_BYTES, record.nbytes - start)]
+            source.read_into(record.offset + start, piece)
+            value = crc32(piece, value)
+            on_progress(piece.nbytes)
+        if value != record.crc32:
+            yield _change_of(record)
     with contextlib.suppress(ShardFormatError):
         for position, piece in frames(manifest):
             if (
@@ -185,5 +197,6 @@ def _read(source: ShardSource, position: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _title(record: Record) -> str:
-    return f"{record.tensor} ({record.name})" if record.tensor else f"record {record.name}"
+def _change_of(record: Record) -> str:
+    title = f"{record.tensor} ({record.name})" if record.tensor else f"record {record.name}"
+    return f"{title} has changed: wrong checksum"
