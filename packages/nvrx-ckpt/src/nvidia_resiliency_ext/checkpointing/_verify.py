@@ -254,7 +254,7 @@ def _shards(folder: str) -> list[str]:
 
 @contextlib.contextmanager
 def _shard(path: str) -> Iterator[tuple[FileSource, ShardManifest]]:
-    source = FileSource(path)
+    source = FileSource(path, any_owner=True)
     try:
         yield source, read_shard_manifest(source)
     finally:

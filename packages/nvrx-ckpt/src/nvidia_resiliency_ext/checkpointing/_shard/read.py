@@ -55,22 +55,25 @@ class FileSource:
     Args:
         path: The file.
         directory_fd: Descriptor of the directory that `path` is relative to.
+        any_owner: Accept a file that others own or may write to: nothing of it is loaded.
 
     Raises:
         OSError: It is missing, a symbolic link, not a regular file, belongs to somebody else, or
             others may write to it.
     """
 
-    def __init__(self, path: str, directory_fd: int | None = None) -> None:
+    def __init__(
+        self, path: str, directory_fd: int | None = None, *, any_owner: bool = False
+    ) -> None:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._fd = os.open(path, flags, dir_fd=directory_fd)
         status = os.fstat(self._fd)
         problem = ""
         if not stat.S_ISREG(status.st_mode):
             problem = "not a regular file"
-        elif status.st_uid != os.geteuid():
+        elif not any_owner and status.st_uid != os.geteuid():
             problem = f"the file belongs to uid {status.st_uid}"
-        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        elif not any_owner and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             problem = "others may write to the file"
         if problem:
             os.close(self._fd)
@@ -179,10 +182,10 @@ def damage_of(
         if value != record.crc32:
             yield _change_of(record)
     with contextlib.suppress(ShardFormatError):
-        for position, piece in frames(manifest):
+        for position, frame in frames(manifest):
             if (
-                position + len(piece) > source.nbytes
-                or _read(source, position, len(piece)) != piece
+                position + len(frame) > source.nbytes
+                or _read(source, position, len(frame)) != frame
             ):
                 yield f"bytes between the records, at {position}, have changed"
         return

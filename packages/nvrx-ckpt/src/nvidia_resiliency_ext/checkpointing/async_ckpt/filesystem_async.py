@@ -48,7 +48,7 @@ from ._dcp_write import (
 from ._dcp_write import item_size as _item_size  # noqa: F401 - frameworks import it from here
 from ._dcp_write import split_by_separation_hint as _split_by_separation_hint
 from ._dcp_write import split_by_size_and_type as _split_by_size_and_type
-from ._options import io_mode_option, staging_dir_option
+from ._options import io_mode_option, path_text, staging_dir_option
 from ._write_results import ResultsQueue
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         if len(args) < 3 and "thread_count" not in kwargs:  # noqa: PLR2004 - its position
             kwargs["thread_count"] = max(1, min(_MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // 2))
-        super().__init__(path, *args, **kwargs)
+        super().__init__(path_text(path), *args, **kwargs)
         if not self.single_file_per_rank:
             raise NotImplementedError("single_file_per_rank=False: one file for each item")
         form = getattr(self, "serialization_format", None)
