@@ -49,6 +49,8 @@ LATE_NAMES = (
     "ONEDNN_MAX_CPU_ISA",
     # The launcher's own way to choose the interpreter, read before there is one.
     "PYTHON_EXEC",
+    # Set by Lightning when it is imported, after torch; torch reads it at each call.
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_DIST_INIT_BARRIER",
 )
