@@ -26,7 +26,8 @@ from nvidia_resiliency_ext.checkpointing._durable import FileSaver
 from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory
 from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
 from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
-from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer
+from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
 from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 from nvidia_resiliency_ext.checkpointing._write_plan import FilePlan, ItemPlan, WritePlan

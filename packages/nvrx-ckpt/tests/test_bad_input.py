@@ -182,6 +182,14 @@ def test_odd_names_are_saved_and_shown_in_one_line(name, queue, tmp_path, capsys
         assert read_latest(tmp_path / f"latest{link}") == name
 
 
+@pytest.mark.parametrize("save", [dcp_save, torch_save])
+def test_what_is_no_path_is_named(save, tmp_path):
+    """A null character is refused at once, by an error that shows the path."""
+    with pytest.raises(ValueError, match=r"a\\x00b' is no path"):
+        save(state_of(1), f"{tmp_path}/a\0b")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("command", ["verify", "list", "diff"])
 @pytest.mark.parametrize("what", ["file", "missing", "nul\0", "x" * 5000, "loop"])
 def test_commands_say_in_one_line_what_is_no_directory(command, what, tmp_path, capsys):

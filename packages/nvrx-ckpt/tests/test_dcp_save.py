@@ -11,13 +11,15 @@ import time
 import weakref
 
 import failing_files
+import no_threads
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_saves import assert_same, load_like, request_for, state_of
 
+from nvidia_resiliency_ext.checkpointing import _image
 from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
-from nvidia_resiliency_ext.checkpointing.async_ckpt import _dcp_write, _record
+from nvidia_resiliency_ext.checkpointing.async_ckpt import _record
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import CheckpointMetadataCache
@@ -64,15 +66,16 @@ def test_files_are_those_of_stock_dcp(queue, tmp_path):
 def test_copies_of_tensors_are_made_one_at_a_time(queue, tmp_path, monkeypatch):
     """Tensors that must be copied before they are staged need memory for one of them only."""
     alive, most = weakref.WeakSet(), [0]
-    storage_bytes = _dcp_write.storage_bytes
+    storage_bytes = _image.storage_bytes
 
     def counted(tensor):
         data = storage_bytes(tensor)
-        alive.add(data)
-        most[0] = max(most[0], len(alive))
+        if data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            alive.add(data)
+            most[0] = max(most[0], len(alive))
         return data
 
-    monkeypatch.setattr(_dcp_write, "storage_bytes", counted)
+    monkeypatch.setattr(_image, "storage_bytes", counted)
     state = {str(number): torch.randn(30, 40)[:, ::2] for number in range(5)}
     queue.schedule_async_request(request_for(state, tmp_path / "c"))
     queue.maybe_finalize_async_calls(blocking=True)
@@ -249,13 +252,14 @@ def test_staging_directory_excludes_openers(tmp_path):
 
 def test_metadata_is_not_written_by_the_training_thread(queue, tmp_path, monkeypatch):
     """A poll hands the last step to a thread; an abort lets nothing be published after it."""
-    threads, go = [], threading.Event()
+    threads, finished, go = [], [], threading.Event()
     finish = FileSystemWriterAsync.finish
 
     def slowly(writer, metadata, results):
         threads.append(threading.current_thread())
         assert go.wait(60)
         finish(writer, metadata, results)
+        finished.append(writer)
 
     monkeypatch.setattr(FileSystemWriterAsync, "finish", slowly)
     for folder in ("aborted", "saved"):
@@ -266,7 +270,7 @@ def test_metadata_is_not_written_by_the_training_thread(queue, tmp_path, monkeyp
         if folder == "aborted":
             threading.Timer(0.2, go.set).start()
             queue.close(abort=True)
-            assert not threads[0].is_alive()
+            assert len(finished) == 1
             go.clear()
     assert queue.maybe_finalize_async_calls() == []
     assert not (tmp_path / "saved" / ".metadata").exists()
@@ -274,6 +278,16 @@ def test_metadata_is_not_written_by_the_training_thread(queue, tmp_path, monkeyp
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert threading.main_thread() not in threads
     assert verify_checkpoint(tmp_path / "saved").whole
+
+
+def test_metadata_is_written_where_no_thread_can_start(queue, tmp_path, monkeypatch):
+    """What all ranks count on is done by the training thread then."""
+    queue.schedule_async_request(request_for(state_of(1), tmp_path))
+    with monkeypatch.context() as patch:
+        no_threads.refuse(patch, "nvrx-save")
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert verify_checkpoint(tmp_path).whole
+    assert_same(state_of(1), load_like(state_of(0), tmp_path))
 
 
 def digests(state):

@@ -9,10 +9,13 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
+import no_threads
 import pytest
 import torch
+import torch.distributed as dist
 from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
 
 from nvidia_resiliency_ext.checkpointing._shard import directory as directory_module
@@ -20,6 +23,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
     Held,
     latest_iteration,
@@ -475,6 +479,87 @@ def test_a_damaged_iteration_does_not_count_as_kept(two_ranks, tmp_path):
     for rank, (loaded, listing) in enumerate(two_ranks.run(load_and_save_again, tmp_path)):
         assert loaded == 2
         assert listing == [f"iter_000000{i}_{rank}_local.pt" for i in (2, 4)]
+
+
+def test_where_no_thread_can_start_states_are_loaded_and_old_ones_go(tmp_path, monkeypatch):
+    """Without another thread this one reads the shard, and removes what is no longer needed."""
+    manager = saved(tmp_path, 1)
+    queue = AsyncCallsQueue(persistent=False)
+    state = BasicTensorAwareStateDict(state_of(0, 2))
+    queue.schedule_async_request(manager.save(state, 2, is_async=True))
+    queue._get_async_caller().wait(queue.async_calls[0], 60)
+    with monkeypatch.context() as patch:
+        no_threads.refuse(patch)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        assert files(tmp_path) == ["iter_0000002_0_local.pt"]
+        assert manager.find_latest() == 2
+        assert is_state(manager.load()[0], 0, 2)
+    queue.close()
+
+
+def test_a_shard_that_could_not_be_loaded_once_can_be_loaded_later(tmp_path, monkeypatch):
+    """What lacks memory is an error and no damage: the shard keeps its name."""
+    saved(tmp_path, 1)
+
+    def no_memory(*_, **__):
+        raise MemoryError("no memory")
+
+    manager = LocalCheckpointManager(tmp_path)
+    manager.find_latest()
+    with monkeypatch.context() as patch:
+        patch.setattr(local_manager, "load_state", no_memory)
+        with pytest.raises(CheckpointingException, match="iteration 1"):
+            manager.load()
+    assert manager.find_latest() == 1
+    assert is_state(manager.load()[0], 0, 1)
+
+
+def test_a_directory_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
+    """`close` waits for the removal of old shards for a limited time, and says that it goes on."""
+    over = threading.Event()
+    monkeypatch.setattr(local_manager, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(LocalCheckpointManager, "_cleanup", lambda *_: over.wait(100))
+    manager, queue = LocalCheckpointManager(tmp_path), AsyncCallsQueue(persistent=False)
+    request = manager.save(BasicTensorAwareStateDict(state_of(0, 1)), 1, is_async=True)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    manager.close()
+    over.set()
+    assert f"{tmp_path}/0: old shards are not removed after 0.2" in caplog.text
+
+
+def count_exchanges(rank, world, root):
+    """Return which exchanges a search, and the end of a save, take."""
+    manager = LocalCheckpointManager(root)
+    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    counted = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
+            original = getattr(dist, name)
+
+            def call(*args, name=name, original=original, **more):
+                counted.append((name, args[0][0].numel() if name == "all_gather" else 0))
+                return original(*args, **more)
+
+            patch.setattr(dist, name, call)
+        manager.latest_iteration = -1
+        manager.find_latest()
+        search, counted[:] = list(counted), []
+        request = manager.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2, is_async=True)
+        begin, counted[:] = list(counted), []
+        request.async_fn(*request.async_fn_args)
+        request.execute_finalize_fns(validate_matching_call_idx=False)
+    manager.wait_for_cleanup()
+    return search, begin, list(counted)
+
+
+def test_a_search_is_one_small_gather_and_the_end_of_a_save_one_bit(two_ranks, tmp_path):
+    """`find_latest` gathers one tensor of 66 numbers; begin and end of a save reduce one each."""
+    for search, begin, end in two_ranks.run(count_exchanges, tmp_path):
+        assert search == [("all_gather", 66)]
+        assert begin == [("all_reduce", 0)]
+        assert end == [("all_reduce", 0)]
 
 
 def test_checksums_are_compared_unless_switched_off(tmp_path, monkeypatch):

@@ -2,20 +2,24 @@
 """Copies on other ranks: bit for bit, through lost shards, full disks and lost peers."""
 
 import contextlib
+import json
 import logging
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 
+import no_threads
 import pytest
 import torch
 import torch.distributed as dist
 from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
 
 from nvidia_resiliency_ext.checkpointing._shard import job as job_module
-from nvidia_resiliency_ext.checkpointing._shard import peer as wire
+from nvidia_resiliency_ext.checkpointing._shard import peer_server, protocol
 from nvidia_resiliency_ext.checkpointing._shard.directory import (
     RankDirectory,
     ShardInProgress,
@@ -26,10 +30,10 @@ from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
 from nvidia_resiliency_ext.checkpointing._shard.peer import (
     Peer,
     PeerError,
-    PeerServer,
     PeerSource,
     PeerTarget,
 )
+from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
 from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
 from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write_content
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
@@ -40,7 +44,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
     LocalCheckpointManager,
 )
-from nvidia_resiliency_ext.checkpointing.local.replication import strategies
+from nvidia_resiliency_ext.checkpointing.local.replication import group_utils, strategies
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import (
     ExchangePlan,
     GroupWrapper,
@@ -180,6 +184,22 @@ def test_replication_in_groups_of_different_sizes(four_ranks):
     assert plans[3] == [(3, 3)]
 
 
+def large_skeleton(rank, world):
+    """Return what a rank is told that sends a state whose rest without tensors is too large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_utils, "SKELETON_LIMIT_BYTES", 50)
+        try:
+            GroupWrapper().isend_state_dict(BasicTensorAwareStateDict({"x": "y" * 60}), rank ^ 1)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_only_skeletons_of_limited_size_are_pickled_for_ranks(four_ranks):
+    """A state whose pickled rest is larger than allowed is refused before anything is sent."""
+    assert all("50 are allowed" in text for text in four_ranks.run(large_skeleton))
+
+
 def absent_state(rank, world):
     plan = ExchangePlan(GroupWrapper())
     plan.plan(sender=rank, receiver=rank, id_="x")
@@ -260,8 +280,6 @@ def full_replica(rank, world, root, place):
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 def test_no_space_for_a_replica_is_an_error_on_all_ranks(four_ranks, tmp_path):
     """ENOSPC at a keeper fails the save everywhere, names it, and the next save succeeds."""
-    import subprocess
-
     place = tmp_path / "small"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], check=True)
@@ -356,7 +374,7 @@ def test_a_copy_that_is_not_finished_is_dropped(server, tmp_path):
 @pytest.mark.no_second_try
 def test_a_sender_that_stands_still_is_dropped(server, tmp_path, monkeypatch):
     """A sender that neither goes on nor ends holds up its keeper for a limited time."""
-    monkeypatch.setattr(wire, "_PATIENCE", 0.25)
+    monkeypatch.setattr(protocol, "PATIENCE", 0.25)
     target = PeerTarget(peer_of(server), ShardName(3, 0))
     target(0, memoryview(bytes(1000)))
     assert server.wait_for_stores(20)
@@ -368,7 +386,7 @@ def test_a_keeper_without_threads_says_so(server, tmp_path, monkeypatch):
     """A keeper that cannot start another thread fails the save, with the reason, and goes on."""
     job, storages = job_of(tmp_path, [peer_of(server)])
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "_signs_of_life", raise_no_threads)
+        patch.setattr(peer_server, "_signs_of_life", raise_no_threads)
         problem = run_save_job(job, storages)
     assert "rank 1 at 127.0.0.1" in problem
     assert "can't start new thread" in problem
@@ -377,6 +395,74 @@ def test_a_keeper_without_threads_says_so(server, tmp_path, monkeypatch):
 
 def raise_no_threads(*_):
     raise RuntimeError("can't start new thread")
+
+
+def test_a_keeper_that_cannot_serve_for_a_while_serves_later(server, tmp_path, monkeypatch, caplog):
+    """A connection for which there is no thread fails its save, is logged, and ends no server."""
+    job, storages = job_of(tmp_path, [peer_of(server)])
+    no_threads.refuse(monkeypatch, "nvrx-peer", times=1)
+    assert "rank 1 at 127.0.0.1" in run_save_job(job, storages)
+    assert "cannot serve a rank that replicates to this one: can't start" in caplog.text
+    assert run_save_job(job, storages) == ""
+
+
+# A keeper whose disk hangs in one system call, in the program that then ends.
+HANGS = """
+import contextlib, os, sys, threading
+from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
+from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerTarget
+from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write_content
+root, call = sys.argv[1:]
+server = PeerServer(RankDirectory(root, "", 1), "127.0.0.1", b"t", lambda *_: "", 30.0)
+hangs = threading.Event()
+def hang(*_):
+    hangs.set()
+    threading.Event().wait()
+setattr(os, call, hang)
+def send():
+    target = PeerTarget(Peer(1, "127.0.0.1", server.port, b"t", 30.0), ShardName(3, 0))
+    content = ShardContent(ShardIdentity(3, 0, "", 2), "x", b"N.", ((100, "w"),))
+    with contextlib.suppress(OSError):
+        write_content(content, [bytes(100)], [target])
+        target.finish()
+threading.Thread(target=send, daemon=True).start()
+hangs.wait()
+server.close()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.no_second_try
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_keeper(tmp_path, call):
+    """A trainer whose disk hangs while it keeps a copy closes its server and ends, and says so."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(tmp_path), call],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    assert f"the file system of {tmp_path}/1 has not let them end" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_requests_that_nobody_sends_end_their_connection_only(server, tmp_path, caplog):
+    """Numbers too large for the system, and JSON nested too deeply, from a rank with the token."""
+    source = PeerTarget(peer_of(server), ShardName(4, 0))
+    source._sock.sendall(protocol.RANGE.pack((1 << 64) - 1, 1) + b"x")
+    with pytest.raises(PeerError, match=r"too (large|big)"):
+        source.finish()
+    source.close()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as stranger:
+        text = b"[" * 60_000
+        nonce = protocol.receive(stranger, 16)
+        stranger.sendall(
+            protocol.proof_of(TOKEN, nonce + text) + protocol.LENGTH.pack(len(text)) + text
+        )
+        assert stranger.recv(1) == b""
+    assert "a connection of a replicating rank ended" in caplog.text
+    assert run_save_job(*job_of(tmp_path, [peer_of(server)])) == ""
 
 
 def test_a_copy_with_parts_that_were_sent_twice_is_refused(server, tmp_path):
@@ -423,11 +509,11 @@ def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
             with connection:
                 nonce = b"n" * 16
                 connection.sendall(nonce)
-                wire._receive(connection, 32)
-                request = wire.json.loads(wire._receive_text(connection))
-                connection.sendall(wire._proof(TOKEN, bytes.fromhex(request["nonce"])))
-                wire._send_json(connection, {"error": ""})
-                wire._receive(connection, 100)
+                protocol.receive(connection, 32)
+                request = json.loads(protocol.receive_text(connection))
+                connection.sendall(protocol.proof_of(TOKEN, bytes.fromhex(request["nonce"])))
+                protocol.send_json(connection, {"error": ""})
+                protocol.receive(connection, 100)
                 if how == "stops":
                     over.wait(100)
 
@@ -448,7 +534,7 @@ def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
 def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch):
     """While a copy is made durable the keeper gives signs of life, for longer than the timeout."""
     told, many = [], threading.Event()
-    send = wire._send_json
+    send = peer_server.send_json
 
     def note(sock, value):
         send(sock, value)
@@ -463,7 +549,7 @@ def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch
             assert many.wait(60)
         publish(shard)
 
-    monkeypatch.setattr(wire, "_send_json", note)
+    monkeypatch.setattr(peer_server, "send_json", note)
     monkeypatch.setattr(ShardInProgress, "publish", publish_late)
     job, storages = job_of(tmp_path, [peer_of(server, timeout_s=2.0)])
     assert run_save_job(job, storages) == ""
@@ -481,7 +567,7 @@ def test_a_keeper_whose_disk_hangs_is_given_up(server, tmp_path, monkeypatch):
             over.wait(60)
         publish(shard)
 
-    monkeypatch.setattr(wire, "_PATIENCE", 0.25)
+    monkeypatch.setattr(protocol, "PATIENCE", 0.25)
     monkeypatch.setattr(ShardInProgress, "publish", publish_in_the_end)
     problem = run_save_job(*job_of(tmp_path, [peer_of(server)]))
     over.set()
@@ -513,7 +599,11 @@ def fail_alone(rank, world, root, how):
     looking = manager(root, True)
     looking._agreement.all_true(True)  # gloo reads the variable, too: its groups exist by now
     try:
-        if how == "address":
+        if how == "thread":
+            with pytest.MonkeyPatch.context() as patch:
+                no_threads.refuse(patch, "nvrx-peers" if rank == 1 else "no such thread")
+                looking.find_latest()
+        elif how == "address":
             os.environ["GLOO_SOCKET_IFNAME"] = "nosuchif0" if rank == 1 else "lo"
             looking.find_latest()
         else:
@@ -530,7 +620,12 @@ def fail_alone(rank, world, root, how):
 @pytest.mark.no_second_try
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("address", "nosuchif0"), ("copy", "no memory"), ("pop", "the tensors are gone")],
+    [
+        ("address", "nosuchif0"),
+        ("thread", "can't start new thread"),
+        ("copy", "no memory"),
+        ("pop", "the tensors are gone"),
+    ],
 )
 def test_a_rank_that_cannot_take_part_holds_up_nobody(four_ranks, tmp_path, how, text):
     """What fails on one rank before an exchange is an error on all of them, with the cause."""

@@ -2,17 +2,22 @@
 """One rank's shard file: what it holds, what changes are noticed, and what loading it may run."""
 
 import errno
+import json
 import os
 import pickle
 import random
 import stat
+import tracemalloc
 import zipfile
+import zlib
 
 import pytest
 import torch
 from local_ranks import state_of
 
+from nvidia_resiliency_ext.checkpointing.__main__ import main
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError, DamagedCheckpointError
+from nvidia_resiliency_ext.checkpointing._shard import layout
 from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
 from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
 from nvidia_resiliency_ext.checkpointing._shard.layout import ShardIdentity, place_records
@@ -109,6 +114,58 @@ def test_damage_names_the_tensor(tmp_path):
     path.write_bytes(data)
     (problem,) = problems_of(path)
     assert "state_dict['model']['w']" in problem
+
+
+def foreign(folder, records, nbytes=64):
+    """Write a file that ends as a shard does, with these records in its manifest."""
+    about = {
+        "format": "nvrx-local-shard", "version": 1, "state_class": "x", "records": records,
+        "identity": {"iteration": 1, "owner": 0, "session_id": "", "world_size": 1},
+    }  # fmt: skip
+    text = json.dumps(about).encode()
+    total = nbytes + len(text) + layout.FOOTER_BYTES
+    end = (total, nbytes, len(text), zlib.crc32(text))
+    path = folder / "iter_0000001_0_local.pt"
+    with path.open("wb") as file:
+        file.seek(nbytes)
+        file.write(text + layout._FOOTER.pack(layout._FOOTER_MAGIC, *end))
+    return path
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        ["\ud800", 0, 8, "0", ""],
+        ["x" * 70_000, 0, 8, "0", ""],
+        ["data.pkl", 0, 8, "-1", ""],
+        ["data.pkl", 0, 8, "fffffffff", ""],
+        ["data.pkl", 0, 8, "no number", ""],
+        ["data.pkl", 1 << 80, 8, "0", ""],
+        ["data.pkl", 0, 8, "0", "\ud800\x1b[31m"],
+        ["data.pkl"],
+        None,
+    ],
+    ids=range(9),
+)
+def test_what_a_foreign_manifest_says_is_a_problem_in_one_line(tmp_path, record, capsys):
+    """Whatever stands in a record, the program says that the shard is not whole, and where."""
+    path = foreign(tmp_path, [record])
+    assert main(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(path.name in line and line.isprintable() for line in lines[1:])
+    assert main(["list", str(tmp_path)]) in {0, 1}
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_a_check_takes_little_memory(tmp_path):
+    """However large a record is, only a piece of it is in memory while it is checked."""
+    path = foreign(tmp_path, [["data.pkl", 64, 200 << 20, "0", "w"]], nbytes=201 << 20)
+    tracemalloc.start()
+    try:
+        assert problems_of(path)[0] == "w (data.pkl) has changed: wrong checksum"
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_records_beyond_4_gib_have_their_place():

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues on one rank: functions, failures, aborts, and what is left behind."""
 
+import fcntl
 import gc
 import os
+import pickle
 import re
 import signal
 import socket
@@ -16,13 +18,23 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import failing_files
+import no_threads
 import pytest
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.checkpointing.async_ckpt import _payload, _worker_main, core
+from nvidia_resiliency_ext.checkpointing import _image
+from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
+from nvidia_resiliency_ext.checkpointing.async_ckpt import _worker_main, core
 from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
-from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import MESSAGES, Finished, Job
+from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import (
+    MESSAGES,
+    Finished,
+    Job,
+    Released,
+    Run,
+)
+from nvidia_resiliency_ext.checkpointing.async_ckpt._worker import WorkerLostError
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -31,7 +43,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     QueueFullError,
 )
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
-from nvidia_resiliency_ext.shared_utils.wire import receive_message
+from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_with_fds
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 150
@@ -77,7 +89,7 @@ def test_function_gets_what_was_there_when_it_was_scheduled(queue, tmp_path):
 def test_arguments_are_copied_one_at_a_time(queue, tmp_path, monkeypatch):
     """Tensors that must be copied before they are staged need memory for one of them only."""
     alive, most = weakref.WeakSet(), [0]
-    storage_bytes = _payload.storage_bytes
+    storage_bytes = _image.storage_bytes
 
     def counted(tensor):
         data = storage_bytes(tensor)
@@ -86,7 +98,7 @@ def test_arguments_are_copied_one_at_a_time(queue, tmp_path, monkeypatch):
             most[0] = max(most[0], len(alive))
         return data
 
-    monkeypatch.setattr(_payload, "storage_bytes", counted)
+    monkeypatch.setattr(_image, "storage_bytes", counted)
     tensors = [torch.full((30, 40), float(number))[:, ::2] for number in range(5)]
     args = (str(tmp_path / "sum"), [*tensors, torch.ones(3)])
     queue.schedule_async_request(AsyncRequest(failing_files.write_sum, args, []))
@@ -95,7 +107,9 @@ def test_arguments_are_copied_one_at_a_time(queue, tmp_path, monkeypatch):
     assert most == [1]
 
 
-@pytest.mark.parametrize("how", ["raises", "killed", "cannot be pickled", "preload raises"])
+@pytest.mark.parametrize(
+    "how", ["raises", "killed", "segfaults", "cannot be pickled", "preload raises"]
+)
 def test_failure_is_reported_once_and_the_queue_goes_on(queue, how, tmp_path):
     """A save that fails in any way is an error with rank and cause; the next one succeeds."""
     finalized = []
@@ -103,12 +117,14 @@ def test_failure_is_reported_once_and_the_queue_goes_on(queue, how, tmp_path):
     requests = {
         "raises": AsyncRequest(failing_files.raise_error, (), functions),
         "killed": AsyncRequest(failing_files.kill_myself, (), functions),
+        "segfaults": AsyncRequest(failing_files.segfault, (), functions),
         "cannot be pickled": AsyncRequest(print, (threading.Lock(),), functions),
         "preload raises": AsyncRequest(print, (1, 2), functions, None, lambda: 1 // 0),
     }
     causes = {
         "raises": "this save function fails",
         "killed": "SIGKILL",
+        "segfaults": "SIGSEGV",
         "cannot be pickled": "cannot pickle",
         "preload raises": "ZeroDivisionError",
     }
@@ -227,6 +243,26 @@ def test_temporal_queue_runs_what_cannot_be_pickled(tmp_path):
     go.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert seen == [3.0, "done"]
+    queue.close()
+
+
+def test_save_for_which_there_is_no_thread_is_never_taken_for_written(tmp_path, monkeypatch):
+    """It fails, also when a later save has waited for an earlier one in between."""
+    queue = AsyncCallsQueue(persistent=False)
+    (tmp_path / "go").touch()
+    args = (str(tmp_path / "go"),)
+    queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, args, []))
+    ran = []
+    with monkeypatch.context() as patch:
+        no_threads.refuse(patch, "nvrx-save")
+        request = AsyncRequest(lambda: None, (), [lambda: ran.append(1)])
+        queue.schedule_async_request(request)
+    queue.schedule_async_request(AsyncRequest(print, ("third",), []))
+    with pytest.raises(AsyncSaveError, match="can't start new thread") as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert caught.value.call_idx == 1
+    assert queue.maybe_finalize_async_calls(blocking=True) == [2]
+    assert not ran
     queue.close()
 
 
@@ -457,6 +493,95 @@ def test_control_group_goes_with_its_process_group():
     del group
     gc.collect()
     assert reference() is None
+
+
+def test_worker_that_the_kernel_does_not_let_end_holds_up_no_abort(queue, tmp_path, monkeypatch):
+    """Whoever waits for a worker that even SIGKILL does not end hears that it was given up."""
+    begun = tmp_path / "begun"
+    args = (str(begun), str(tmp_path / "never"))
+    queue.schedule_async_request(AsyncRequest(failing_files.touch_and_wait, args, []))
+    wait_until(begun.exists)
+    worker, ended = queue.persistent_caller.process, []
+    os.kill(worker.pid, signal.SIGSTOP)
+    monkeypatch.setattr(worker._child, "stop", lambda *_, **__: None)  # as in a call of the disk
+
+    def wait_for_results():
+        try:
+            worker.wait(None)
+        except WorkerLostError as error:
+            ended.append(str(error))
+
+    waiting = threading.Thread(target=wait_for_results)
+    waiting.start()
+    wait_until(lambda: not worker._lock.acquire(blocking=False) or worker._lock.release())
+    aborting = threading.Thread(target=queue.close, args=(True,), daemon=True)
+    aborting.start()
+    aborting.join(DEADLINE_S)
+    assert not aborting.is_alive()
+    waiting.join(DEADLINE_S)
+    assert f"{worker.pid} does not answer" in ended[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: worker._child.poll() is not None)
+
+
+def test_worker_that_breaks_says_why_and_runs_nothing(tmp_path):
+    """What is no message ends a worker with a traceback, and no pickle that comes is loaded."""
+    ours, theirs = socket.socketpair()
+    program = f"from {_worker_main.__name__} import main; main({theirs.fileno()})"
+    with ours, theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        ours.sendall(pickle.dumps(Payload(tmp_path / "made")) * 10)
+        _, text = worker.communicate(timeout=DEADLINE_S)
+    assert worker.returncode == 1
+    assert "FrameTooLargeError" in text
+    assert not (tmp_path / "made").exists()
+
+
+def test_worker_that_cannot_give_a_result_ends(tmp_path):
+    """Where a result finds no memory, the worker ends and says why: nobody waits for ever."""
+    ours, theirs = socket.socketpair()
+    program = f"from {_worker_main.__name__} import main; main({theirs.fileno()})"
+    memory = os.memfd_create("nvrx-ckpt-job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 8)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    buffer = StagingBuffer(10)
+    with ours, theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        run = Run(Job("q", 0, 0), "write", 0, 0, True, 0, 1.0)
+        send_with_fds(ours, MESSAGES.encode(run), [buffer.fd, memory])
+        _, text = worker.communicate(timeout=DEADLINE_S)
+    os.close(memory)
+    buffer.close()
+    assert worker.returncode == 1
+    assert "PermissionError" in text
+
+
+class Payload:
+    """A pickle that makes a directory when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_worker_without_threads_gives_locks_back(monkeypatch):
+    """Where no thread can start a lock is given back all the same, and the worker goes on."""
+    here, there = socket.socketpair()
+    closed = threading.Event()
+    with here, there:
+        server = _worker_main._Server(here)
+        server._locks["path"] = Job("q", 0, 0), SimpleNamespace(close=closed.set)
+        no_threads.refuse(monkeypatch)
+        server._dispatch(Released(Job("q", 0, 0)))
+    assert closed.is_set()
 
 
 def test_a_failed_save_is_reported_while_its_directory_hangs():

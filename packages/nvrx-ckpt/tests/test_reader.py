@@ -142,6 +142,33 @@ def test_shards_below_do_not_hide_a_damaged_checkpoint(tmp_path):
     assert "__0_0.distcp" in verify_checkpoint(tmp_path).problems[0]
 
 
+def test_links_in_place_of_shards_are_problems(tmp_path, capsys):
+    """A shard that is a link, also one to nothing, is named, and the others are checked."""
+    manager = LocalCheckpointManager(tmp_path)
+    manager.save(BasicTensorAwareStateDict({}), 1)
+    for number, target in ((2, "nowhere"), (3, "iter_0000001_0_local.pt")):
+        (manager.local_ckpt_dir / f"iter_000000{number}_0_local.pt").symlink_to(target)
+    assert main(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        f"  0/iter_000000{number}_0_local.pt" for number in (2, 3)
+    ]
+    assert verify_checkpoint(tmp_path).items == 3
+
+
+def test_shards_of_others_can_be_checked(tmp_path, capsys):
+    """An administrator can check what belongs to a user, as nothing of it is loaded."""
+    manager = LocalCheckpointManager(tmp_path)
+    manager.save(BasicTensorAwareStateDict({"w": torch.ones(3)}), 1)
+    shard = manager.local_ckpt_dir / "iter_0000001_0_local.pt"
+    shard.chmod(0o666)
+    if os.geteuid() == 0:
+        os.chown(shard, 65534, 65534)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert main(["list", str(tmp_path)]) == 0
+    assert "state_dict['w']" in capsys.readouterr().out
+
+
 def test_pipe_in_place_of_a_file_is_a_problem(tmp_path):
     """A file that was replaced by a pipe is named, and nobody waits for a writer."""
     request_for(state_of(1), tmp_path).execute_sync()

@@ -11,6 +11,7 @@ import sys
 import threading
 import zlib
 
+import no_threads
 import pytest
 import torch
 from hypothesis import given, settings
@@ -163,6 +164,22 @@ def test_failed_file_leaves_the_old_one_and_nothing_else(tmp_path):
     assert caught.value.filename.endswith("missing/b")
     assert os.listdir(tmp_path) == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("refused", ["nvrx-write_0", "nvrx-checksum"])
+def test_files_are_not_written_where_no_thread_can_start(refused, tmp_path, monkeypatch):
+    """The error says so; no file is left, and no descriptor."""
+    buffer = StagingBuffer(4096)
+    item = ItemPlan("item", 0, 9, PLAIN_BYTES)
+    plan = WritePlan([FilePlan(str(tmp_path / "file"), 0, 9, [item])])
+    before = os.listdir("/proc/self/fd")
+    no_threads.refuse(monkeypatch, refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        FileSaver(plan, buffer.view).run()
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(tmp_path) == []
+    buffer.close()
 
 
 def test_small_file_is_replaced_whole(tmp_path):

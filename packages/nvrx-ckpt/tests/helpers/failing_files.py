@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions for a worker process: openers that fail, and saves that end badly."""
 
+import ctypes
 import errno
 import io
 import os
@@ -17,6 +18,11 @@ def refuse_to_open(path, mode):
 def kill_myself(*_args):
     """End this process as the OOM killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault(*_args):
+    """End this process as a fault in native code does."""
+    ctypes.string_at(0)
 
 
 def raise_error(*_args):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of large pieces of memory, shared among a few threads while the trainer waits for them."""
+"""Copy large pieces of memory with a few threads, while the trainer waits."""
 
 from __future__ import annotations
 

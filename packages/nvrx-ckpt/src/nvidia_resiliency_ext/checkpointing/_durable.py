@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing files so that each is there whole, under its name and after a power cut, or not at all.
+"""Write files so that each is there whole, under its name and after a power cut, or not at all.
 
 It needs no torch: a worker process of a few megabytes runs it.
 """
@@ -170,17 +170,16 @@ class FileSaver:
         image = self._view[file.start : file.start + round_up(file.length)]
         checksums = FileChecksums(file, self._plan.shapes, image)
         target = self._open(file)
-        positions = _Ahead(checksums.walk(CHUNK_BYTES), self.stopped)
         try:
-            for position in positions:
-                self._on_progress(target.write_up_to(position, image))
+            with contextlib.closing(_Ahead(checksums.walk(CHUNK_BYTES), self.stopped)) as positions:
+                for position in positions:
+                    self._on_progress(target.write_up_to(position, image))
             target.finish(sync=self._plan.sync)
         except OSError as error:
             raise CheckpointWriteError.from_os(
                 error, file.path, target.written, target.action
             ) from error
         finally:
-            positions.close()
             target.give_back()
         return FileResult(file.path, file.length, checksums.crc, checksums.item_crcs)
 

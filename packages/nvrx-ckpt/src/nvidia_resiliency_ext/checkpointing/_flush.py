@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two steps to a durable file: quickly to a node-local directory, then to where it belongs.
+"""Write files to a node-local directory first, then copy them to the durable directory.
 
 The second step may take long, or hang with its file system, while later saves go on.
 """

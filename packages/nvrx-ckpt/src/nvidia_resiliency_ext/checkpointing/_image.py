@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: tensors and objects become the bytes that `torch.save` would write, by one copy.
+"""Stage tensors and objects as the bytes that `torch.save` would write, with one copy.
 
 What surrounds the data of a tensor in such a file depends on dtype, shape and strides only. It is
 made once by `torch.save` itself, without data, and kept; a save then copies the data between.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TensorFrame",
+    "copies_left",
     "frame_of",
     "is_plain",
     "save_into",
@@ -133,6 +134,21 @@ def stage_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         copier.copy([(to.numpy(), what.numpy()) for to, what in copies if not what.is_cuda])
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+
+
+def copies_left(
+    target: torch.Tensor, tensor: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the copy of a tensor's bytes to its place in host memory, for `stage_copies`.
+
+    A tensor whose bytes have to be put together first is copied here, so that there is one such
+    copy at a time; then nothing is returned.
+    """
+    copy = (target, storage_bytes(tensor))
+    if copy[1].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        return [copy]
+    stage_copies([copy])
+    return []
 
 
 def saved_size(value: Any, save: Callable[..., None] = torch.save) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of the newest checkpoint, and which old ones may go.
+"""Publish the name of the newest checkpoint, and remove old ones.
 
 The name changes only after the checkpoint that it names is durable, so a kill at any moment leaves
 a name that loads.

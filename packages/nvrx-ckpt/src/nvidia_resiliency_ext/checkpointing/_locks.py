@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks by which processes see that another one is saving; the system ends them with a process."""
+"""Lock a checkpoint while it is saved; the kernel gives a lock back when its process ends."""
 
 from __future__ import annotations
 

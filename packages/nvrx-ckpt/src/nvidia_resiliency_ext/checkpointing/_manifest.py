@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests: JSON files that say what a checkpoint must consist of, down to each tensor.
+"""Write and read manifests: JSON files with length and checksum of all files and tensors.
 
     .nvrx_manifest.json           of the checkpoint: its `.metadata`, and each rank's manifest
     .nvrx_manifest.<rank>.json    of the files that one rank wrote, and the items in them

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a state something is, for messages: `model['layers'][3]`."""
+"""Name the place of a value in a state for messages, as in `model['layers'][3]`."""
 
 from __future__ import annotations
 

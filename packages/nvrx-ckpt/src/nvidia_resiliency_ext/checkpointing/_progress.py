@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line in the terminal that says how far a long read is; nothing where there is no terminal."""
+"""Show the progress of a long read in a terminal."""
 
 from __future__ import annotations
 

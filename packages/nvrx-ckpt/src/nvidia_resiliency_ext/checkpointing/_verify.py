@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a checkpoint whole? Reads manifests and checksums; it unpickles nothing."""
+"""Verify that a checkpoint is whole, by its manifests and checksums; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ __all__ = [
     "checkpoint_items",
     "require_whole",
     "verify_checkpoint",
+    "verify_option",
 ]
 
 _METADATA = ".metadata"
@@ -165,6 +166,21 @@ def require_whole(path: str, *, on_progress: Callable[[int, int], None] = lambda
         raise DamagedCheckpointError(path, "; ".join(report.problems))
 
 
+def verify_option(*, default: bool) -> bool:
+    """Return whether what is loaded is compared with its checksums.
+
+    Args:
+        default: Where `NVRX_CKPT_VERIFY_ON_LOAD` is not set.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    text = os.environ.get("NVRX_CKPT_VERIFY_ON_LOAD", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"NVRX_CKPT_VERIFY_ON_LOAD={text!r}: allowed are 0 and 1")
+    return text == "1" if text else default
+
+
 @dataclass(frozen=True)
 class _File:
     """A file that a checkpoint must have.
@@ -238,7 +254,7 @@ def _shards(folder: str) -> list[str]:
 
 @contextlib.contextmanager
 def _shard(path: str) -> Iterator[tuple[FileSource, ShardManifest]]:
-    source = FileSource(path)
+    source = FileSource(path, any_owner=True)
     try:
         yield source, read_shard_manifest(source)
     finally:
@@ -248,17 +264,26 @@ def _shard(path: str) -> Iterator[tuple[FileSource, ShardManifest]]:
 def _check_shards(
     report: VerifyReport, shards: Sequence[str], on_progress: Callable[[int, int], None]
 ) -> None:
-    total = sum(os.stat(os.path.join(report.path, name)).st_size for name in shards)
+    total = done = 0
+    for name in shards:
+        with contextlib.suppress(OSError):  # it is gone by now: a problem below
+            total += os.lstat(os.path.join(report.path, name)).st_size
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(done, total)
+
     for name in shards:
         try:
             with _shard(os.path.join(report.path, name)) as (source, manifest):
-                report.problems += [f"{name}: {damage}" for damage in damage_of(source, manifest)]
+                found = damage_of(source, manifest, count)
+                report.problems += [f"{name}: {damage}" for damage in found]
                 report.items += len(manifest.records)
                 report.nbytes += source.nbytes
         except (OSError, DamagedCheckpointError) as error:
             report.problems.append(f"{name}: {error}")
         report.files += 1
-        on_progress(report.nbytes, total)
 
 
 def _has_lost_its_manifest(folder: str) -> bool:

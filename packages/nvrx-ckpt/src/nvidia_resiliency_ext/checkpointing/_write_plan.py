@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be written where, as plain data that fits into JSON; it does nothing.
+"""Describe which bytes of a staging buffer become which files; plain data that fits into JSON.
 
 A plan says which ranges of a staging buffer become which files. The buffer holds the files as they
 will be, byte for byte, except for checksums inside them, which the writer fills in: a `ZipShape`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the checksums stand in a zip file as `torch.save` writes it."""
+"""Find the checksums in a zip file that `torch.save` has written."""
 
 from __future__ import annotations
 

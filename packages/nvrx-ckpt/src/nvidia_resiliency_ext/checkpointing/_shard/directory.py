@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of one rank: names of shards, trust, files in progress, and removal."""
+"""Create, list, publish and remove the shards in the directory of one rank."""
 
 from __future__ import annotations
 

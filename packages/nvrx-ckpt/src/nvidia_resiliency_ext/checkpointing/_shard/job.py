@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One save of one rank as it runs in the trainer or in a worker process; it needs no torch."""
+"""Run one rank's save, in the trainer or in a worker process; no torch is needed."""
 
 from __future__ import annotations
 

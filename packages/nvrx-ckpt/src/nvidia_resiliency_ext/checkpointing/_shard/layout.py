@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each byte of a shard file lies; it reads and writes no files and needs no torch.
+"""Lay out the bytes of a shard file; pure functions that need no torch.
 
 A shard is a zip file as `torch.save` makes it: `torch.load` reads it, and so do zip tools::
 
@@ -48,6 +48,7 @@ _UTF8_FLAG = 0x0800
 _DOS_DATE = 33  # the 1st of January 1980: the same state always gives the same bytes
 _LIMIT_32 = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
+_NAME_LIMIT_BYTES = 1000
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END_64 = struct.Struct("<4sQHHIIQQQQ")
@@ -195,6 +196,8 @@ def _typed_record(item: list[Any]) -> Record:
     record = Record(str(name), offset, nbytes, int(crc32, 16), str(tensor))
     if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
         raise ShardFormatError("offset or length of a record is no number")
+    if not 0 <= record.crc32 <= _LIMIT_32 or len(record.name.encode()) > _NAME_LIMIT_BYTES:
+        raise ShardFormatError("checksum or name of a record is none")
     return record
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small agreements between ranks on the CPU, apart from the traffic of training."""
+"""Exchange small values between ranks on the CPU, apart from the traffic of training."""
 
 from __future__ import annotations
 

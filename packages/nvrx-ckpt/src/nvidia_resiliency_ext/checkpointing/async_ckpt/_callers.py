@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carrying out requests: staging on the trainer, a worker process, and what became of each call."""
+"""Carry out requests: stage them on the trainer, hand them to a worker, and track their state."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.checkpointing._staged_write import (
 )
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer, StagingPool
 from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -88,8 +89,7 @@ class Call:
     run: Run | None = None
     plan: bytes = b""
     code: bytes = b""
-    thread: threading.Thread | None = None
-    thread_errors: list[str] = field(default_factory=list)
+    thread: AbandonableCall[Any] | None = None
 
     def fail(self, cause: str) -> None:
         """Mark it as failed."""
@@ -207,7 +207,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         deadline = Deadline.after(timeout_s)
         while call.state is CallState.RUNNING:
             if call.thread is not None:
-                call.thread.join(_shorter(deadline.timeout(), self._next_limit()))
+                call.thread.ended.wait(_shorter(deadline.timeout(), self._next_limit()))
                 self._collect_threads()
             else:
                 self._take_results(deadline.timeout())
@@ -229,7 +229,13 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         if publication.gather():
             write = functools.partial(publication.write, lambda: call.given_up is not None)
             call.state = CallState.RUNNING
-            self._run_in_thread(call, write)
+            try:
+                self._run_in_thread(call, write)
+            except RuntimeError as error:
+                # The other ranks are agreed that it is published now.
+                logger.warning("training waits for the metadata of save %d: %s", call.idx, error)
+                write()
+                call.state = CallState.WRITTEN
 
     def give_up(self, call: Call, cause: str) -> None:
         """Mark a running call as failed and cancel its job; its result is dropped.
@@ -327,7 +333,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         for call in self._threads:
             self.give_up(call, "it was aborted")
             if call.publication is not None and call.thread is not None:
-                call.thread.join(self.sigterm_timeout)  # nothing is published after this
+                call.thread.ended.wait(self.sigterm_timeout)  # nothing is published after this
         self._threads.clear()
         self._current = None
         self._pool.close()
@@ -509,25 +515,18 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self._run_in_thread(call, functools.partial(function, *args, **kwargs))
 
     def _run_in_thread(self, call: Call, function: Callable[[], Any]) -> None:
-        outcome = call.thread_errors
-
-        def run() -> None:
-            try:
-                function()
-            except BaseException:  # noqa: BLE001 - it is the call's failure
-                outcome.append(traceback.format_exc())
-
-        call.thread = threading.Thread(target=run, name="nvrx-save", daemon=True)
+        call.thread = AbandonableCall("save", function)
         self._threads.append(call)
-        call.thread.start()
 
     def _collect_threads(self) -> None:
-        for call in [call for call in self._threads if call.thread and not call.thread.is_alive()]:
+        for call in [c for c in self._threads if c.thread and c.thread.ended.is_set()]:
             self._threads.remove(call)
-            if call.given_up is not None:
+            if call.given_up is not None or call.thread is None:
                 continue
-            if call.thread_errors:
-                call.fail(call.thread_errors[0])
+            try:
+                call.thread.result()
+            except BaseException:  # noqa: BLE001 - it is the call's failure
+                call.fail(traceback.format_exc())
             else:
                 call.state = CallState.WRITTEN
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nvidia_resiliency_ext.checkpointing._errors import AsyncSaveError
 from nvidia_resiliency_ext.checkpointing._image import (
     TensorFrame,
+    copies_left,
     frame_of,
     is_plain,
     stage_copies,
-    storage_bytes,
 )
 from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
 from nvidia_resiliency_ext.checkpointing._staging import round_up
@@ -33,12 +33,25 @@ from nvidia_resiliency_ext.checkpointing._write_plan import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.checkpoint.planner import SavePlanner
 
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
     from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
 
-__all__ = ["CheckpointWrite", "CheckpointWriteFailedError", "WriteBucket", "WriteOptions"]
+__all__ = [
+    "CheckpointWrite",
+    "CheckpointWriteFailedError",
+    "WriteBucket",
+    "WriteOptions",
+    "default_serialize",
+    "item_size",
+    "resolved_items",
+    "split_by_separation_hint",
+    "split_by_size_and_type",
+]
 
 ResolvedItem = tuple[WriteItem, Any]
 WriteBucket = tuple[str, str, tuple[list[ResolvedItem], list[ResolvedItem]]]
@@ -249,14 +262,80 @@ def _frame_and_copies(
     end = start + frame.nbytes
     buffer.view[position:start] = frame.head
     buffer.view[end : position + piece.length] = frame.tail
-    copy = (buffer.tensor()[start:end], storage_bytes(piece.data))
-    if copy[1].untyped_storage().data_ptr() != piece.data.untyped_storage().data_ptr():
-        stage_copies([copy])  # a copy already: one at a time, for as little memory as possible
-        return []
-    return [copy]
+    return copies_left(buffer.tensor()[start:end], piece.data)
 
 
 def _name(item: WriteItem) -> str:
     offset = item.index.offset
     where = "" if offset is None or not any(offset) else f"[{','.join(map(str, offset))}]"
     return f"{item.index.fqn}{where}"
+
+
+def resolved_items(
+    bucket: Sequence[WriteItem], planner: SavePlanner, path: str | os.PathLike[str]
+) -> tuple[list[ResolvedItem], list[ResolvedItem]]:
+    """Return the items of a bucket with their data: serialised objects, then tensors.
+
+    Raises:
+        TypeError: The planner cannot give the data of an item; the message names it and the path.
+    """
+    bytes_items: list[ResolvedItem] = []
+    tensor_items: list[ResolvedItem] = []
+    for item in bucket:
+        try:
+            data = planner.resolve_data(item)
+        except Exception as error:
+            raise TypeError(f"{item.index.fqn!r} cannot be saved to {path}: {error}") from error
+        if item.type == WriteItemType.BYTE_IO:
+            bytes_items.append((item, data))
+        else:
+            tensor_items.append((item, _dequantized(cast("torch.Tensor", data).detach())))
+    return bytes_items, tensor_items
+
+
+def _dequantized(tensor: torch.Tensor) -> torch.Tensor:
+    kind = type(tensor)
+    own = getattr(kind, "dequantize", None)
+    if tensor.is_cuda and kind is not torch.Tensor and own is not torch.Tensor.dequantize:
+        return tensor.dequantize()
+    return tensor
+
+
+def item_size(item: WriteItem) -> int:
+    """Return the bytes of the tensor that an item is a part of."""
+    data = item.tensor_data
+    if data is None:
+        raise AssertionError(f"{item.index.fqn} is no tensor")
+    return int(data.size.numel()) * data.properties.dtype.itemsize
+
+
+def split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[WriteItem]]:
+    """Divide items into bins: objects in turn, tensors largest first to the emptiest bin."""
+    if bins == 1:
+        return [items]
+    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
+    sizes = [0] * bins
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    for index, item in enumerate(objects):
+        buckets[index % bins].append(item)
+    for item in sorted(tensors, key=item_size, reverse=True):
+        emptiest = sizes.index(min(sizes))
+        buckets[emptiest].append(item)
+        sizes[emptiest] += item_size(item)
+    return buckets
+
+
+def split_by_separation_hint(
+    buckets: list[list[WriteItem]], separation_hint: str | None = None
+) -> dict[str, list[list[WriteItem]]]:
+    """Divide each bin into items whose names begin with the hint, and the others."""
+    if separation_hint is None:
+        return {"": buckets}
+    groups: dict[str, list[list[WriteItem]]] = {"": [], separation_hint: []}
+    for bucket in buckets:
+        hinted = [item for item in bucket if item.index.fqn.startswith(separation_hint)]
+        others = [item for item in bucket if not item.index.fqn.startswith(separation_hint)]
+        groups[""].append(others)
+        groups[separation_hint].append(hinted)
+    return groups

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainer and worker process say to each other, over a socketpair that nobody else has.
+"""Messages between trainer and worker process, over a private socketpair.
 
 Plans, functions and results are too large for messages: they stand in a memfd of each job (`Job`).
 Every message names queue, call and worker generation, so that none is taken for another's.

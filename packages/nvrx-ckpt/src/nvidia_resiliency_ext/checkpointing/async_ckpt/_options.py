@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["IO_MODES", "QueueOptions", "io_mode_option", "staging_dir_option"]
+__all__ = ["IO_MODES", "QueueOptions", "io_mode_option", "path_text", "staging_dir_option"]
 
 IO_MODES = ("auto", "buffered", "direct")
 _ON_ERROR = ("raise", "warn")
@@ -87,8 +87,20 @@ def io_mode_option(given: str | None) -> str:
 
 def staging_dir_option(given: str | os.PathLike[str] | None) -> str | None:
     """Return the node-local directory that files are written to first, or None."""
-    text = os.fspath(given) if given is not None else os.environ.get("NVRX_CKPT_STAGING_DIR")
+    text = path_text(given) if given is not None else os.environ.get("NVRX_CKPT_STAGING_DIR")
     return os.path.abspath(text) if text else None
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as text.
+
+    Raises:
+        ValueError: It holds a null character, which no path can.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise ValueError(f"{text!r} is no path: it holds a null character")
+    return text
 
 
 def _given(value: _T | None, variable: str, parse: Callable[[str], _T], default: _T) -> _T:

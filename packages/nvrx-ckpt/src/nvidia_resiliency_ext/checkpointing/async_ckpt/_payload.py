@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvidia_resiliency_ext.checkpointing._image import (
+    copies_left,
     is_plain,
     saved_stride,
     stage_copies,
-    storage_bytes,
 )
 from nvidia_resiliency_ext.checkpointing._staging import round_up
 
@@ -70,20 +70,9 @@ class FunctionPayload:
         target = buffer.tensor()
         views = []
         for start, tensor in self._tensors:
-            views += _left_to_copy(target[start : start + tensor.nbytes], tensor)
+            views += copies_left(target[start : start + tensor.nbytes], tensor)
         stage_copies(views)
         self._tensors = []
-
-
-def _left_to_copy(
-    target: torch.Tensor, tensor: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what to copy for a tensor; one that needs a copy before is copied here, at once."""
-    copy = (target, storage_bytes(tensor))
-    if copy[1].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        return [copy]
-    stage_copies([copy])
-    return []
 
 
 class _Pickler(pickle.Pickler):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of processor and disk the worker takes when others want them."""
+"""Check and set the processor and disk priority of the worker process."""
 
 from __future__ import annotations
 

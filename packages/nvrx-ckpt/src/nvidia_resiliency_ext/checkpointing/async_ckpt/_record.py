@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the record of the run learns about saves: their end, and how far a long one is."""
+"""Record the end of each save as an event, and the progress of a long one."""
 
 from __future__ import annotations
 

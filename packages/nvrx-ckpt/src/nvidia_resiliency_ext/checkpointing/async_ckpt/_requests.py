@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller asks for: `AsyncRequest`."""
+"""Define `AsyncRequest`, and convert requests of other frameworks to it."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -78,6 +79,7 @@ class Worker:
         self._lock = threading.RLock()
         self._reader = FrameReader()
         self._memories: dict[Job, JobMemory] = {}
+        self._given_up = False
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._child = _start(theirs)
@@ -151,18 +153,22 @@ class Worker:
                 results = self._receive()
                 if results:
                     return results
-                if self._child.poll() is not None:
+                if self._given_up or self._child.poll() is not None:
                     raise WorkerLostError(self.describe_end())
 
     def describe_end(self) -> str:
         """Return how it ended, in words."""
-        status = self._child.wait(1.0) or ExitStatus(None, lost=True)
+        status = self._child.wait(1.0)
+        if status is None:
+            return f"the worker process {self.pid} does not answer, and has not ended"
         return f"the worker process {self.pid} is gone: {status.describe()}"
 
     def stop(self, grace_s: float) -> None:
         """End it: SIGTERM, after `grace_s` seconds SIGKILL; from any thread, harmless twice."""
-        if self._child.poll() is None:
-            self._child.stop(grace_s, first=signal.SIGTERM)
+        if self._child.poll() is None and self._child.stop(grace_s, first=signal.SIGTERM) is None:
+            self._given_up = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes up whoever waits for it
         with self._lock:  # whoever waits for it has seen its end
             self._sock.close()
             self._child.close()

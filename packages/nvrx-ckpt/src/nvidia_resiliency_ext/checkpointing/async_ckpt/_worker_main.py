@@ -8,6 +8,7 @@ first (forked children of the trainer may keep the socket open).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -29,6 +30,8 @@ from nvidia_resiliency_ext.checkpointing._locks import SaveLock
 from nvidia_resiliency_ext.checkpointing._manifest import write_rank_manifest
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 from nvidia_resiliency_ext.checkpointing._write_plan import WritePlan
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
+from nvidia_resiliency_ext.shared_utils.children import end_with_parent
 from nvidia_resiliency_ext.shared_utils.wire import (
     FrameReader,
     receive_with_fds,
@@ -51,7 +54,6 @@ _PARENT_LOOK_MS = 500
 _CLEAN_UP_S = 1.0
 _MAX_DELAY_S = 60.0
 _FLUSH_RETRIES = 8
-_PR_SET_PDEATHSIG = 1
 
 
 def main(socket_fd: int) -> None:
@@ -59,16 +61,19 @@ def main(socket_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
     server = _Server(socket.socket(fileno=socket_fd))
+    code = 1
     try:
-        server.serve()
+        code = server.serve()
     except SystemExit:
         server.remove_unfinished()
         # Whoever asks how it ended is told of the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
+    except BaseException:  # noqa: BLE001 - the process ends in any case
+        traceback.print_exc()
     finally:
         server.remove_unfinished()
-        os._exit(0)
+        os._exit(code)
 
 
 def _stop(_signal: int, _frame: object) -> None:
@@ -92,10 +97,13 @@ class _Server:
         self._locks: dict[str, tuple[Job, SaveLock]] = {}
         self._locking = threading.Lock()
         self._fds: list[int] = []
+        self._exit_code = 0
 
-    def serve(self) -> None:
-        threading.Thread(target=self._work, name="nvrx-job", daemon=True).start()
-        threading.Thread(target=self._flush, name="nvrx-flush", daemon=True).start()
+    def serve(self) -> int:
+        """Serve until the trainer is gone; return the exit code."""
+        for name, work in (("nvrx-job", self._work), ("nvrx-flush", self._flush)):
+            target = functools.partial(self._run_thread, work)
+            threading.Thread(target=target, name=name, daemon=True).start()
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         parent = _watch_parent()
@@ -105,7 +113,18 @@ class _Server:
         while os.getppid() == pid:
             for fd, _ in poller.poll(_PARENT_LOOK_MS if parent is None else None):
                 if fd != self._sock.fileno() or not self._receive():
-                    return
+                    return self._exit_code
+        return self._exit_code
+
+    def _run_thread(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except ConnectionError:
+            pass  # the trainer is gone: the main thread sees that, too
+        except BaseException:  # noqa: BLE001 - the trainer would wait for a result for ever
+            traceback.print_exc()
+            self._exit_code = 1
+            self._sock.shutdown(socket.SHUT_RDWR)  # ends `serve`
 
     def _receive(self) -> bool:
         try:
@@ -130,7 +149,7 @@ class _Server:
             if active is not None:
                 active.cancel()
         elif isinstance(message, Released):
-            self._begin_unlock(message.job)
+            self._unlock(message.job)
 
     def _lock(self, job: Job, plan: WritePlan) -> None:
         if plan.manifest is None:
@@ -143,13 +162,16 @@ class _Server:
         with self._locking:
             self._locks[path] = job, lock
 
-    def _begin_unlock(self, job: Job | None) -> threading.Thread:
-        # Not in this thread: the directory may hang, and messages of other jobs come.
-        thread = threading.Thread(target=self._unlock, args=(job,), name="nvrx-unlock", daemon=True)
-        thread.start()
-        return thread
+    def _unlock(self, job: Job | None, wait_s: float = 0.0) -> None:
+        """Close the locks of a job, or all; wait for that a while."""
+        close = functools.partial(self._close_locks, job)
+        try:
+            # Not in this thread: the directory may hang, and messages of other jobs come.
+            AbandonableCall("unlock", close).ended.wait(wait_s)
+        except RuntimeError:  # the system gives no thread
+            close()
 
-    def _unlock(self, job: Job | None) -> None:
+    def _close_locks(self, job: Job | None) -> None:
         with self._locking:
             over = [path for path, (holder, _) in self._locks.items() if job in (None, holder)]
             locks = [self._locks.pop(path)[1] for path in over]
@@ -179,7 +201,7 @@ class _Server:
                 one.remove()
             else:
                 one.ended.wait(_CLEAN_UP_S)
-        self._begin_unlock(None).join(_CLEAN_UP_S)
+        self._unlock(None, _CLEAN_UP_S)
 
     def _work(self) -> None:
         _checksum.crc32(bytes(4 << 20))  # imports numpy before the first save
@@ -285,7 +307,7 @@ class _Server:
         memory.close()
         self._active.pop(run.job, None)
         if not ok:
-            self._begin_unlock(run.job).join(_CLEAN_UP_S)
+            self._unlock(run.job, _CLEAN_UP_S)
         self._cancelled.discard(run.job)
         self._send(Finished(run.job, ok, position, len(text), time.monotonic() - begin))
 
@@ -329,18 +351,12 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 def _watch_parent() -> int | None:
     """Return a descriptor that is readable when the trainer has ended; None on old kernels."""
-    _continue_when_orphaned()
+    with contextlib.suppress(OSError):
+        end_with_parent(signal.SIGCONT)  # one that is stopped goes on, and sees the end
     try:
         return os.pidfd_open(os.getppid())
     except (OSError, AttributeError):
         return None
-
-
-def _continue_when_orphaned() -> None:
-    """Let the kernel continue this process, should it be stopped, when the trainer ends."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
 if __name__ == "__main__":

@@ -408,8 +408,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         if call.state is CallState.RUNNING:
             self._get_async_caller().give_up(call, "it failed on another rank")
         causes = self._control.gather_texts(mine[-600:] if not mine.isascii() else mine[-4000:])
-        told = ((rank, cause) for rank, cause in enumerate(causes) if cause)
-        rank, cause = next(told, (None, "the rank that failed did not say why"))
+        failed = ((rank, cause) for rank, cause in enumerate(causes) if cause)
+        rank, cause = next(failed, (None, "the rank that failed did not say why"))
         return self._error(call, str(cause), rank)
 
     def _finalize(self, call: Call) -> BaseException | None:

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.api import _wrap_exception
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from nvidia_resiliency_ext.checkpointing._durable import write_small_file
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
@@ -39,8 +38,17 @@ from nvidia_resiliency_ext.checkpointing._manifest import (
 from nvidia_resiliency_ext.checkpointing._staged_write import NoArguments
 from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
 
-from ._dcp_write import CheckpointWrite, WriteBucket, WriteOptions, default_serialize
-from ._options import io_mode_option, staging_dir_option
+from ._dcp_write import (
+    CheckpointWrite,
+    WriteBucket,
+    WriteOptions,
+    default_serialize,
+    resolved_items,
+)
+from ._dcp_write import item_size as _item_size  # noqa: F401 - frameworks import it from here
+from ._dcp_write import split_by_separation_hint as _split_by_separation_hint
+from ._dcp_write import split_by_size_and_type as _split_by_size_and_type
+from ._options import io_mode_option, path_text, staging_dir_option
 from ._write_results import ResultsQueue
 
 if TYPE_CHECKING:
@@ -145,7 +153,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         if len(args) < 3 and "thread_count" not in kwargs:  # noqa: PLR2004 - its position
             kwargs["thread_count"] = max(1, min(_MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // 2))
-        super().__init__(path, *args, **kwargs)
+        super().__init__(path_text(path), *args, **kwargs)
         if not self.single_file_per_rank:
             raise NotImplementedError("single_file_per_rank=False: one file for each item")
         form = getattr(self, "serialization_format", None)
@@ -198,7 +206,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 for bucket in filter(None, buckets):
                     name = f"{hint}{prefix}{len(self._buckets)}{DEFAULT_SUFFIX}"
                     path = os.path.join(self.path, name)
-                    self._buckets.append((path, name, _resolved(bucket, planner, self.path)))
+                    self._buckets.append((path, name, resolved_items(bucket, planner, self.path)))
         except Exception as error:  # noqa: BLE001 - the queue reports it, and on all ranks
             problem, self._buckets = error, []
         self.has_data_to_write = bool(self._buckets) or problem is not None
@@ -511,70 +519,6 @@ def _write_here(
             raise write.failure
         found[index] = write.results or []
     return found
-
-
-def _resolved(
-    bucket: Sequence[WriteItem], planner: SavePlanner, path: str | os.PathLike[str]
-) -> Any:
-    bytes_items, tensor_items = [], []
-    for item in bucket:
-        try:
-            data = planner.resolve_data(item)
-        except Exception as error:
-            raise TypeError(f"{item.index.fqn!r} cannot be saved to {path}: {error}") from error
-        if item.type == WriteItemType.BYTE_IO:
-            bytes_items.append((item, data))
-        else:
-            tensor_items.append((item, _dequantized(cast("torch.Tensor", data).detach())))
-    return bytes_items, tensor_items
-
-
-def _dequantized(tensor: torch.Tensor) -> torch.Tensor:
-    kind = type(tensor)
-    own = getattr(kind, "dequantize", None)
-    if tensor.is_cuda and kind is not torch.Tensor and own is not torch.Tensor.dequantize:
-        return tensor.dequantize()
-    return tensor
-
-
-def _item_size(item: WriteItem) -> int:
-    """Return the bytes of the tensor that an item is a part of."""
-    data = item.tensor_data
-    if data is None:
-        raise AssertionError(f"{item.index.fqn} is no tensor")
-    return int(data.size.numel()) * data.properties.dtype.itemsize
-
-
-def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Divide items into bins: objects in turn, tensors largest first to the emptiest bin."""
-    if bins == 1:
-        return [items]
-    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
-    sizes = [0] * bins
-    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
-    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-    for index, item in enumerate(objects):
-        buckets[index % bins].append(item)
-    for item in sorted(tensors, key=_item_size, reverse=True):
-        emptiest = sizes.index(min(sizes))
-        buckets[emptiest].append(item)
-        sizes[emptiest] += _item_size(item)
-    return buckets
-
-
-def _split_by_separation_hint(
-    buckets: list[list[WriteItem]], separation_hint: str | None = None
-) -> dict[str, list[list[WriteItem]]]:
-    """Divide each bin into items whose names begin with the hint, and the others."""
-    if separation_hint is None:
-        return {"": buckets}
-    groups: dict[str, list[list[WriteItem]]] = {"": [], separation_hint: []}
-    for bucket in buckets:
-        hinted = [item for item in bucket if item.index.fqn.startswith(separation_hint)]
-        others = [item for item in bucket if not item.index.fqn.startswith(separation_hint)]
-        groups[""].append(others)
-        groups[separation_hint].append(hinted)
-    return groups
 
 
 def _process_memory() -> int:

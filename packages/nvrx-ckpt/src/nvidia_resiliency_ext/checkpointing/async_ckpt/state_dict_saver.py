@@ -277,8 +277,8 @@ class _Planning:
         except Exception as error:  # noqa: BLE001 - a planner may raise anything
             failure = _wrap_exception(error)
         if not control_group(self._wrapper.group).minimum([int(failure is None)])[0]:
-            told = self._wrapper.all_gather_object(failure) or []
-            raise CheckpointException("plan", {r: one for r, one in enumerate(told) if one})
+            failures = self._wrapper.all_gather_object(failure) or []
+            raise CheckpointException("plan", {r: one for r, one in enumerate(failures) if one})
         return local
 
     def _local_step(self) -> SavePlan:

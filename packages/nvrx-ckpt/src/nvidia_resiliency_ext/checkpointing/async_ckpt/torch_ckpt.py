@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.checkpointing._write_plan import (
     WritePlan,
 )
 
+from ._options import path_text
 from .core import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
@@ -158,4 +159,4 @@ def _target(*args: Any, **kwargs: Any) -> tuple[str, tuple[tuple[Any, ...], dict
     if not isinstance(target, (str, os.PathLike)):
         raise TypeError(f"a path is needed to save to, not {type(target).__name__}")
     # A link stays what it is, as with torch.save: the file that it names is replaced.
-    return os.path.realpath(os.fspath(target)), (tuple(rest), kwargs)
+    return os.path.realpath(path_text(target)), (tuple(rest), kwargs)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the state of a shard from one file, or from several holders of it at once."""
+"""Load the state of a shard from one file, or from several copies at once."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -17,6 +18,7 @@ from nvidia_resiliency_ext.checkpointing._shard.read import ShardSource, read_re
 from nvidia_resiliency_ext.checkpointing._shard.write import bytes_of
 from nvidia_resiliency_ext.checkpointing._staging import PAGE_BYTES, round_up
 from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, runs_no_code
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 
 __all__ = ["load_state"]
 
@@ -97,14 +99,13 @@ class _Reading:
     def run(self) -> None:
         """Read all records; raise what the last source said when none is left."""
         threads_per_source = -(-_LEAST_THREADS // len(self._sources))
-        threads = [
-            threading.Thread(target=self._read_from, args=(source,), daemon=True)
-            for source in list(self._sources) * threads_per_source
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        reading = []
+        with contextlib.suppress(RuntimeError):  # the system gives no thread: this one reads
+            for source in list(self._sources) * threads_per_source:
+                call = functools.partial(self._read_from, source)
+                reading.append(AbandonableCall("load", call))
+        for one in reading:
+            one.ended.wait()
         # A record that was given back when the other threads had ended already.
         for source in self._sources:
             self._read_from(source)

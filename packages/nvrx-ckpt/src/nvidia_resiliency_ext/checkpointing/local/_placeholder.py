@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices by their type, and what stays of a tensor when its data is elsewhere."""
+"""Describe tensors without their data, and find devices by their type."""
 
 from __future__ import annotations
 

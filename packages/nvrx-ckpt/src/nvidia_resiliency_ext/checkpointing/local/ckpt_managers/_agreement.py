@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks decide together: one compact exchange each, and a pure decision."""
+"""Agree between all ranks by one compact exchange each, and choose the iteration to load."""
 
 from __future__ import annotations
 
@@ -76,15 +76,11 @@ class Agreement:
         """Return what each rank holds; of a rank that holds very many, the newest."""
         newest = sorted(set(shards), reverse=True)[:_PAIRS]
         words = [clique, len(newest), *(word for pair in newest for word in pair)]
-        rows = self.gather_words(words + [0] * (_WORDS - len(words)))
+        rows = self._group.gather_numbers(words + [0] * (_WORDS - len(words)))
         return [
             Held(row[0], frozenset((row[2 + 2 * i], row[3 + 2 * i]) for i in range(row[1])))
             for row in rows
         ]
-
-    def gather_words(self, words: Sequence[int]) -> list[list[int]]:
-        """Return the integers that each rank gave, by rank; all ranks give as many."""
-        return self._group.gather_numbers(words)
 
     def all_true(self, value: bool) -> bool:
         """Tell whether a value is true on all ranks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one clique find each other: addresses, token, and the server of this rank."""
+"""Exchange addresses and a token with the ranks of a clique, and start this rank's server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
-from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer
+from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
 from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import GroupWrapper
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.procfs import boot_id
 
-__all__ = ["PeerLinks", "meet_peers"]
+__all__ = ["PeerLinks", "connect_clique"]
 
 _SIOCGIFADDR = 0x8915
 _TOKEN_BYTES = 32
@@ -41,7 +42,7 @@ class PeerLinks:
     problem: str = ""
 
 
-def meet_peers(
+def connect_clique(
     group: GroupWrapper,
     directory: RankDirectory,
     may_keep: Callable[[ShardName, Manifest], str],
@@ -58,15 +59,15 @@ def meet_peers(
     try:
         host = own_address()
         server = PeerServer(directory, host, token, may_keep, timeout_s)
-        mine = (host, server.port, token.hex(), _boot_id())
-    except (OSError, ConfigError) as error:
+        mine = (host, server.port, token.hex(), boot_id() or socket.gethostname())
+    except (OSError, ConfigError, RuntimeError) as error:  # the last one: no thread
         problem = f"this rank cannot listen for copies: {error}"
     found = group.all_gather_object(mine)
-    everybody = [entry for entry in found if entry is not None]
-    if len(everybody) < len(found):
+    entries = [entry for entry in found if entry is not None]
+    if len(entries) < len(found):
         return PeerLinks(server, problem=problem)
-    hosts = {boot_id for _, _, _, boot_id in everybody}
-    loopback = [h for h, _, _, _ in everybody if h.startswith("127.") or h == "::1"]
+    hosts = {host_id for _, _, _, host_id in entries}
+    loopback = [h for h, _, _, _ in entries if h.startswith("127.") or h == "::1"]
     if len(hosts) > 1 and loopback:
         problem = (
             f"a rank would listen for copies at {loopback[0]}, which other hosts cannot reach; "
@@ -74,10 +75,10 @@ def meet_peers(
         )
     peers = tuple(
         Peer(rank, host, port, bytes.fromhex(text), timeout_s)
-        for rank, (host, port, text, _) in zip(group.ranks, everybody, strict=True)
+        for rank, (host, port, text, _) in zip(group.ranks, entries, strict=True)
         if rank != group.my_global_rank
     )
-    return PeerLinks(server, peers, len(hosts) == 1 and len(everybody) > 1, problem)
+    return PeerLinks(server, peers, len(hosts) == 1 and len(entries) > 1, problem)
 
 
 def own_address() -> str:
@@ -109,7 +110,3 @@ def _interface_address(name: str) -> str:
                 f"GLOO_SOCKET_IFNAME names {name!r}, which has no IPv4 address: {error}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

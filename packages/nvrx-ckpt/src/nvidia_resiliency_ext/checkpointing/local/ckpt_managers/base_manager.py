@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks do together to save, find and load checkpoints that each keeps for itself."""
+"""Save, find and load checkpoints of which each rank keeps its own part; steps of all ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
 from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
@@ -20,12 +21,11 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
     Agreement,
     latest_iteration,
 )
-from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._record import CheckpointRecord
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
-from nvidia_resiliency_ext.shared_utils.events import CkptLoad, CkptSave
+from nvidia_resiliency_ext.shared_utils.events import CkptLoad, CkptSave, EventLog
 
 __all__ = [
     "BaseCheckpointManager",
@@ -95,7 +95,7 @@ class BaseCheckpointManager(ABC):
         self.latest_iteration = -1
         self.globally_available_ids: dict[int, list[CkptID]] = {}
         self._agreement = Agreement()
-        self._record = CheckpointRecord()
+        self._events = EventLog.join(src="ckpt")
 
     @property
     def rank(self) -> int:
@@ -220,7 +220,7 @@ class BaseCheckpointManager(ABC):
                 self.latest_iteration = iteration
                 self._restore_devices(state, iteration)
                 seconds = time.monotonic() - begin
-                self._record.add(CkptLoad, iteration, self._agreement.rank, stall_s=seconds)
+                self._record(CkptLoad, iteration, stall_s=seconds)
                 return state, self._ckpt_id(iteration)
             logger.warning("iteration %d cannot be loaded on all ranks, trying an older", iteration)
             iteration = self._look_for_latest(below=iteration)
@@ -228,7 +228,7 @@ class BaseCheckpointManager(ABC):
         problem = (
             f"iteration {asked} is damaged or lost on at least one rank, and no older is whole"
         )
-        self._record.add(CkptLoad, asked, self._agreement.rank, problem)
+        self._record(CkptLoad, asked, problem)
         raise CheckpointingException(problem)
 
     def _restore_devices(self, state: TensorAwareStateDict, iteration: int) -> None:
@@ -244,7 +244,7 @@ class BaseCheckpointManager(ABC):
             return
         text = by_rank(self._agreement.gather_texts(problem))
         message = f"iteration {iteration} is whole, but cannot be brought back to its devices: "
-        self._record.add(CkptLoad, iteration, self._agreement.rank, message + text)
+        self._record(CkptLoad, iteration, message + text)
         raise CheckpointingException(message + text)
 
     def _load_together(self, iteration: int) -> TensorAwareStateDict | None:
@@ -267,7 +267,9 @@ class BaseCheckpointManager(ABC):
         # would leave the others waiting.
         except Exception as error:  # noqa: BLE001
             logger.warning("shard %s is not usable: %s", ckpt_id, error)
-            self._set_aside(ckpt_id)
+            # What lacks memory, threads or a class of the program can be loaded another time.
+            if isinstance(error, DamagedCheckpointError):
+                self._set_aside(ckpt_id)
             return None
 
     def _retrieve(
@@ -410,19 +412,26 @@ class BaseCheckpointManager(ABC):
             if missing:
                 problem = self._failure_note() or f"shards are not there: {missing}"
         seconds = time.monotonic() - begin
-        rank = self._agreement.rank
         if self._all_true(not problem, problem):
             self.latest_iteration = iteration
             self.globally_available_ids = {}  # as it was before; looked at again when it is loaded
-            self._record.add(CkptSave, iteration, rank, bytes=call.nbytes, write_s=seconds)
+            self._record(CkptSave, iteration, bytes=call.nbytes, write_s=seconds)
             self._finish_cleanup(iteration, in_background=is_async)
             return
         problems = self._agreement.gather_texts(problem)
         self._cleanup_failed_save(iteration)
         text = by_rank(problems)
         message = f"iteration {iteration} could not be saved, earlier ones are untouched: {text}"
-        self._record.add(CkptSave, iteration, rank, message, write_s=seconds)
+        self._record(CkptSave, iteration, message, write_s=seconds)
         raise CheckpointingException(message)
+
+    def _record(
+        self, kind: type[CkptSave | CkptLoad], iteration: int, error: str = "", **more: Any
+    ) -> None:
+        """Record that all ranks have saved or loaded a checkpoint, or that one could not."""
+        result = "failed" if error else "ok"
+        event = kind(iteration=iteration, mode="local", result=result, error=error or None, **more)
+        self._events.record(event, cycle=None, rank=self._agreement.rank)
 
 
 def by_rank(problems: Mapping[int, str]) -> str:

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nvidia_resiliency_ext.checkpointing._environment import verify_option
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
 from nvidia_resiliency_ext.checkpointing._shard.directory import (
     DAMAGED,
@@ -23,13 +23,15 @@ from nvidia_resiliency_ext.checkpointing._shard.directory import (
 )
 from nvidia_resiliency_ext.checkpointing._shard.job import SaveJob, run_save_job
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest, ShardIdentity
-from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerServer, PeerSource
+from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerSource
+from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
 from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
 from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
+from nvidia_resiliency_ext.checkpointing._verify import verify_option
 from nvidia_resiliency_ext.checkpointing.local._load import load_state
 from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
-from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._clique import meet_peers
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._clique import connect_clique
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     BaseCheckpointManager,
     CheckpointingException,
@@ -43,6 +45,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
 )
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 __all__ = ["LocalCheckpointManager"]
@@ -50,6 +53,7 @@ __all__ = ["LocalCheckpointManager"]
 logger = logging.getLogger(__name__)
 
 _LOAD_POLICIES = ("auto", "strict")
+_CLOSE_S = 5.0
 
 
 class LocalCheckpointManager(BaseCheckpointManager):
@@ -116,7 +120,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._one_machine = False
         self._server: PeerServer | None = None
         self._peers: tuple[Peer, ...] = ()
-        self._cleanup_thread: threading.Thread | None = None
+        self._removal: AbandonableCall[None] | None = None
         self._complained: set[str] = set()
         self._complete: set[int] = set()
         self._lock: DirectoryLock | None = None
@@ -262,7 +266,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             strategy = strategy.replication_strategy
         return strategy if type(strategy) is CliqueReplicationStrategy else None
 
-    def _meet_peers(self) -> None:
+    def _connect_clique(self) -> None:
         """Exchange addresses with the ranks of the clique, once; all ranks call this together."""
         clique = self._clique_strategy()
         if clique is None or self._server is not None:
@@ -281,7 +285,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return ""
 
         group = clique.local_group
-        links = meet_peers(group, self._directory(), may_keep, self._peer_timeout_s)
+        links = connect_clique(group, self._directory(), may_keep, self._peer_timeout_s)
         # All ranks, not only those of the clique: the others would wait in the next exchange.
         if not self._agreement.all_true(not links.problem and links.server is not None):
             if links.server is not None:
@@ -296,9 +300,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def close(self) -> None:
         """Wait for the removal of old shards and stop keeping copies for other ranks.
 
-        Call it when no rank saves or loads any more; a manager that is forgotten does the same.
+        Call it when no rank saves or loads any more; a manager that is forgotten does the same. A
+        file system that hangs holds it up for 10 s at most.
         """
-        self.wait_for_cleanup()
+        removal, self._removal = self._removal, None
+        if removal is not None and not removal.ended.wait(_CLOSE_S):
+            path = self._directory().path
+            logger.warning("%s: old shards are not removed after %g s", path, removal.age_s())
         if self._server is not None:
             self._server.close()
             self._server, self._peers = None, ()
@@ -309,7 +317,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return super()._clique() if clique is None else min(clique.local_group.ranks)
 
     def _look_for_latest(self, below: int | None = None) -> int:
-        self._meet_peers()
+        self._connect_clique()
         found = super()._look_for_latest(below)
         if found != -1:
             self._complete.add(found)
@@ -381,7 +389,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _prepare(
         self, state_dict: TensorAwareStateDict, iteration: int, *, is_async: bool
     ) -> SaveCall:
-        self._meet_peers()
+        self._connect_clique()
         if self._one_machine and not self._allow_same_machine:
             raise SameMachineReplicationException(self._ckpt_id(iteration))
         return super()._prepare(state_dict, iteration, is_async=is_async)
@@ -403,19 +411,18 @@ class LocalCheckpointManager(BaseCheckpointManager):
         super()._finish_save(iteration, call, begin, is_async=is_async)
 
     def _finish_cleanup(self, iteration: int, *, in_background: bool) -> None:
-        thread = threading.Thread(
-            target=self._cleanup_safely, args=(iteration,), name="nvrx-local-cleanup", daemon=True
-        )
-        self._cleanup_thread = thread
-        thread.start()
-        if not in_background:
-            self.wait_for_cleanup()
+        clean = functools.partial(self._cleanup_safely, iteration)
+        if in_background:
+            with contextlib.suppress(RuntimeError):  # the system gives no thread
+                self._removal = AbandonableCall("local-cleanup", clean)
+                return
+        clean()
 
     def wait_for_cleanup(self) -> None:
         """Wait until shards that are no longer needed have been removed."""
-        thread, self._cleanup_thread = self._cleanup_thread, None
-        if thread is not None:
-            thread.join()
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal.ended.wait()
 
     def _cleanup_safely(self, iteration: int) -> None:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks that give each other tensors and states, and who gives what to whom.
+"""Exchange tensors and states within groups of ranks, by a plan of transfers.
 
 The bytes of tensors are moved as they lie in memory, so a copy has the same bits as its original,
 whatever the dtype. Everything else about a state travels as a pickled skeleton, inside the job's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks keep copies of whose checkpoints."""
+"""Choose which ranks keep copies of whose checkpoints."""
 
 from __future__ import annotations
 
@@ -170,8 +170,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self, globally_available_ids: Mapping[int, Sequence[Any]], wanted: Sequence[Any]
     ) -> ExchangePlan:
         """Return a plan that takes a rank's own copy if it has one, else a random member's.
-
-        The choice is the same on all ranks.
 
         The choice is the same on all ranks.
 
