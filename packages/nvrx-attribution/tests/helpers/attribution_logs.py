@@ -251,7 +251,7 @@ FAULTS = {
         S,
         (
             "PermissionError: [Errno 13] Permission denied: '/results/run{x}'",
-            "OSError: [Errno 30] Read-only file system: '/results/{x}'",
+            "OSError: [Errno 13] Permission denied: '/results/{x}'",
         ),
         early=True,
     ),
@@ -706,6 +706,9 @@ def strike(  # noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917 - one branch per w
         del out.lines[held:]
     out.seconds = max(out.seconds, before + 4)
     if twist == "twice":
+        out.seconds += 5
+        for rank in range(4):
+            noise(out, rank)
         traceback(
             out, (victim + 1) % world, "OSError: [Errno 28] No space left on device: '/tmp/x'", ""
         )

@@ -276,8 +276,9 @@ def _records_of(text: str) -> dict[str, JobRecord]:
         state = JobState.from_str(values.get("JobState", ""))
         path = _value(values.get("StdOut", ""))
         nodes = _value(values.get("NodeList", ""))
-        code, restarts = values.get("ExitCode", ""), int(values.get("Restarts", "-1"))
-        found[first[1]] = JobRecord(state, path, code, nodes, restarts=restarts)
+        count = int(values.get("Restarts", "-1"))
+        record = JobRecord(state, path, values.get("ExitCode", ""), nodes, restarts=count)
+        found[first[1]] = record
     return found
 
 
