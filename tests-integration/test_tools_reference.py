@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
 PAGE = """# Codes
 
@@ -55,3 +60,33 @@ def test_defaults_come_from_the_code(tmp_path: Path) -> None:
     failed = run(tmp_path)
     assert failed.returncode == 1
     assert "has no parameter" in failed.stderr
+
+
+def test_each_program_has_its_command_line_in_the_reference() -> None:
+    """The name of each program that a package installs heads a section or page of the reference."""
+    heads = {
+        line.split("`")[1]
+        for page in (ROOT / "docs" / "reference").glob("*.md")
+        for line in page.read_text().splitlines()
+        if line.startswith(("# ", "## ")) and line.count("`") > 1
+    }
+    programs = {
+        name
+        for project in ROOT.glob("packages/*/pyproject.toml")
+        for name in tomllib.loads(project.read_text())["project"].get("scripts", ())
+    }
+    assert len(programs) > 5
+    assert not programs - heads
+
+
+def test_a_programs_commands_have_tables(tmp_path: Path) -> None:
+    """`program MODULE` asks `main` for its parser: its purpose, arguments and commands."""
+    page = tmp_path / "programs.md"
+    module = "nvidia_resiliency_ext.checkpointing.__main__"
+    page.write_text(f"<!-- generated: program {module} -->\n<!-- end -->\n")
+    assert run(tmp_path).returncode == 0
+    written = page.read_text()
+    assert "Look at checkpoints on disk." in written
+    for command in ("verify", "list", "diff"):
+        assert f"### `python -m nvidia_resiliency_ext.checkpointing {command}`" in written
+    assert "| `--json` |" in written

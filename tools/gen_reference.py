@@ -3,12 +3,12 @@
 
 A page of ``docs/reference`` or ``docs/guides`` holds each table between
 ``<!-- generated: KIND -->`` and ``<!-- end -->``: ``options`` are the configuration keys,
-``arguments MODULE:FUNCTION`` a command line, ``variables`` the environment variables,
-``exit-codes`` the launcher's exit codes, ``events`` the kinds of events, ``metrics`` the exported
-figures, ``parameters MODULE:CLASS`` what a class is made with. ``defaults MODULE:CLASS`` fills in
-only the second column of a table whose first column names parameters. What the code cannot say
-about variables and exit codes stands in ``meanings.json``; an entry that is missing there, or that
-the code no longer has, is an error.
+``arguments MODULE:FUNCTION`` a command line by its parser, ``program MODULE [WORD]`` one by its
+``main``, ``variables`` the environment variables, ``exit-codes`` the launcher's exit codes,
+``events`` the kinds of events, ``metrics`` the exported figures, ``parameters MODULE:CLASS`` what a
+class is made with. ``defaults MODULE:CLASS`` fills in only the second column of a table whose first
+column names parameters. What the code cannot say about variables and exit codes stands in
+``meanings.json``; an entry that is missing there, or that the code no longer has, is an error.
 
 Without arguments the pages are written; with ``--check`` a page that is not up to date is an error.
 """
@@ -25,6 +25,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -118,6 +119,45 @@ def arguments(parser_name: str) -> str:
         ]
         if rows:
             parts.append(f"## {group.title}\n\n" + table(("argument", "meaning"), rows))
+    return "\n".join(parts)
+
+
+class ParserFoundError(BaseException):
+    """Carries a program's parser out of its ``main``, past all that catches exceptions."""
+
+
+def program(module: str, *words: str) -> str:
+    """Return what a program is for, with a table of its arguments and one for each command."""
+
+    def print_help(parser: argparse.ArgumentParser, _: object = None) -> None:
+        raise ParserFoundError(parser)
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "print_help", print_help),
+        mock.patch.object(sys, "argv", [module, *words, "--help"]),
+    ):
+        try:
+            importlib.import_module(module).main()
+        except ParserFoundError as found:
+            return program_table(found.args[0])
+    raise DriftError(f"{module}:main does not end with its help")
+
+
+def program_table(parser: argparse.ArgumentParser) -> str:
+    """Return the description and arguments of a parser, then those of each of its commands."""
+    rows: list[tuple[str, str]] = []
+    commands: list[tuple[argparse.ArgumentParser, str | None]] = []
+    for action in parser._actions:  # noqa: SLF001 - argparse shows its actions nowhere else
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            texts = {each.dest: each.help for each in action._choices_actions}  # noqa: SLF001
+            commands += [(each, texts.get(name)) for name, each in action.choices.items()]
+        elif action.help not in {argparse.SUPPRESS, None} and action.dest != "help":
+            rows.append((spelling(action), help_of(parser, action)))
+    parts = [f"{cell(parser.description)}\n"] if parser.description else []
+    parts += [table(("argument", "meaning"), rows)] if rows else []
+    for command, text in commands:
+        said = f"{cell(text)}\n\n" if text and not command.description else ""
+        parts.append(f"### `{command.prog}`\n\n{said}{program_table(command)}")
     return "\n".join(parts)
 
 
@@ -300,6 +340,8 @@ def filled(page: str) -> str:
         kind, _, argument = match["kind"].partition(" ")
         if kind == "arguments":
             text = arguments(argument)
+        elif kind == "program":
+            text = program(*argument.split())
         elif kind == "parameters":
             text = parameters(argument)
         elif kind == "defaults":

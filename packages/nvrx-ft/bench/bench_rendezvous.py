@@ -55,6 +55,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.store_client import StoreClient
 
 PREFIX = keys.prefix("bench")
 SECRET = b"bench"
@@ -65,15 +66,8 @@ LEASE_S = 5.0
 
 
 def connect(port: int) -> store.JobStore:
-    """Connect with torch's client alone: nothing here needs to be cut off."""
-    make, _ = store._store_class()  # noqa: SLF001
-    client = make(
-        "127.0.0.1",
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
+    """Connect as launchers do."""
+    client = StoreClient("127.0.0.1", port, timedelta(seconds=LIMIT_S))
     return store.JobStore(client, PREFIX, SECRET)
 
 
@@ -166,7 +160,7 @@ class Node(threading.Thread):
                 self.session.tell(Kind.GOODBYE)
                 return
             if isinstance(news, Placed):
-                rank = news.place.group_rank
+                rank = news.assignment.group_rank
             if isinstance(news, Opened):
                 self.session.arrive(arrival(self.index, rank))
             self.ops[seq] = self.store.operations
@@ -319,7 +313,7 @@ def measure(nodes: int, repeats: int, idle_s: float) -> dict[str, Any]:
         before = sum(child["ops"] for child in ask_all(children, seq))
         for round_ in range(1, repeats + 2):
             assert isinstance(news, Placed)
-            rank, opened_at = news.place.group_rank, time.monotonic()
+            rank, opened_at = news.assignment.group_rank, time.monotonic()
             session.open_next(round_ - 1, CAUSE)
             seq, _ = follow(session, log, seq)
             known = ask_all(children, seq)

@@ -117,6 +117,7 @@ def test_script_that_names_an_import_time_variable(tmp_path, text):
         "os.environ['RANK']",
         "os.environ['CUDA_VISIBLE_DEVICES'] = '0'",
         "os.environ['NCCL_DEBUG'] = 'INFO'",
+        "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'",
         "os.environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'",
         "# os.environ['OMP_NUM_THREADS'] would be 1",
         "print('OMP_NUM_THREADS')",

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from rendezvous_store import Served, arrival, hosted, name, rules
+from rendezvous_store import Served, arrival, hosted, rules
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
@@ -92,17 +93,12 @@ def test_a_line_names_the_worst_and_stays_short() -> None:
 def joined(served: Served, index: int, clock: SystemClock, loop: EventLoop) -> StoreRendezvous:
     """Let a node with this clock join."""
     settings = NodeSettings(
-        node=name(index),
-        host=f"node{index}",
-        addr=arrival(index).addr,
-        nproc=1,
-        infra_rank=index,
+        arrival=dataclasses.replace(arrival(index), infra_rank=index),
         master_port=None,
         lease_s=LEASE_S,
         join_timeout_s=LIMIT_S,
         connect_timeout_s=LIMIT_S,
         domain=lambda: "none",
-        group=None,
         must_agree={},
     )
     made = StoreRendezvous(settings, lambda _: served.connect(), loop=loop, clock=clock)

@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import StoreLost
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, threads
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import write_settings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     NodeSession,
@@ -382,17 +382,12 @@ def settings(index: int, **fields: Any) -> NodeSettings:
     """Return what a node is."""
     return NodeSettings(
         **{
-            "node": name(index),
-            "host": f"node{index}",
-            "addr": f"10.0.0.{index}",
-            "nproc": 1,
-            "infra_rank": -1,
+            "arrival": Arrival(name(index), f"10.0.0.{index}", f"node{index}"),
             "master_port": None,
             "lease_s": LEASE_S,
             "join_timeout_s": 5.0,
             "connect_timeout_s": 5.0,
             "domain": lambda: "none",
-            "group": None,
             "must_agree": {},
             **fields,
         }

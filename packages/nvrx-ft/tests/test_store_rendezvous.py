@@ -25,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
     Entry,
     Phase,
     RankAssignment,
@@ -63,17 +64,12 @@ def a_job(clock: SystemClock | None = None) -> Iterator[tuple[StoreRendezvous, J
     store.put(keys.HEAD, "0")
     clock = clock or SystemClock()
     settings = NodeSettings(
-        node=NODE,
-        host="node1",
-        addr="10.0.0.1",
-        nproc=1,
-        infra_rank=-1,
+        arrival=Arrival(NODE, "10.0.0.1", "node1"),
         master_port=None,
         lease_s=LEASE_S,
         join_timeout_s=LIMIT_S,
         connect_timeout_s=LIMIT_S,
         domain=lambda: "none",
-        group=None,
         must_agree={},
     )
     with contextlib.closing(EventLoop(clock)) as loop:

@@ -179,6 +179,20 @@ def test_commands_need_no_torch(job):
     assert result.stdout.endswith("False 0\n"), result.stderr
 
 
+def test_several_jobs_are_told_apart(job):
+    """With two jobs of one user on a host, a command names both and steers the one it is given."""
+    other = control.ControlServer(Detector._session._answer)
+    try:
+        result = run_command("status")
+        assert result.stdout.endswith("False 2\n")
+        assert "choose one with --run-dir" in result.stderr
+        assert job in result.stderr
+        assert other.path in result.stderr
+        assert main(["status", "--run-dir", job]) == main(["status", "--run-dir", other.path]) == 0
+    finally:
+        other.close()
+
+
 def test_server_goes_on_after_a_failure(job, capsys, caplog, monkeypatch):
     """A request that fails and a connection that cannot be taken do not end the server."""
 
@@ -259,13 +273,13 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("NVRX_STRAGGLER_TOKEN_FILE", str(token))
     Detector.initialize(cuda_profiling="off")
     Detector.generate_report_if_interval_elapsed()
-    yield served
+    yield dist.PrefixStore("nvrx-straggler/control/0", served)
     Detector.shutdown()
 
 
 def test_requests_through_the_store(store, capsys):
     """With the job's token, status and changes go through the store, applied by a report."""
-    address = ["--store", f"127.0.0.1:{store.port}"]
+    address = ["--store", f"127.0.0.1:{store.underlying_store.port}"]
     assert main(["set", *address, "--profiling-interval", "3"]) == 0
     assert "profiling_interval = 1  -> 3" in capsys.readouterr().out
     Detector.generate_report()
@@ -277,7 +291,7 @@ def test_requests_through_the_store(store, capsys):
 
 def test_two_commands_at_once_are_both_answered(store):
     """Requests that overwrite each other in the store are sent again until each is answered."""
-    address = ["--store", f"127.0.0.1:{store.port}", "--timeout", "60"]
+    address = ["--store", f"127.0.0.1:{store.underlying_store.port}", "--timeout", "60"]
     threads = 6
     with ThreadPoolExecutor(threads) as pool:
         codes = list(pool.map(main, [["status", *address]] * 4 * threads))
@@ -289,7 +303,7 @@ def test_requests_through_the_store_are_refused_to_others(store, capsys, caplog,
 
     A request that is sent again has no answer and no warning: a command repeats it by itself.
     """
-    address = ["--store", f"127.0.0.1:{store.port}"]
+    address = ["--store", f"127.0.0.1:{store.underlying_store.port}"]
     other = tmp_path / "other"
     other.touch(0o600)
     other.write_text("guessed")
@@ -338,18 +352,40 @@ def test_a_store_that_is_none_is_one_line(tmp_path, listens, message):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "--first-rank", "2"], "--first-rank needs --store"),
+        (["status", "--store", "h:1", "--token-file", "f", "--first-rank", "-1"], "not a rank"),
+        (["status", "--store", "h:1", "--token-file", "f", "--first-rank", "x"], "--first-rank"),
+        (["status", "--store", "h"], "is not HOST:PORT"),
+        (["status", "--timeout", "0"], "not a number of seconds"),
+        (["set"], "set needs at least one setting"),
+    ],
+)
+def test_wrong_commands_are_refused(capsys, monkeypatch, arguments, message):
+    """A command that cannot be meant ends with code 2 and a line that names the option."""
+    monkeypatch.delenv("NVRX_STRAGGLER_TOKEN_FILE", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_name_server_that_is_silent_does_not_hold_up_a_command(store, monkeypatch):
     """Before a command connects to a store, it bounds how long it waits for the store's name."""
     monkeypatch.delenv("RES_OPTIONS")
-    assert main(["status", "--store", f"127.0.0.1:{store.port}"]) == 0
+    assert main(["status", "--store", f"127.0.0.1:{store.underlying_store.port}"]) == 0
     assert os.environ["RES_OPTIONS"] == "timeout:1 attempts:2"
 
 
 def test_a_store_without_a_detector_is_named(store, capsys):
     """Where rank 0 takes no requests, the error names what rank 0 needs."""
     Detector.shutdown()
-    store.delete_key(store_control._CHALLENGE)
-    assert main(["status", "--store", f"127.0.0.1:{store.port}", "--timeout", "3"]) == 2
+    assert (
+        main(["status", "--store", f"127.0.0.1:{store.underlying_store.port}", "--timeout", "3"])
+        == 2
+    )
     assert "is NVRX_STRAGGLER_TOKEN_FILE set for rank 0" in capsys.readouterr().err
 
 
@@ -371,10 +407,10 @@ def test_a_store_that_stands_still_does_not_hold_up_the_end(tmp_path, monkeypatc
     try:
         port = int(served.stdout.readline())
         server = store_control.StoreControlServer(
-            "127.0.0.1", port, TokenFile(str(token), "token"), lambda _: None
+            "127.0.0.1", port, TokenFile(str(token), "token"), lambda _: None, 0
         )
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        client.wait([store_control._CHALLENGE])
+        client.wait([f"nvrx-straggler/control/0/{store_control._CHALLENGE}"])
         served.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(store_control, "_CLOSE_TIMEOUT_S", 1.0)
         monkeypatch.setattr(store_control, "_STORE_TIMEOUT", timedelta(seconds=1))

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import straggler_ranks as ranks
 import torch
+import torch.distributed as dist
 
 from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
@@ -251,6 +252,52 @@ def test_a_group_on_gpus_is_met_like_any_other(tmp_path):
     assert "rank 1 has not joined the report within 2 s" in zero[2]
     for line in (zero[3], one[3]):
         assert "different options, reference: rank " in line
+
+
+def test_a_command_reaches_the_detector_that_it_names(tmp_path):
+    """Of two detectors in one job a command reaches the one whose group begins with its rank."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("of the job")
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = ranks.run(ranks.steered_groups, 4, tmp_path, served.port, str(token))
+    assert found == [([0, 0, 2], 3), ([], 3), ([], 5), ([], 5)]
+
+
+def test_a_detector_leaves_no_descriptor(tmp_path):
+    """The process group that detectors make for themselves ends with `shutdown`."""
+    assert ranks.run(ranks.descriptors_of_a_detector, 2, tmp_path) == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("gloo", "cpu"),
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda:gloo,cpu:gloo", "cpu"),
+        ("cuda:gloo", "cuda"),
+        ("straggler_gpu", "cuda"),
+        ("cuda:straggler_gpu", "cuda"),
+        ("cpu:gloo,cuda:straggler_gpu", "cpu"),
+        (None, "cpu"),
+    ],
+)
+def test_a_group_is_asked_which_tensors_it_takes(backend, device):
+    """Collectives take CPU tensors wherever the group does, however its backend is written."""
+    if not hasattr(dist.Backend, "STRAGGLER_GPU"):
+
+        def make(store, rank, size, timeout):
+            return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+        dist.Backend.register_backend("straggler_gpu", make, devices=["cuda"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0], backend=backend)
+        assert dist_utils.get_device_for_backend(group) == torch.device(device)
+        assert dist_utils.get_device_for_backend() == torch.device("cpu")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_long_names_are_shortened_and_not_a_hang(tmp_path):

@@ -307,7 +307,7 @@ def demonstrate(output: Path) -> None:
     """Do both runs, compare them and print the report."""
     began = time.monotonic()
     print(f"A network learns to read handwritten digits: {RANKS} ranks on CPU, {STEPS} steps.")
-    print("\n1. In peace", flush=True)
+    print("\n1. Undisturbed", flush=True)
     _, _, peaceful = run(output / "undisturbed", disturbed=False)
     print("\n2. The same job; one rank is killed, another one stops answering", flush=True)
     job, story, disturbed = run(output / "disturbed", disturbed=True)

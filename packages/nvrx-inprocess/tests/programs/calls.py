@@ -55,6 +55,11 @@ def call(function: Callable[[], Any]) -> Callable[[], Any]:
 def meet(mark: str, count: int) -> None:
     """Wait until so many ranks are here."""
     (FOLDER / f"{mark}.{INITIAL_RANK}").touch()
+    wait_for_ranks(mark, count)
+
+
+def wait_for_ranks(mark: str, count: int) -> None:
+    """Wait until so many ranks have said that they are here."""
     deadline = time.monotonic() + WAIT_S
     while len(list(FOLDER.glob(f"{mark}.*"))) < count:
         if time.monotonic() > deadline:
@@ -127,7 +132,9 @@ def asks_for_restart() -> Any:
 
 @call
 def reserve() -> Any:
-    """Two work; then one of them raises, and both work again; a third is ready to take over."""
+    """Two work until a third is ready to take over; then one raises, and both work again."""
+    if INITIAL_RANK == 2:
+        threading.Thread(target=tell_when_ready, daemon=True).start()
     assignment = inprocess.Compose(ranks.MaxActiveWorldSize(2), ranks.ShiftRanks())
 
     @inprocess.Wrapper(rank_assignment=assignment, **QUICK)
@@ -135,12 +142,20 @@ def reserve() -> Any:
         assert wrapper is not None
         meet(f"reserve{len(results)}.{wrapper.iteration}", 2)
         if wrapper.iteration == 0 and os.environ["RANK"] == "1":
+            wait_for_ranks("ready", 1)
             raise RuntimeError("active")
         if wrapper.iteration == 0:
             time.sleep(WAIT_S)
         return seen(wrapper)
 
     return function(), "torch._dynamo" in sys.modules
+
+
+def tell_when_ready() -> None:
+    """Say so when this rank begins to import what DistributedDataParallel imports late."""
+    while "torch._dynamo" not in sys.modules:
+        time.sleep(0.01)
+    (FOLDER / f"ready.{INITIAL_RANK}").touch()
 
 
 @call

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -25,6 +26,7 @@ from nvidia_resiliency_ext.attribution.straggler import (
     dist_utils,
     interval_tracker,
 )
+from nvidia_resiliency_ext.attribution.straggler._cli import main
 from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator, ScoringOptions
 
 DEADLINE_S = 170.0
@@ -469,11 +471,9 @@ def group_then_all(rank):
 
 def groups_of_one_name(rank):
     """Two pairs of ranks report at the same time, in groups that torch has named alike."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pairs = [dist.new_group(ranks, backend="cuda:gloo") for ranks in ([0, 1], [2, 3])]
     pair = pairs[rank // 2]
     pair._set_group_name("alike")
-    devices = {pair: torch.device("cuda")}
-    dist_utils.get_device_for_backend = lambda given=None: devices.get(given, torch.device("cpu"))
     Detector.initialize(cuda_profiling="off", control=False, process_group=pair)
     report = Detector.generate_report()
     Detector.shutdown()
@@ -481,15 +481,13 @@ def groups_of_one_name(rank):
 
 
 def group_on_gpus(rank):
-    """Report in a group that stands for one of NCCL: tensors for it would have to be on a GPU.
+    """Report in a group that, like one of NCCL, takes tensors on a GPU alone.
 
     Returns the scores, whether reports have a group of their own, what is said when rank 1 does
     not report, and what is said when it has other options.
     """
     log = _Log()
-    group = dist.new_group([0, 1])
-    devices = {group: torch.device("cuda")}
-    dist_utils.get_device_for_backend = lambda given=None: devices.get(given, torch.device("cpu"))
+    group = dist.new_group([0, 1], backend="cuda:gloo")
     Detector.initialize(cuda_profiling="off", control=False, process_group=group)
     with Detector.detection_section("s"):
         pass
@@ -514,6 +512,46 @@ def group_on_gpus(rank):
     Detector.generate_report()
     Detector.shutdown()
     return scores, has_own_group, log.lines[0], log.lines[-1]
+
+
+def steered_groups(rank, port, token_file):
+    """Two pairs of ranks report by themselves; rank 0 sends a command to each and one to nobody.
+
+    Returns the codes of the commands and the profiling interval that is in force afterwards.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(place, NVRX_STRAGGLER_TOKEN_FILE=token_file, TORCH_CPP_LOG_LEVEL="FATAL")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    Detector.initialize(cuda_profiling="off", process_group=pairs[rank // 2])
+    Detector.generate_report()
+    codes = []
+    if rank == 0:
+        command = ["set", "--store", f"127.0.0.1:{port}", "--profiling-interval"]
+        for arguments in (["3"], ["5", "--first-rank", "2"], ["7", "--first-rank", "1"]):
+            timeout = "1" if arguments[0] == "7" else str(DEADLINE_S)
+            codes.append(main([*command, *arguments, "--timeout", timeout]))
+    dist.barrier()
+    Detector.generate_report()
+    interval = Detector._session.settings.profiling_interval
+    Detector.shutdown()
+    return codes, interval
+
+
+def descriptors_of_a_detector(rank):
+    """Return how many descriptors a detector that was shut down has left open."""
+    gc.disable()  # what has ended must not wait for the garbage collector
+    dist.barrier()
+    kept = []
+    for _ in range(2):
+        # The first one opens what stays open for good, such as the log of the machine's names.
+        before = len(os.listdir("/proc/self/fd"))
+        Detector.initialize(cuda_profiling="off", control=False)
+        Detector.generate_report()
+        Detector.generate_report()
+        Detector.shutdown()
+        kept.append(len(os.listdir("/proc/self/fd")) - before)
+    dist.barrier()
+    return kept
 
 
 def long_name(rank):

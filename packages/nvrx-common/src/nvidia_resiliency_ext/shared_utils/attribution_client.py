@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to send to the attribution service next, and what its answers mean. Pure: no I/O, no clock.
+"""Ask the attribution service, in a thread, whether a failed job is worth restarting.
+
+`RequestState` decides what to send next and what answers mean, without I/O or a clock;
+`AttributionService` is the thread that sends.
 
 One terminal analysis at a time holds the slot, the oldest first, so that a crash loop cannot starve
 it: asked for -> submitted -> accepted (it may be polled) -> verdict or given up. The end of a cycle
@@ -36,6 +39,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AttributionService"]
 
+logger = logging.getLogger("nvrx")
+
+_REQUEST_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 2.0
+# A log that was read while it grew has its verdict at once: the first questions come sooner.
+_FIRST_POLL_S = 0.1
+# Whoever says that a log has begun or ended is about to start workers: until that is done it has
+# the interpreter to itself.
+_CALM_S = 0.25
+_HTTP_NOT_FOUND = 404
+_HTTP_TOO_MANY = 429
+_HTTP_SERVER_ERROR = 500
 
 _MAX_POST_FAILURES = 3
 _MAX_POLL_FAILURES = 30
@@ -178,20 +193,6 @@ class RequestState:
 
     def _free(self) -> None:
         self._terminal, self._is_accepted, self._failures = None, False, 0
-
-
-logger = logging.getLogger("nvrx")
-
-_REQUEST_TIMEOUT_S = 2.0
-_POLL_INTERVAL_S = 2.0
-# A log that was read while it grew has its verdict at once: the first questions come sooner.
-_FIRST_POLL_S = 0.1
-# Whoever says that a log has begun or ended is about to start workers: until that is done it has
-# the interpreter to itself.
-_CALM_S = 0.25
-_HTTP_NOT_FOUND = 404
-_HTTP_TOO_MANY = 429
-_HTTP_SERVER_ERROR = 500
 
 
 class AttributionService:

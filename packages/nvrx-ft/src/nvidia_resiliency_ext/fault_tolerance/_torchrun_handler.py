@@ -53,11 +53,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
     """
 
     def __init__(
-        self,
-        store: Store,
-        settings: RendezvousSettings,
-        options: NodeOptions,
-        log: events.EventLog,
+        self, store: Store, settings: RendezvousSettings, options: NodeOptions, log: events.EventLog
     ) -> None:
         self._log = log
         # Decisions arrive in a thread.

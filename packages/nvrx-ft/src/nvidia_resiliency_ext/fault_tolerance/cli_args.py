@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["get_args_parser", "parse_args"]
 
 PROGRAM = "ft_launcher"
-USAGE_ERROR_EXIT_CODE = 2
+EXIT_USAGE = 2
 _WIDEST_HELP = 100
 _NARROWEST_HELP = 60
 
@@ -40,11 +40,11 @@ _SHORT = {flag.short: flag for flag in FLAGS if flag.short}
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
-def usage_error(problem: object) -> NoReturn:
+def usage_error(problem: object, program: str = PROGRAM) -> NoReturn:
     """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
     text = " ".join(str(problem).split())
-    write_err(f"{PROGRAM}: error: {text}\n")
-    sys.exit(USAGE_ERROR_EXIT_CODE)
+    write_err(f"{program}: error: {text}\n")
+    sys.exit(EXIT_USAGE)
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -141,12 +141,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
         super().__init__(
-            prog,
-            usage,
-            description,
-            formatter_class=_formatter,
-            allow_abbrev=False,
-            add_help=False,
+            prog, usage, description, formatter_class=_formatter, allow_abbrev=False, add_help=False
         )
 
     def add_flags(self, flags: Sequence[Flag]) -> dict[str, argparse._ArgumentGroup]:
@@ -208,7 +203,7 @@ class FlagParser(argparse.ArgumentParser):
             file.write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        usage_error(message)
+        usage_error(message, self.prog)
 
     def _split(
         self, args: list[str], given: dict[str, tuple[Any, str]]

@@ -20,22 +20,11 @@ from nvidia_resiliency_ext.fault_tolerance._env import (
 )
 
 __all__ = [
-    "FT_LAUNCHER_IPC_SOCKET_ENV_VAR",
-    "FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR",
-    "AuthkeyMsg",
-    "ErrorMsg",
-    "HeartbeatMsg",
-    "HeartbeatTimeouts",
-    "InitMsg",
-    "OkMsg",
-    "RankInfo",
-    "SectionAction",
-    "SectionMsg",
-    "SectionTimeouts",
-    "UpdateConfigMsg",
-    "WorkloadAction",
+    "FT_LAUNCHER_IPC_SOCKET_ENV_VAR", "FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR", "AuthkeyMsg",
+    "ErrorMsg", "HeartbeatMsg", "HeartbeatTimeouts", "InitMsg", "OkMsg", "RankInfo",
+    "SectionAction", "SectionMsg", "SectionTimeouts", "UpdateConfigMsg", "WorkloadAction",
     "WorkloadControlRequest",
-]
+]  # fmt: skip
 
 
 def current_global_rank() -> int:

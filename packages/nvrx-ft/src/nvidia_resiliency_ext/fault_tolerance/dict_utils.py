@@ -9,23 +9,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Mut
 from typing import Any, TypeVar
 
 __all__ = [
-    "compare_namespaces",
-    "compare_state_dicts_and_get_new_values",
-    "dict_list_map_inplace",
-    "dict_list_map_outplace",
-    "dict_map",
-    "dict_map_with_key",
-    "diff",
-    "extract_matching_values",
-    "inspect_types",
-    "map_reduce",
-    "merge",
-    "merge_namespace_changes",
-    "merge_namespaces_",
-    "merge_state_dicts_",
-    "nested_items_iter",
-    "nested_values",
-]
+    "compare_namespaces", "compare_state_dicts_and_get_new_values", "dict_list_map_inplace",
+    "dict_list_map_outplace", "dict_map", "dict_map_with_key", "diff", "extract_matching_values",
+    "inspect_types", "map_reduce", "merge", "merge_namespace_changes", "merge_namespaces_",
+    "merge_state_dicts_", "nested_items_iter", "nested_values",
+]  # fmt: skip
 
 
 Path = tuple[Any, ...]

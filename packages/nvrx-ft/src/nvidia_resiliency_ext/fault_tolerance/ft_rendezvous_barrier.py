@@ -32,14 +32,9 @@ from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_int
 
 __all__ = [
-    "FtRendezvousBarrierHandler",
-    "GroupRankStatus",
-    "RendezvousParticipantInfo",
-    "RendezvousSettings",
-    "RendezvousStoreValue",
-    "RendezvousTimeout",
-    "create_handler",
-]
+    "FtRendezvousBarrierHandler", "GroupRankStatus", "RendezvousParticipantInfo",
+    "RendezvousSettings", "RendezvousStoreValue", "RendezvousTimeout", "create_handler",
+]  # fmt: skip
 
 KEEP_ALIVE_MAX_ATTEMPT = 3
 

@@ -162,7 +162,9 @@ class RankMonitorClient(HotPath):
         """End the session; harmless without one, never collective, and waits for no peer."""
         self._check_process()
         if self.is_initialized:
-            self._keep_calculated()
+            # For a checkpoint after the end, and for a later session.
+            calculated = _write_state(self.hb_timeouts, self.section_timeouts)
+            self.loaded_hb_timeouts, self.loaded_section_timeouts = _read_state(calculated)
             self.is_initialized = False
             self._release()
 
@@ -272,12 +274,6 @@ class RankMonitorClient(HotPath):
         self.loaded_hb_timeouts, self.loaded_section_timeouts = _read_state(current)
         if self.is_initialized:
             self._apply_loaded()
-
-    def _keep_calculated(self) -> None:
-        """Remember what was calculated, for a checkpoint after the end and for a later session."""
-        calculated = _write_state(self.hb_timeouts, self.section_timeouts)
-        loaded = _read_state(calculated)
-        self.loaded_hb_timeouts, self.loaded_section_timeouts = loaded
 
     def _synchronized_calc(self, *, counts_outside: bool) -> TimeoutsCalc:
         self._check_process()

@@ -179,9 +179,7 @@ class TimeoutsCalc:
         return HeartbeatTimeouts(initial, subsequent, were_calculated=True)
 
     def can_get_section_timeouts(
-        self,
-        selected_sections: Collection[str] | None = None,
-        calc_out_of_section: bool = True,
+        self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
     ) -> bool:
         """Return whether all requested times were measured.
 

@@ -145,7 +145,11 @@ class NodeAgent:
             parts.loop,
             parts.clock,
             parts.tee,
-            listener=Listener(self._worker_exited, self._group_stopped, self._started_again),
+            listener=Listener(
+                self._worker_exited,
+                lambda given_up: self.post(machine.GroupStopped(given_up)),
+                self._started_again,
+            ),
             reports_leftovers=parts.reports_leftovers,
         )
         self._events: collections.deque[Event] = collections.deque()
@@ -225,10 +229,6 @@ class NodeAgent:
                 hang_cause(report), detail={"limit_words": limit_in_words(report)}
             )
         self._rendezvous.hung(states_of(ranks), accusation)
-
-    def _group_stopped(self, given_up: tuple[int, ...]) -> None:
-        """Record that the cycle's workers are gone."""
-        self.post(machine.GroupStopped(given_up))
 
     # The loop ------------------------------------------------------------------------------
 

@@ -28,7 +28,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
-from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
+from nvidia_resiliency_ext.fault_tolerance._health.admission import (
+    make_admission_check,
+    open_bad_node_hook,
+)
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
@@ -69,20 +72,13 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Parts, Result
-from .monitor_link import (
-    MonitorPerRank,
-    SharedMonitor,
-    longest_limit_s,
-    needs_heartbeats,
-)
+from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
 from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_run_paths
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
-
     from .many_nodes import StoreEndpoint
 
 logger = logging.getLogger("nvrx")
@@ -113,11 +109,10 @@ class Job:
         """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
             self._build()
-        except OSError as error:
+        except BaseException as error:
             self._stack.close()
-            raise NvrxError(f"the launch cannot be prepared: {error}") from error
-        except BaseException:
-            self._stack.close()
+            if isinstance(error, OSError):
+                raise NvrxError(f"the launch cannot be prepared: {error}") from error
             raise
         return self
 
@@ -146,7 +141,14 @@ class Job:
         stack.callback(self._cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
-        self._bad_node_hook = self._build_bad_node_hook()
+        self._bad_node = open_bad_node_hook(
+            plan.fault_tolerance.bad_node_hook,
+            self._environ,
+            stack,
+            job=plan.run_id,
+            host=self._paths.host,
+            clock=self._clock,
+        )
         self._admission = make_admission_check(
             plan,
             self._environ,
@@ -159,14 +161,9 @@ class Job:
         stack.callback(self._admission.close)
         self._admission.prepare()
         self._build_environment(endpoint)
-        stack.callback(self._sweep)
+        stack.callback(_sweep, self._paths.run_id)
         self._prewarm = PrewarmStarter(
-            plan,
-            self._base_env,
-            self._loop,
-            self._clock,
-            self._reporter,
-            self._running_pids,
+            plan, self._base_env, self._loop, self._clock, self._reporter, self._running_pids
         )
         stack.callback(self._prewarm.close)
         self._prewarm.hold_first_cycle()
@@ -282,26 +279,6 @@ class Job:
         self._reporter.follow_starts(torch_events.started)
         return torch_events
 
-    def _build_bad_node_hook(self) -> BadNodeHook | None:
-        command = self._plan.fault_tolerance.bad_node_hook
-        if command is None:
-            return None
-        from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
-
-        hook = BadNodeHook(
-            command,
-            self._environ,
-            job=self._plan.run_id,
-            host=self._paths.host,
-            clock=self._clock,
-        )
-        self._stack.callback(hook.close)
-        return hook
-
-    def _bad_node(self, cause: Cause) -> None:
-        if self._bad_node_hook is not None:
-            self._bad_node_hook.report(cause)
-
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         plan, paths = self._plan, self._paths
         self._environment = JobEnvironment(
@@ -403,11 +380,8 @@ class Job:
             min_healthy=plan.restart_policy == "min-healthy",
             host=self._paths.host,
         )
-        tracker = TrainingProgressTracker(
-            min_progress_iterations=config.min_progress_iterations,
-            max_no_progress_cycles=config.max_no_progress_cycles,
-            checkpoint_iteration_file=config.checkpoint_iteration_file,
-        )
+        window_s = config.restart_budget_window
+        budget = None if window_s is None else RefillingBudget(plan.max_restarts, window_s)
         return NodeAgent(
             Parts(
                 policy=policy,
@@ -419,22 +393,20 @@ class Job:
                 starter=self._prewarm,
                 specs=self._specs,
                 monitor=self._monitor,
-                tracker=tracker,
+                tracker=TrainingProgressTracker(
+                    min_progress_iterations=config.min_progress_iterations,
+                    max_no_progress_cycles=config.max_no_progress_cycles,
+                    checkpoint_iteration_file=config.checkpoint_iteration_file,
+                ),
                 reporter=self._reporter,
                 tee=self._tee,
                 controller=self._controller,
                 host=self._paths.host,
                 reports_leftovers=config.check_remaining_processes,
                 start_failure_limit=config.start_failure_limit,
-                budget=self._budget(),
+                budget=budget,
             )
         )
-
-    def _budget(self) -> RefillingBudget | None:
-        window_s = self._plan.fault_tolerance.restart_budget_window
-        if window_s is None:
-            return None
-        return RefillingBudget(self._plan.max_restarts, window_s)
 
     def _watch(self) -> None:
         self._loop.watch(self._signals.fileno(), self._receive_signals)
@@ -613,11 +585,12 @@ class Job:
         for path in removed:
             logger.info("removed the run directory of a launch that is gone: %s", path)
 
-    def _sweep(self) -> None:
-        """Kill what still carries the run's id; the monitor has done it, if there was one."""
-        left = sweep(self._paths.run_id, (), spared={os.getpid()})
-        if left:
-            logger.error("processes of this job that could not be ended: %s", left)
+
+def _sweep(run_id: str) -> None:
+    """Kill what still carries the run's id; the monitor has done it, if there was one."""
+    left = sweep(run_id, (), spared={os.getpid()})
+    if left:
+        logger.error("processes of this job that could not be ended: %s", left)
 
 
 def show_failures(name: str, result: Result) -> None:

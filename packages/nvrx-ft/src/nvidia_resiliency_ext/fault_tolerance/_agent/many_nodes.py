@@ -41,15 +41,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-    PlacementRules,
-    validate,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
-    BlameRules,
-    Budget,
-    Denylist,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget, Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -302,18 +296,20 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         )
     segment = rules.placement.segment
     settings = NodeSettings(
-        node=node,
-        host=host_name,
-        addr=addr,
-        nproc=plan.nproc_per_node,
-        infra_rank=infra_rank,
+        arrival=Arrival(
+            node=node,
+            addr=addr,
+            host=host_name,
+            infra_rank=infra_rank,
+            group=replacement_group_id(environ) if rules.placement.group_size else None,
+            nproc=plan.nproc_per_node,
+        ),
         master_port=plan.master_port,
         lease_s=config.lease,
         join_timeout_s=join_s,
         connect_timeout_s=limit_s,
-        domain=own_domain if segment else _no_domain,
+        domain=own_domain if segment else lambda: "none",
         unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
-        group=replacement_group_id(environ) if rules.placement.group_size else None,
         must_agree=agreed,
         where=endpoint.where,
     )
@@ -335,10 +331,6 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         stop=stop,
         on_lease=on_lease,
     )
-
-
-def _no_domain() -> str:
-    return "none"
 
 
 @dataclass(frozen=True, slots=True)

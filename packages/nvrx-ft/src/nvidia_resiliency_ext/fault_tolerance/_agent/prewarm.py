@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, a
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
+from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     cold_reason,
     go_reason,
@@ -24,16 +25,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
     wants_prewarming,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
-from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
-    PIPED,
-    Begun,
-    Failed,
-    GoOrder,
-    PrewarmedWorker,
-    PrewarmError,
-    Ready,
-    Stdio,
-)
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     STILL_IMPORTING,
     Started,
@@ -76,9 +67,9 @@ class PrewarmStarter(Starter):
         self._running_pids = running_pids
         self._imports = plan.prewarm.modules
         self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
-        self._held: dict[int, PrewarmedWorker] = {}
-        self._ready: dict[int, Ready] = {}
-        self._activated: dict[int, PrewarmedWorker] = {}
+        self._held: dict[int, prewarmed.PrewarmedWorker] = {}
+        self._ready: dict[int, prewarmed.Ready] = {}
+        self._activated: dict[int, prewarmed.PrewarmedWorker] = {}
         self._last_words: dict[int, str] = {}
         self._head_start_ends = 0.0
         self._idle = IdleMeter()
@@ -191,17 +182,17 @@ class PrewarmStarter(Starter):
 
     def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._output, "", slot)
-        streams = Stdio(output.stdout.path, output.stderr.path)
+        streams = prewarmed.Stdio(output.stdout.path, output.stderr.path)
         try:
-            standby = PrewarmedWorker.start(
+            standby = prewarmed.PrewarmedWorker.start(
                 self._plan.command,
                 self._base_env,
                 slot,
-                PIPED if self._is_piped else streams,
+                prewarmed.PIPED if self._is_piped else streams,
                 argv=self._plan.command.for_local_rank(slot),
                 imports=self._imports,
             )
-        except (ChildStartError, PrewarmError) as error:
+        except (ChildStartError, prewarmed.PrewarmError) as error:
             self._step(pools.PrewarmFailed(slot, str(error)))
             return
         self._held[slot] = standby
@@ -211,16 +202,16 @@ class PrewarmStarter(Starter):
     def _receive(self, slot: int) -> None:
         """Take a held prewarmed worker's message."""
         message = self._held[slot].receive()
-        if isinstance(message, Ready) and message.problem is None:
+        if isinstance(message, prewarmed.Ready) and message.problem is None:
             self._ready[slot] = message
             self._reporter.prewarm_changed(slot, "ready", message.seconds, message.private_bytes)
             self._step(pools.PrewarmReady(slot, message.private_bytes or 0))
             self._announce()
-        elif isinstance(message, Ready):
+        elif isinstance(message, prewarmed.Ready):
             self._end_prewarm(slot)
             self._why_cold = str(message.problem)
             self._step(pools.Refused(self._why_cold))
-        elif isinstance(message, Failed):
+        elif isinstance(message, prewarmed.Failed):
             self._end_prewarm(slot)
             self._reporter.prewarm_changed(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, message.reason)
@@ -276,7 +267,7 @@ class PrewarmStarter(Starter):
 
     def _go(
         self,
-        standby: PrewarmedWorker,
+        standby: prewarmed.PrewarmedWorker,
         spec: WorkerSpec,
         stdout_fd: int | None,
         stderr_fd: int | None,
@@ -288,16 +279,16 @@ class PrewarmStarter(Starter):
         if reason is None and (path := standby.stale_file()) is not None:
             reason = f"{path} changed on disk"
         if reason is None:
-            order = GoOrder(
+            order = prewarmed.GoOrder(
                 env=spec.env,
                 stdio_fds=(None, stdout_fd, stderr_fd),
                 not_before=self._not_before(spec),
             )
             try:
                 standby.go(order)
-            except PrewarmError as error:
+            except prewarmed.PrewarmError as error:
                 message = standby.receive()
-                reason = message.reason if isinstance(message, Failed) else str(error)
+                reason = message.reason if isinstance(message, prewarmed.Failed) else str(error)
         if reason is not None:
             self._end_prewarm(slot)
             self._step(pools.PrewarmFailed(slot, reason))
@@ -315,7 +306,7 @@ class PrewarmStarter(Starter):
             return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
         return Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
-    def _give_up(self, slot: int, standby: PrewarmedWorker) -> None:
+    def _give_up(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
         """Kill a prewarmed worker that was ready and did not begin; its worker then starts cold."""
         if self._activated.get(slot) is standby:
             logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
@@ -333,18 +324,18 @@ class PrewarmStarter(Starter):
             return None
         return self._head_start_ends if self._head_start_ends > now else None
 
-    def _receive_begun(self, slot: int, standby: PrewarmedWorker) -> None:
+    def _receive_begun(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
         """Take the last message of an activated process; a Failed is handled at its exit."""
         message = standby.receive()
-        if isinstance(message, Begun):
+        if isinstance(message, prewarmed.Begun):
             self._forget_activated(slot, standby)
             self._step(pools.Begun(slot))
             self._arm_for_fill()
-        elif isinstance(message, Failed):
+        elif isinstance(message, prewarmed.Failed):
             self._last_words[slot] = message.reason
             self._loop.unwatch(standby.fileno())
 
-    def _forget_activated(self, slot: int, standby: PrewarmedWorker) -> None:
+    def _forget_activated(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
         self._loop.unwatch(standby.fileno())
         standby.release()
         if self._activated.get(slot) is standby:
@@ -362,9 +353,9 @@ class PrewarmStarter(Starter):
             return None
         reason = self._last_words.pop(local_rank, None)
         message = None if reason is not None else standby.receive()
-        while isinstance(message, Ready):  # Sent before it saw the order.
+        while isinstance(message, prewarmed.Ready):  # Sent before it saw the order.
             message = standby.receive()
-        if isinstance(message, Failed):
+        if isinstance(message, prewarmed.Failed):
             reason = message.reason
         self._forget_activated(local_rank, standby)
         if reason is None or is_stopped:

@@ -21,17 +21,10 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservati
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 RoundEvent = (
-    machine.RoundReady
-    | machine.NextRoundOpened
-    | machine.RoundClosed
-    | machine.StoreLost
-    | machine.JoinTimedOut
-    | machine.NodeUnfit
-    | RoundLeaves
-    | SaveAgreed
-    | machine.RanksAsked
+    machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
+    | machine.JoinTimedOut | machine.NodeUnfit | RoundLeaves | SaveAgreed | machine.RanksAsked
     | machine.HangEvaluated
-)
+)  # fmt: skip
 
 
 class Rendezvous:

@@ -164,11 +164,7 @@ class CycleRecords:
     """
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        paths: RunPaths,
-        store_host: StoreHost,
+        self, plan: LaunchPlan, environ: Mapping[str, str], paths: RunPaths, store_host: StoreHost
     ) -> None:
         self._plan = plan
         self._environ = environ

@@ -13,23 +13,12 @@ from collections.abc import Collection
 
 PROGRAM_ERRORS = frozenset(
     {
-        "AttributeError",
-        "ImportError",
-        "IndentationError",
-        "ModuleNotFoundError",
-        "NameError",
-        "SyntaxError",
-        "TabError",
-        "TypeError",
-        "UnboundLocalError",
+        "AttributeError", "ImportError", "IndentationError", "ModuleNotFoundError", "NameError",
+        "SyntaxError", "TabError", "TypeError", "UnboundLocalError",
     }
-)
+)  # fmt: skip
 # An ImportError with one of these is an error of the machine.
-MACHINE_ERRORS = (
-    "cannot open shared object file",
-    "Input/output error",
-    "Stale file handle",
-)
+MACHINE_ERRORS = ("cannot open shared object file", "Input/output error", "Stale file handle")
 LONGEST_START_S = 120.0
 OTHERS_MAY_TAKE_S = 1.0
 

@@ -22,11 +22,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import (
-    FENCE_STOP_LEASES,
-    LEASES_TO_FENCE,
-    LEASES_TO_KILL,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     HangStage,
@@ -68,20 +64,18 @@ STORE_LOST_STOP_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What this node is in the job. Times are seconds."""
+    """What this node is in the job. Times are seconds.
 
-    node: str
-    host: str
-    addr: str
-    nproc: int
-    infra_rank: int
+    `arrival` is what the coordinator must know of it, but for port, domain and earlier rank.
+    """
+
+    arrival: Arrival
     master_port: int | None
     lease_s: float
     join_timeout_s: float
     connect_timeout_s: float
     domain: Callable[[], str]
     unfit_in: Callable[[int], Cause | None] = lambda _round: None
-    group: str | None
     must_agree: Mapping[str, str]
     where: str = ""
 
@@ -127,8 +121,8 @@ class StoreRendezvous(Rendezvous):
         self._in_use: PortReservation | None = None
         self._threads = NodeThreads(
             connect,
-            node=settings.node,
-            host=settings.host,
+            node=settings.arrival.node,
+            host=settings.arrival.host,
             post=self._push,
             clock=clock,
             lease_s=settings.lease_s,
@@ -151,18 +145,13 @@ class StoreRendezvous(Rendezvous):
             self._in_use.release()
             self._in_use = None
         s = self._settings
-        arrival = Arrival(
-            node=s.node,
-            addr=s.addr,
-            host=s.host,
-            infra_rank=s.infra_rank,
-            group=s.group,
-            nproc=s.nproc,
-            master_port=self._reserved.port,
-            previous_rank=self._previous_rank,
+        arrival = dataclasses.replace(
+            s.arrival, master_port=self._reserved.port, previous_rank=self._previous_rank
         )
         self._threads.submit(lambda session: self._arrive(session, arrival))
-        self._watch_join()
+        self._cancel_join_deadline()
+        at = self._clock.monotonic() + s.join_timeout_s
+        self._join_deadline = self._loop.call_at(at, self._join_timed_out)
 
     def poll(self) -> list[RoundEvent]:
         """Return what happened since the last call."""
@@ -203,8 +192,7 @@ class StoreRendezvous(Rendezvous):
         self._has_left = True
         kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
-        s = self._settings
-        me = Arrival(node=s.node, addr=s.addr, host=s.host, group=s.group)
+        me = self._settings.arrival
         is_said = threading.Event()
 
         def say(session: NodeSession) -> None:
@@ -319,7 +307,7 @@ class StoreRendezvous(Rendezvous):
                 # The store goes when the job is over; that is no failure.
                 return None
             self._is_lost = True
-            fence_s = FENCE_STOP_LEASES * self._settings.lease_s
+            fence_s = keys.FENCE_STOP_LEASES * self._settings.lease_s
             return machine.StoreLost(
                 event.what, fence_s if event.is_replaced else STORE_LOST_STOP_S
             )
@@ -350,14 +338,9 @@ class StoreRendezvous(Rendezvous):
             restart_ages_s=entry.restart_ages_s,
             clock_off_s=own.clock_off_s,
         )
-        return machine.RoundReady(assignment, tuple(range(self._settings.nproc)))
+        return machine.RoundReady(assignment, tuple(range(self._settings.arrival.nproc)))
 
     # Deadlines ---------------------------------------------------------------------------------
-
-    def _watch_join(self) -> None:
-        self._cancel_join_deadline()
-        at = self._clock.monotonic() + self._settings.join_timeout_s
-        self._join_deadline = self._loop.call_at(at, self._join_timed_out)
 
     def _cancel_join_deadline(self) -> None:
         if self._join_deadline is not None:
@@ -375,14 +358,14 @@ class StoreRendezvous(Rendezvous):
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
-                self._on_lease(confirmed + LEASES_TO_KILL * lease_s)
-            if now >= confirmed + LEASES_TO_FENCE * lease_s:
+                self._on_lease(confirmed + keys.LEASES_TO_KILL * lease_s)
+            if now >= confirmed + keys.LEASES_TO_FENCE * lease_s:
                 self._is_lost = True
                 what = (
                     f"the job's store has not answered for {now - confirmed:.1f} s;"
                     " this node stops before the others replace it"
                 )
-                self._push(machine.StoreLost(what, FENCE_STOP_LEASES * lease_s))
+                self._push(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
                 return
         self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 

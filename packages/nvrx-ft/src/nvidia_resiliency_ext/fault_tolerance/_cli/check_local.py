@@ -91,12 +91,7 @@ _DISTRIBUTIONS = (
     "nvrx-common", "nvrx-ft", "nvrx-inprocess", "nvrx-ckpt", "nvrx-straggler", "nvrx-attribution",
     "nvrx-lightning", "torch",
 )  # fmt: skip
-_STATUS: Mapping[str, Status] = {
-    "ok": "pass",
-    "info": "pass",
-    "warning": "pass",
-    "error": "fail",
-}
+_STATUS: Mapping[str, Status] = {"ok": "pass", "info": "pass", "warning": "pass", "error": "fail"}
 
 
 def versions() -> dict[str, str]:

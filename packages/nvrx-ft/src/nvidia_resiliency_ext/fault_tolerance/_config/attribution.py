@@ -171,10 +171,7 @@ class AttributionConfig:
 
     @classmethod
     def from_args(
-        cls,
-        args: argparse.Namespace,
-        base_log_file: str | None,
-        ft_cfg: FaultToleranceConfig,
+        cls, args: argparse.Namespace, base_log_file: str | None, ft_cfg: FaultToleranceConfig
     ) -> AttributionConfig:
         """Return the settings of a command line and a configuration; the command line wins.
 

@@ -185,9 +185,7 @@ class LogFunnelPorts:
         """Return the port that this node sends to."""
         if not self.uses_two_level:
             return self.base_port
-        from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-            get_log_aggregator_shard_index,
-        )
+        from nvidia_resiliency_ext.fault_tolerance._core.infra import get_log_aggregator_shard_index
 
         return self.leaf_listen_port(get_log_aggregator_shard_index(self.first_level_count))
 

@@ -15,14 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    FaultToleranceConfigError,
-    SectionMissingError,
-    nearest,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import errors
 
-from . import values
-from .table import DEPRECATED_KEYS, DEPRECATED_OF_KEY, OPTION_OF_KEY, OPTIONS
+from . import table, values
 from .yaml_file import Entry, read_section
 
 if TYPE_CHECKING:
@@ -102,7 +97,7 @@ class FaultToleranceConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        for option in OPTIONS:
+        for option in table.OPTIONS:
             try:
                 value = values.read(option.kind, getattr(self, option.field), option.field)
             except ValueError as error:  # all problems at once
@@ -110,7 +105,7 @@ class FaultToleranceConfig:
             else:
                 setattr(self, option.field, value)
         if problems:
-            raise FaultToleranceConfigError(problems)
+            raise errors.FaultToleranceConfigError(problems)
 
     @property
     def is_progress_tracking_enabled(self) -> bool:
@@ -157,15 +152,15 @@ class FaultToleranceConfig:
         old: dict[str, Any] = {}
         unknown = []
         for key, value in kwargs.items():
-            option = OPTION_OF_KEY.get(key)
+            option = table.OPTION_OF_KEY.get(key)
             if option is not None:
                 options[option.field] = value
-            elif key in DEPRECATED_OF_KEY:
+            elif key in table.DEPRECATED_OF_KEY:
                 old[key] = value
             else:
-                unknown.append(f"unknown option {key!r}{nearest(key, OPTION_OF_KEY)}")
+                unknown.append(f"unknown option {key!r}{errors.nearest(key, table.OPTION_OF_KEY)}")
         if unknown and not ignore_not_recognized:
-            raise FaultToleranceConfigError(unknown)
+            raise errors.FaultToleranceConfigError(unknown)
         if unknown:
             _warn([f"ignored: {problem}" for problem in unknown])
         if old:
@@ -224,7 +219,7 @@ def _option_texts() -> str:
     lines = [
         f"        {option.field}: {option.help} Value: {option.kind.expects};"
         f" default {option.default_text}."
-        for option in OPTIONS
+        for option in table.OPTIONS
     ]
     return "\n".join(["", "    Attributes:", *lines, "    "])
 
@@ -249,18 +244,10 @@ FaultToleranceConfig.__module__ = "nvidia_resiliency_ext.fault_tolerance.config"
 # Flags of the launcher that people look for in its file.
 _ONLY_FLAGS = frozenset(
     {
-        "log_dir",
-        "max_restarts",
-        "monitor_interval",
-        "nnodes",
-        "nproc_per_node",
-        "redirects",
-        "shutdown_timeout",
-        "tee",
-        "term_timeout",
-        "workers_stop_timeout",
+        "log_dir", "max_restarts", "monitor_interval", "nnodes", "nproc_per_node", "redirects",
+        "shutdown_timeout", "tee", "term_timeout", "workers_stop_timeout",
     }
-)
+)  # fmt: skip
 
 
 class Given(NamedTuple):
@@ -289,8 +276,29 @@ class Layers:
     def config(self) -> FaultToleranceConfig:
         """Return the merged config."""
         if self.problems:
-            raise FaultToleranceConfigError(self.problems)
+            raise errors.FaultToleranceConfigError(self.problems)
         return FaultToleranceConfig(**{name: given.value for name, given in self.given.items()})
+
+    def add(self, option: table.Option, raw: object, where: str) -> bool:
+        """Take a value of an option; return whether it is one, else the problem is kept."""
+        given = self._read(option.kind, raw, where)
+        if given is not None:
+            self.given[option.field] = given
+        return given is not None
+
+    def add_old(self, old: table.DeprecatedKey, raw: object, where: str) -> None:
+        """Take a value of a key that is no option any more."""
+        given = self._read(old.kind, raw, where)
+        if given is not None:
+            self.deprecated[old.key] = given
+            self.warnings.append(f"{where}: is deprecated; {old.note}")
+
+    def _read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
+        try:
+            return Given(values.read(kind, raw, where), where)
+        except ValueError as error:  # all problems at once
+            self.problems.append(str(error))
+            return None
 
     def restart_policy(self) -> Given | None:
         """Return the restart policy that a file asked for."""
@@ -310,31 +318,20 @@ def merge_entries(
     unknown = []
     for key, raw, line in entries:
         where = f"{path} line {line}: {key}"
-        option = OPTION_OF_KEY.get(key)
-        old = DEPRECATED_OF_KEY.get(key)
-        if option is None and old is None:
+        option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
+        if old is not None:
+            layers.add_old(old, raw, where)
+        elif option is None:
             unknown.append(f"{path} line {line}: unknown key {key!r}{_hint(key)}")
-            continue
-        if option is not None and option.field in own:
+        elif option.field in own:
             layers.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
-            continue
-        kind = option.kind if option is not None else DEPRECATED_OF_KEY[key].kind
-        try:
-            value = values.read(kind, raw, where)
-        except ValueError as error:
-            layers.problems.append(str(error))
-            continue
-        if option is not None:
+        elif layers.add(option, raw, where):
             own[option.field] = key
-            layers.given[option.field] = Given(value, where)
             if key != option.field:
                 layers.warnings.append(f"{where}: is an old name of {option.field}")
-        elif old is not None:
-            layers.deprecated[key] = Given(value, where)
-            layers.warnings.append(f"{where}: is deprecated; {old.note}")
     if unknown and ignore_unknown:
         layers.warnings.append("ignored: " + "; ".join(unknown))
-    elif unknown:
+    else:
         layers.problems += unknown
 
 
@@ -342,15 +339,10 @@ def layers_from_old(options: Mapping[str, Any]) -> Layers:
     """Return what keys of earlier releases mean that a program gives by name."""
     layers = Layers()
     for key, raw in options.items():
-        old = DEPRECATED_OF_KEY[key]
-        try:
-            layers.deprecated[key] = Given(values.read(old.kind, raw, key), key)
-        except ValueError as error:
-            layers.problems.append(str(error))
-        layers.warnings.append(f"{key}: is deprecated; {old.note}")
+        layers.add_old(table.DEPRECATED_OF_KEY[key], raw, key)
     merge_attribution_address(layers)
     if layers.problems:
-        raise FaultToleranceConfigError(layers.problems)
+        raise errors.FaultToleranceConfigError(layers.problems)
     return layers
 
 
@@ -358,7 +350,7 @@ def _hint(key: str) -> str:
     if key in _ONLY_FLAGS:
         return f"; it is a flag only: --{key.replace('_', '-')}"
     # Old names are taken, but nobody should be led to them.
-    return nearest(key, [option.field for option in OPTIONS])
+    return errors.nearest(key, [option.field for option in table.OPTIONS])
 
 
 def merge_attribution_address(layers: Layers) -> None:
@@ -386,24 +378,17 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
         may_be_missing = bool(getattr(args, "ft_ignore_missing_cfg", False))
         try:
             merge_file(layers, path, ignore_unknown=ignore_unknown)
-        except (FileNotFoundError, SectionMissingError) as error:
+        except (FileNotFoundError, errors.SectionMissingError) as error:
             if not may_be_missing:
                 raise
             layers.warnings.append(f"going on without a configuration file: {error}")
     sources: dict[str, str] = getattr(args, "given", {})
-    for option in OPTIONS:
+    for option in table.OPTIONS:
         dest = f"ft_{option.field}"
         raw = getattr(args, dest, None)
-        if raw is None:
-            continue
-        where = sources.get(dest, f"--{option.flag}")
-        try:
-            value = values.read(option.kind, raw, where)
-        except ValueError as error:  # all problems at once
-            layers.problems.append(str(error))
-        else:
-            layers.given[option.field] = Given(value, where)
-    for old in DEPRECATED_KEYS:
+        if raw is not None:
+            layers.add(option, raw, sources.get(dest, f"--{option.flag}"))
+    for old in table.DEPRECATED_KEYS:
         dest = f"ft_{old.key}"
         if dest in sources:
             layers.deprecated[old.key] = Given(getattr(args, dest), sources[dest])

@@ -133,19 +133,15 @@ def _text_for(parse: Callable[[str], object]) -> Callable[[Any], str]:
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """Return the signals in `SIGTERM,SIGINT`."""
-    numbers = tuple(
-        signal.Signals[part.strip().upper()]
-        if part.strip().upper() in signal.Signals.__members__
-        else _no_signal(part)
-        for part in text.split(",")
-    )
+    numbers = []
+    for part in text.split(","):
+        number = signal.Signals.__members__.get(part.strip().upper())
+        if number is None:
+            raise ValueError(f"{part!r} is no signal")
+        numbers.append(number)
     if {signal.SIGKILL, signal.SIGSTOP} & set(numbers):
         raise ValueError("SIGKILL and SIGSTOP cannot be handled")
-    return numbers
-
-
-def _no_signal(name: str) -> signal.Signals:
-    raise ValueError(f"{name!r} is no signal")
+    return tuple(numbers)
 
 
 def _filters(raw: Any) -> list[str]:

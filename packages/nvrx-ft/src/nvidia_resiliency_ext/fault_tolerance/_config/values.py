@@ -16,14 +16,8 @@ _NONE_WORDS = ("", "none", "null")
 _TRUE_WORDS = ("true", "yes", "1")
 _FALSE_WORDS = ("false", "no", "0")
 _LOG_LEVELS = {
-    "DEBUG": 10,
-    "DBG": 10,
-    "INFO": 20,
-    "WARNING": 30,
-    "WARN": 30,
-    "ERROR": 40,
-    "CRITICAL": 50,
-}
+    "DEBUG": 10, "DBG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50,
+}  # fmt: skip
 _LOWEST_LOG_LEVEL, _HIGHEST_LOG_LEVEL = 10, 50
 _SHOWN_CHARACTERS = 80
 # More does not travel in a message.
@@ -97,18 +91,15 @@ def _integer(raw: Any) -> int:
     return value
 
 
-def _at_least_zero(raw: Any) -> float:
+def _at_least_zero(raw: Any, *, or_zero: bool = True) -> float:
     value = _number(raw)
-    if value < 0:
+    if value < 0 or (value == 0 and not or_zero):
         raise ValueError
     return value
 
 
 def _above_zero(raw: Any) -> float:
-    value = _number(raw)
-    if value <= 0:
-        raise ValueError
-    return value
+    return _at_least_zero(raw, or_zero=False)
 
 
 def _bool(raw: Any) -> bool:
@@ -225,7 +216,7 @@ def _paths(raw: Any) -> str:
 
 def _absolute_path(raw: Any) -> str:
     text = _text(raw)
-    if not text.startswith("/") or "\0" in text:
+    if not text.startswith("/"):
         raise ValueError
     return text
 

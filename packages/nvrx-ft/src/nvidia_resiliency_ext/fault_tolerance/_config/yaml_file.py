@@ -8,6 +8,7 @@ do no harm. Aliases share nodes and are not expanded, so that a small file canno
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,9 +91,7 @@ def _read_bytes(path: str) -> bytes:
 
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
-        import errno
-
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     if stat.S_ISREG(mode):
         return read_regular_file(path, SIZE_LIMIT_BYTES + 1, follows_symlink=True)
     real = os.path.realpath(path)

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
@@ -23,22 +21,15 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     server_problems,
 )
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import check_job_id, job_name, missing_hook
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
-    GROUP_SIZE,
-    LAST_CALL,
-    LEASE,
-    SEGMENT,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance.cli_args import FlagParser
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_float,
     rdzv_config_get_as_int,
 )
-from nvidia_resiliency_ext.shared_utils.console import write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 PROGRAM = "nvrx-control"
-EXIT_USAGE = 2
 
 _TAKEN = (
     "nnodes", "rdzv-endpoint", "rdzv-backend", "rdzv-id", "rdzv-conf", "local-addr", "ft-segment",
@@ -117,20 +108,14 @@ class ControlPlan:
         """Return what launchers must have been started with alike, by flag."""
         settings = {"--nnodes": f"{self.min_nodes}:{self.max_nodes}"}
         given = {
-            SEGMENT: self.segment,
-            GROUP_SIZE: self.group_size,
-            LAST_CALL: self.last_call_s,
-            LEASE: self.lease_s,
+            agreement.SEGMENT: self.segment,
+            agreement.GROUP_SIZE: self.group_size,
+            agreement.LAST_CALL: self.last_call_s,
+            agreement.LEASE: self.lease_s,
             "--ft-no-restart-exit-code": self.no_restart_exit_code,
         }
         settings |= {flag: str(value) for flag, value in given.items() if value is not None}
         return settings | agreed_on_logs(self.services.logs)
-
-
-def usage_error(problem: object) -> NoReturn:
-    """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
-    write_err(f"{PROGRAM}: error: {' '.join(str(problem).split())}\n")
-    sys.exit(EXIT_USAGE)
 
 
 class _ControlParser(FlagParser):
@@ -146,9 +131,6 @@ class _ControlParser(FlagParser):
         if "ft_enable_log_server" not in parsed.given:
             parsed.ft_enable_log_server = _says_where_logs_are(parsed)
         return parsed
-
-    def error(self, message: str) -> NoReturn:
-        usage_error(message)
 
 
 def get_args_parser() -> argparse.ArgumentParser:

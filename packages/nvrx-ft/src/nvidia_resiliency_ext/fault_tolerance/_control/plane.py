@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+from nvidia_resiliency_ext.fault_tolerance._health.admission import open_bad_node_hook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
@@ -34,16 +35,16 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
+from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
-from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of, usage_error
+from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 
 logger = logging.getLogger("nvrx")
@@ -68,7 +69,6 @@ class ControlPlane:
         self._clock = SystemClock()
         self._stack = contextlib.ExitStack()
         self._denylist = Denylist()
-        self._hook: BadNodeHook | None = None
         self._is_stopped = False
         self._has_thread_ended = False
         self._thread: CoordinatorThread | None = None
@@ -78,11 +78,10 @@ class ControlPlane:
         """Begin to listen, and serve."""
         try:
             self._build()
-        except OSError as error:
+        except BaseException as error:
             self._stack.close()
-            raise NvrxError(f"the job cannot be served: {error}") from error
-        except BaseException:
-            self._stack.close()
+            if isinstance(error, OSError):
+                raise NvrxError(f"the job cannot be served: {error}") from error
             raise
         return self
 
@@ -129,7 +128,14 @@ class ControlPlane:
         self._services = self._build_services()
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
         self._capture_streams()
-        self._build_hook()
+        self._bad_node = open_bad_node_hook(
+            plan.bad_node_hook,
+            self._environ,
+            stack,
+            job=plan.run_id,
+            host=self._host_name,
+            clock=self._clock,
+        )
         self._services.follow_attribution(self._attribution_stops, self._denylist.add)
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
         self._build_thread(listener, secret)
@@ -178,21 +184,6 @@ class ControlPlane:
         self._stack.callback(own.close)
         own.capture_own_streams(logs.launcher_log_file)
 
-    def _build_hook(self) -> None:
-        command = self._plan.bad_node_hook
-        if command is None:
-            return
-        from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
-
-        self._hook = BadNodeHook(
-            command,
-            self._environ,
-            job=self._plan.run_id,
-            host=self._host_name,
-            clock=self._clock,
-        )
-        self._stack.callback(self._hook.close)
-
     def _build_thread(self, listener: socket.socket, secret: bytes | None) -> None:
         plan = self._plan
         self._thread = CoordinatorThread(
@@ -215,12 +206,9 @@ class ControlPlane:
             denylist=self._denylist,
             on_end=lambda: self._loop.post(self._thread_ended),
         )
-        self._stack.callback(self._end_thread, self._thread)
+        self._stack.callback(self._thread.join, STOP_S)
+        self._stack.callback(self._thread.stop)
         self._thread.start()
-
-    def _end_thread(self, thread: CoordinatorThread) -> None:
-        thread.stop()
-        thread.join(STOP_S)
 
     # What happens ------------------------------------------------------------------------------
 
@@ -235,10 +223,6 @@ class ControlPlane:
 
     def _is_over(self) -> bool:
         return self._thread is not None and self._thread.outcome is not None
-
-    def _bad_node(self, cause: Cause) -> None:
-        if self._hook is not None:
-            self._hook.report(cause)
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
@@ -289,7 +273,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
             return print_config(args, os.environ, CONTROL_FLAGS)
         plan = plan_of(args, os.environ)
     except (ConfigError, OSError) as error:
-        usage_error(error)
+        usage_error(error, PROGRAM)
     from nvidia_resiliency_ext.shared_utils.log_manager import setup_logger
 
     setup_logger().setLevel(plan.log_level)
@@ -299,7 +283,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         with ControlPlane(plan, os.environ) as plane:
             plane.run()
     except ConfigError as error:
-        usage_error(error)
+        usage_error(error, PROGRAM)
     except NvrxError as error:
         write_err(f"{PROGRAM}: error: {' '.join(str(error).split())}\n")
         return EXIT_FAILURE

@@ -169,10 +169,7 @@ class _ExitingHook:
         self._previous = previous
 
     def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         if issubclass(kind, KeyboardInterrupt):
             assert callable(self._previous)

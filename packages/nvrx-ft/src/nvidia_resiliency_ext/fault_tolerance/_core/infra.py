@@ -3,11 +3,8 @@
 
 Asking a driver means loading tens of milliseconds of code; on most machines without a device these
 questions answer first. Whoever asks does so in a thread: a library may lie on a slow file system.
-
-Pure: every rule reads a mapping of environment variables. The rules are tried in the order of
-`_RULES` and the first that applies decides.
-
-Pure: reads a mapping of environment variables.
+The rules of the infrastructure rank are tried in the order of `_RULES`; the first that applies
+decides.
 """
 
 from __future__ import annotations
@@ -163,20 +160,8 @@ def _is_ip_address(addr: str) -> bool:
 
 
 def _natural_key(text: str) -> list[tuple[int, int | str]]:
-    key: list[tuple[int, int | str]] = []
-    part = ""
-    for character in text:
-        if part and character.isdecimal() != part[-1].isdecimal():
-            key.append(_key_part(part))
-            part = ""
-        part += character
-    if part:
-        key.append(_key_part(part))
-    return key
-
-
-def _key_part(part: str) -> tuple[int, int | str]:
-    return (0, int(part)) if part.isdecimal() else (1, part)
+    parts = (part for part in re.split(r"(\d+)", text) if part)
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
 
 
 _Environment = Mapping[str, str]
@@ -272,17 +257,10 @@ def _node_name_rank(environ: _Environment) -> int | None:
     return number
 
 
-def _cross_slurm_rank(environ: _Environment) -> int | None:
-    return _optional_int(environ, _env.CROSS_SLURM_PROCID)
-
-
-def _pattern(environ: _Environment) -> str:
-    return environ.get(_env.SLURM_TOPOLOGY_ADDR_PATTERN, "").lower()
-
-
 def _topology_rank(environ: _Environment) -> int | None:
     address = environ.get(_env.SLURM_TOPOLOGY_ADDR)
-    if not address or _pattern(environ) != "block.node":
+    pattern = environ.get(_env.SLURM_TOPOLOGY_ADDR_PATTERN, "").lower()
+    if not address or pattern != "block.node":
         return None
     parts = [_digits(part) for part in address.split(".")]
     if len(parts) != 2 or parts[0] is None or parts[1] is None:  # noqa: PLR2004 - block and node
@@ -314,17 +292,13 @@ def _slurm_rank(environ: _Environment) -> int | None:
     return _optional_int(environ, _env.SLURM_PROCID)
 
 
-def _group_rank(environ: _Environment) -> int | None:
-    return _optional_int(environ, _env.GROUP_RANK)
-
-
 _RULES: Final = (
     _Rule(_node_name_rank, by_topology=True),
-    _Rule(_cross_slurm_rank),
+    _Rule(lambda environ: _optional_int(environ, _env.CROSS_SLURM_PROCID)),
     _Rule(_topology_rank, by_topology=True),
     _Rule(_array_rank),
     _Rule(_slurm_rank),
-    _Rule(_group_rank),
+    _Rule(lambda environ: _optional_int(environ, _env.GROUP_RANK)),
 )
 
 

@@ -118,10 +118,7 @@ def _listing(root: str, path: str) -> list[str]:
 _CGROUP_FILES = (
     # (limit, used): version 2, then version 1, as seen from inside a container.
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 

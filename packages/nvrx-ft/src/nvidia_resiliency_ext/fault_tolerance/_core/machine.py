@@ -10,20 +10,8 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
+from . import preemption
 from .cause import Cause
-from .preemption import (
-    AskToSave,
-    GraceOver,
-    Leaving,
-    Preempted,
-    RanksHeld,
-    ReleaseRanks,
-    ReportHeld,
-    ReportPreempted,
-    RoundLeaves,
-    SaveAgreed,
-    StartGrace,
-)
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -108,7 +96,7 @@ class Node:
     group_world_size: int = 1
     over: RoundClosed | None = None
     budget: int | None = None
-    leaving: Leaving | None = None
+    leaving: preemption.Leaving | None = None
 
     @property
     def must_go(self) -> bool:
@@ -258,29 +246,12 @@ class RequestReceived:
 
 
 Event = (
-    RoundReady
-    | RoundClosed
-    | NextRoundOpened
-    | StoreLost
-    | JoinTimedOut
-    | NodeUnfit
-    | BarrierTimedOut
-    | WorkerExited
-    | WorkerStuck
-    | RanksAsked
-    | HangEvaluated
-    | StartFailed
-    | GroupStopped
-    | Signalled
-    | BudgetChanged
-    | RequestReceived
-    | Preempted
-    | RoundLeaves
-    | RanksHeld
-    | SaveAgreed
-    | GraceOver
+    RoundReady | RoundClosed | NextRoundOpened | StoreLost | JoinTimedOut | NodeUnfit
+    | BarrierTimedOut | WorkerExited | WorkerStuck | RanksAsked | HangEvaluated | StartFailed
+    | GroupStopped | Signalled | BudgetChanged | RequestReceived | preemption.Preempted
+    | preemption.RoundLeaves | preemption.RanksHeld | preemption.SaveAgreed | preemption.GraceOver
     | StopRequested
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,23 +336,11 @@ class Finish:
 
 
 Effect = (
-    Join
-    | StartWorkers
-    | StopWorkers
-    | KillWorkers
-    | ReportFault
-    | OpenNextRound
-    | CloseRendezvous
-    | ReportSuccess
-    | ReportBroken
-    | LeaveRendezvous
-    | Finish
-    | ReportPreempted
-    | StartGrace
-    | AskToSave
-    | ReportHeld
-    | ReleaseRanks
-)
+    Join | StartWorkers | StopWorkers | KillWorkers | ReportFault | OpenNextRound
+    | CloseRendezvous | ReportSuccess | ReportBroken | LeaveRendezvous | Finish
+    | preemption.ReportPreempted | preemption.StartGrace | preemption.AskToSave
+    | preemption.ReportHeld | preemption.ReleaseRanks
+)  # fmt: skip
 logger = logging.getLogger("nvrx")
 _REQUESTS = {
     WorkloadAction.ExcludeThisNode: Request.EXCLUDE_NODE,

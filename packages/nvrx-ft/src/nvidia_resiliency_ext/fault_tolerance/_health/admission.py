@@ -20,6 +20,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -53,11 +54,8 @@ def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bo
     """Return how many short cycles in a row there are now."""
     if has_stepped or lived_s >= SHORT_CYCLE_S:
         return 0
-    return crashes + 1 if _is_crash(cause) else crashes
-
-
-def _is_crash(cause: Cause) -> bool:
-    return cause.kind not in _NOT_THE_PROGRAM and cause.signal not in _SENT_BY_OTHERS
+    is_crash = cause.kind not in _NOT_THE_PROGRAM and cause.signal not in _SENT_BY_OTHERS
+    return crashes + is_crash
 
 
 def delay_s(crashes: int, limit_s: float) -> float:
@@ -122,13 +120,11 @@ class NodeChecks:
 
             checks["paths"] = StoragePathHealthCheck(config.storage_healthcheck_path.split(","))
         if "segment" not in checks and config.segment_health_check_dir:
-            from .segment_health import (
-                SegmentHealthCheck,
-            )
+            from .segment_health import SegmentHealthCheck
 
             checks["segment"] = SegmentHealthCheck(config.segment_health_check_dir, self._environ)
         if "service" not in checks:
-            service = _service_of(self._endpoint)
+            service = _service_at(self._endpoint) if self._endpoint else _service
             if service is not None:
                 checks["service"] = service
         return list(checks.values())
@@ -214,14 +210,29 @@ def get_node_health_check() -> NodeHealthCheck | None:
     return _service
 
 
-def _service_of(endpoint: str | None) -> NodeHealthCheck | None:
-    return _service_at(endpoint) if endpoint else _service
-
-
 def _service_at(endpoint: str) -> NodeHealthCheck:
     from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
 
     return NodeHealthCheck(endpoint=endpoint)
+
+
+def open_bad_node_hook(
+    command: str | None,
+    environ: Mapping[str, str],
+    stack: ExitStack,
+    *,
+    job: str,
+    host: str,
+    clock: Clock,
+) -> Callable[[Cause], None]:
+    """Return what reports a bad node to the site's command, if there is one; `stack` ends it."""
+    if command is None:
+        return lambda _: None
+    from .bad_node import BadNodeHook
+
+    hook = BadNodeHook(command, environ, job=job, host=host, clock=clock)
+    stack.callback(hook.close)
+    return hook.report
 
 
 CLOSE_WAIT_S = 0.2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
@@ -80,18 +80,8 @@ def wait_for_memory(
     if not ranks:
         return None
     began = clock.monotonic()
-    return _poll(lambda: memory.used_mb(ranks), rules, clock, stopped, began)
-
-
-def _poll(
-    look: Callable[[], dict[int, float] | None],
-    rules: MemoryRules,
-    clock: Clock,
-    stopped: threading.Event,
-    began: float,
-) -> float | None:
     while True:
-        used = look()
+        used = memory.used_mb(ranks)
         if used is None:
             return None
         waiting_for = busy(used, rules.tolerance_mb)
@@ -104,9 +94,7 @@ def _poll(
             logger.error(
                 "GPU memory is still in use after %.0f s (%s; %.0f MB are tolerated): "
                 "the workers start all the same",
-                waited_s,
-                which,
-                rules.tolerance_mb,
+                *(waited_s, which, rules.tolerance_mb),
             )
             return waited_s
         if stopped.wait(min(rules.poll_interval_s, left_s)):

@@ -120,11 +120,7 @@ class AttributionManager:
         try:
             # The kernel ends it with this thread, which is the launcher's main one.
             self._child = start_child(
-                argv,
-                env=environment,
-                stdout=log_fd,
-                stderr=log_fd,
-                die_with_parent=True,
+                argv, env=environment, stdout=log_fd, stderr=log_fd, die_with_parent=True
             )
         finally:
             if log_fd is not None:

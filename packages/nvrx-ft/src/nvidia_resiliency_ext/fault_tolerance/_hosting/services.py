@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause, signal_name
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -21,7 +21,6 @@ from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env, tas
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
     from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
@@ -202,9 +201,7 @@ class CoordinatorServices:
         )
 
     def follow_attribution(
-        self,
-        on_stop: Callable[[str], None],
-        on_nodes: Callable[[tuple[str, ...], str], None],
+        self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]
     ) -> None:
         """Start the service, or find it, and let it follow the cycles from now on.
 
@@ -240,7 +237,7 @@ class CoordinatorServices:
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.token_file,
             node_id=self._place.host,
-            post=_call_at_once if self._loop is None else self._loop.post,
+            post=(lambda call: call()) if self._loop is None else self._loop.post,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
             job_id=job_id,
@@ -313,10 +310,6 @@ class CoordinatorServices:
             servers.stop(at_once=job_goes_on)
 
 
-def _call_at_once(callback: Callable[[], None]) -> None:
-    callback()
-
-
 def evidence_of(cause: Cause | None) -> tuple[str, ...]:
     """Return what launchers saw of a fault, as lines of a log: workers do not write of it."""
     if cause is None:
@@ -325,15 +318,8 @@ def evidence_of(cause: Cause | None) -> tuple[str, ...]:
         return (cause.what,)
     who = "" if cause.rank is None else f"rank {cause.rank}: "
     if cause.signal is not None:
-        return (f"{who}killed by {_signal_name(cause.signal)}",)
+        return (f"{who}killed by {signal_name(cause.signal)}",)
     return (f"{who}exit code {cause.exit_code}",) if cause.exit_code else ()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _make_directory(path: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
+from nvidia_resiliency_ext.shared_utils import rank_activity
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,
@@ -20,15 +21,6 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     find_culprit,
 )
 from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
-from nvidia_resiliency_ext.shared_utils.rank_activity import (
-    NO_STACK,
-    Activity,
-    Kernel,
-    classify,
-    in_words,
-    inspect_kernel,
-    main_stack,
-)
 
 from . import messages
 from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
@@ -201,16 +193,16 @@ class Inquiries:
             rank, words = offset + local_rank, ""
             if local_rank in errors:
                 words = f"had failed and has not exited: {errors[local_rank]}"
-                states.append(RankState(rank, Activity.FAILED, host, words))
+                states.append(RankState(rank, rank_activity.Activity.FAILED, host, words))
             elif local_rank in workers.left:
                 words = "had left with exit code 0"
-                states.append(RankState(rank, Activity.LEFT, host, words))
+                states.append(RankState(rank, rank_activity.Activity.LEFT, host, words))
             elif local_rank in by_rank:
                 states.append(_state_of(by_rank[local_rank], host))
             else:
-                kernel = inspect_kernel(workers.pgids[local_rank])
-                activity = classify(kernel, NO_STACK)
-                words = in_words(activity, kernel, NO_STACK)
+                kernel = rank_activity.inspect_kernel(workers.pgids[local_rank])
+                activity = rank_activity.classify(kernel, rank_activity.NO_STACK)
+                words = rank_activity.in_words(activity, kernel, rank_activity.NO_STACK)
                 states.append(RankState(rank, activity, host, words))
         return states
 
@@ -280,9 +272,9 @@ class Inquiries:
             for testimony in testimonies.values()
             if testimony.signalled_at is not None
         ]
-        failed = any(r.activity is Activity.FAILED for r in finding.culprits)
+        failed = any(r.activity is rank_activity.Activity.FAILED for r in finding.culprits)
         evidence = {rank: testimony.evidence for rank, testimony in ranks.items()}
-        own = evidence.get(rank) or Evidence(kernel=Kernel("?"), can_dump=False)
+        own = evidence.get(rank) or Evidence(kernel=rank_activity.Kernel("?"), can_dump=False)
         signalled_at = min(signalled, default=time.monotonic())
         return {
             "rule": verdict.rule,
@@ -333,14 +325,14 @@ def _is_certain(
 
 
 def _state_of(testimony: Testimony, host: str) -> RankState:
-    stack, kernel = main_stack(testimony.stacks), testimony.evidence.kernel
-    activity, view = classify(kernel, stack), testimony.after
+    stack, kernel = rank_activity.main_stack(testimony.stacks), testimony.evidence.kernel
+    activity, view = rank_activity.classify(kernel, stack), testimony.after
     has_steps = view.step_first_open is not None
     return RankState(
         rank=testimony.rank,
         activity=activity,
         host=host,
-        words=in_words(activity, kernel, stack),
+        words=rank_activity.in_words(activity, kernel, stack),
         place=stack.place,
         is_late=testimony.broken is not None,
         has_moved=testimony.after.steps != testimony.before.steps,

@@ -203,26 +203,10 @@ class LogLine:
 
 
 LAUNCHER_MESSAGES = MessageSet(
-    Start,
-    CycleChanged,
-    CycleAcknowledged,
-    WorkersChanged,
-    Examine,
-    Sentence,
-    LeaseHeld,
-    Save,
-    SaveAcknowledged,
-    Leave,
-    Ready,
-    FirstStep,
-    RankJoined,
-    RankLeft,
-    HangFound,
-    RanksSeen,
-    RankUnkillable,
-    SlotReplaced,
-    LogLine,
-)
+    Start, CycleChanged, CycleAcknowledged, WorkersChanged, Examine, Sentence, LeaseHeld, Save,
+    SaveAcknowledged, Leave, Ready, FirstStep, RankJoined, RankLeft, HangFound, RanksSeen,
+    RankUnkillable, SlotReplaced, LogLine,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,13 +282,5 @@ class StepBegun:
 
 
 RANK_MESSAGES = MessageSet(
-    Hello,
-    Accepted,
-    Refused,
-    SetTimeouts,
-    Ask,
-    HeldForSave,
-    Answer,
-    FirstActivity,
-    StepBegun,
-)
+    Hello, Accepted, Refused, SetTimeouts, Ask, HeldForSave, Answer, FirstActivity, StepBegun,
+)  # fmt: skip

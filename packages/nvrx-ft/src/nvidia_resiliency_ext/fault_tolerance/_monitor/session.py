@@ -337,11 +337,7 @@ def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
 
 
 _PLAIN_LIMITS = frozenset(
-    {
-        "initial_rank_heartbeat_timeout",
-        "rank_heartbeat_timeout",
-        "rank_out_of_section_timeout",
-    }
+    {"initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"}
 )
 _SECTIONS = "rank_section_timeouts"
 

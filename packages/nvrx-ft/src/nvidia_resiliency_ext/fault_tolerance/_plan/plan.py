@@ -345,10 +345,7 @@ def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
     """Refuse segments that the job's nodes cannot make up. Raises FaultToleranceConfigError."""
     if segment is None:
         return
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
-        PlacementRules,
-        validate,
-    )
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
 
     try:
         validate(PlacementRules(min_nodes, max_nodes, segment=segment))

@@ -141,8 +141,7 @@ class Reading:
 def read(stamp: float, not_before: float, not_after: float) -> Reading:
     """Return what a stamp tells that was written between two moments of the reader's clock."""
     return Reading(
-        ahead_s=stamp - (not_before + not_after) / 2,
-        give_or_take_s=(not_after - not_before) / 2,
+        ahead_s=stamp - (not_before + not_after) / 2, give_or_take_s=(not_after - not_before) / 2
     )
 
 

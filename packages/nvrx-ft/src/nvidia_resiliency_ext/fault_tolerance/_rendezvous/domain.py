@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import select
 import subprocess
+import tempfile
 from typing import Final
 
-from nvidia_resiliency_ext.shared_utils.children import Child, start_child
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus, start_child
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 
 _COMMAND: Final = ("nvidia-smi", "-q")
@@ -36,26 +34,32 @@ def nvlink_domain(timeout_s: float = 60.0) -> str:
         NvlinkDomainError: There is none, or `nvidia-smi` is missing, fails or does not end.
     """
     try:
-        child = start_child(
-            _COMMAND,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-    except ChildStartError as error:
+        status, output = _ask(timeout_s)
+    except (ChildStartError, OSError) as error:
         raise NvlinkDomainError(
             f"segments need this node's NVLink domain, but nvidia-smi cannot be run: {error};"
             " install the driver's tools, or start without --ft-segment"
         ) from error
-    with child:
-        deadline = Deadline.after(timeout_s)
-        output = _read_all(child, deadline)
-        status = child.wait(deadline.timeout()) if output is not None else None
-    if output is None or status is None:
+    if status is None:
         raise NvlinkDomainError(f"nvidia-smi -q came to no end within {timeout_s:g} s: {_REMEDY}")
     if status.code != 0:
         raise NvlinkDomainError(f"nvidia-smi -q ended with {status.describe()}: {_REMEDY}")
     return parse_domain(output.decode(errors="replace"))
+
+
+def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
+    """Return how `nvidia-smi` ended, None where it did not, and what it wrote."""
+    # A file and not a pipe: nobody has to read while it runs.
+    with tempfile.TemporaryFile() as output:
+        with start_child(
+            _COMMAND,
+            stdin=subprocess.DEVNULL,
+            stdout=output.fileno(),
+            stderr=subprocess.DEVNULL,
+        ) as child:
+            status = child.wait(timeout_s)
+        output.seek(0)
+        return status, output.read(_MOST_BYTES)
 
 
 @functools.cache
@@ -88,24 +92,3 @@ def parse_domain(report: str) -> str:
             f" {_REMEDY}"
         )
     return domains[0]
-
-
-def _read_all(child: Child, deadline: Deadline) -> bytes | None:
-    """Return all that it writes; None when it does not come to an end."""
-    assert child.stdout is not None
-    descriptor = child.stdout.fileno()
-    os.set_blocking(descriptor, False)
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    output = bytearray()
-    while len(output) <= _MOST_BYTES:
-        if not poller.poll(deadline.remaining() * 1000):
-            return None
-        try:
-            part = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            continue
-        if not part:
-            return bytes(output)
-        output += part
-    return None

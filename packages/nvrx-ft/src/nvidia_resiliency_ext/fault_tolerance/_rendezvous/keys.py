@@ -60,35 +60,16 @@ def run_id(prefix: str) -> str:
     return prefix.removeprefix(_PREFIX).removesuffix(":")
 
 
-def log(seq: int) -> str:
-    """Return the key of one decision."""
-    return f"log/{seq}"
-
-
-def messages(round_: int) -> str:
-    """Return the key of the messages to the host in a round."""
-    return f"messages/{round_}"
-
-
-def arrivals(round_: int) -> str:
-    """Return the counter of nodes that arrived in a round."""
-    return f"arrivals/{round_}"
-
-
-def successes(round_: int) -> str:
-    """Return the counter of nodes whose workers all succeeded in a round."""
-    return f"successes/{round_}"
-
-
-def assignment(node: str) -> str:
-    """Return the key of a node's part in the last closed round."""
-    return f"assignment/{node}"
-
-
-def lease(node: str) -> str:
-    """Return the counter that a living node raises."""
-    return f"lease/{node}"
-
+# One decision.
+log: Final = "log/{}".format
+# Of a round: messages to the host, the counter of nodes that arrived, and that of nodes whose
+# workers all succeeded.
+messages: Final = "messages/{}".format
+arrivals: Final = "arrivals/{}".format
+successes: Final = "successes/{}".format
+# Of a node: its part in the last closed round, and the counter that it raises while it lives.
+assignment: Final = "assignment/{}".format
+lease: Final = "lease/{}".format
 
 # A living node's lease is never older than this.
 LEASES_IN_DOUBT = 1.5

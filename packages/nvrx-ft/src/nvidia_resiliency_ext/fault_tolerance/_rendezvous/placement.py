@@ -223,9 +223,7 @@ def validate(rules: PlacementRules) -> None:
 
 
 def place(
-    nodes: Iterable[Arrival],
-    rules: PlacementRules,
-    unhealthy_groups: Collection[str] = frozenset(),
+    nodes: Iterable[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str] = frozenset()
 ) -> Placement | NotEnough:
     """Return who is active, with which rank; their order does not matter.
 
@@ -246,7 +244,7 @@ def place(
     )
     usable, excluded = _split_by_group(everybody, rules, unhealthy_groups)
     _refuse_misfits(usable, rules)
-    keeps_ranks = not _is_ordered_by_infra_rank(usable, rules)
+    keeps_ranks = not (rules.use_infra_rank and all(node.infra_rank >= 0 for node in usable))
     if not keeps_ranks:
         usable.sort(key=_infra_rank)
         excluded.sort(key=_infra_rank)
@@ -324,10 +322,6 @@ def _refuse_shared(
         f"{few(faults, separator='; ')}: {remedy}",
         tuple(name for names in shared.values() for name in names),
     )
-
-
-def _is_ordered_by_infra_rank(nodes: Sequence[Arrival], rules: PlacementRules) -> bool:
-    return rules.use_infra_rank and all(node.infra_rank >= 0 for node in nodes)
 
 
 def _domains(nodes: Sequence[Arrival], rules: PlacementRules) -> list[str]:

@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.shared_utils.errors import (
-    FrameTooLargeError,
-    NvrxError,
-    WireError,
-)
+from nvidia_resiliency_ext.shared_utils.errors import FrameTooLargeError, NvrxError, WireError
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
@@ -240,19 +236,9 @@ class NodeMessage:
 
 
 _MESSAGES = MessageSet(
-    Activity,
-    Arrival,
-    Cause,
-    Entry,
-    HangStage,
-    HostReputation,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    RankState,
-    WorkerState,
-)
+    Activity, Arrival, Cause, Entry, HangStage, HostReputation, Kind, NodeMessage, Phase,
+    RankAssignment, RankState, WorkerState,
+)  # fmt: skip
 _Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
 
 

@@ -48,20 +48,12 @@ _Command = Callable[[NodeSession], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Urgent:
+class _Order:
+    """A command, and whether it is done at once, or also before a new host has spoken."""
+
     do: _Command
-
-
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    number: int
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True)
-class _WatchEnded:
-    number: int
-    why: str
+    at_once: bool = False
+    is_urgent: bool = False
 
 
 def _is_first(entry: Entry) -> bool:
@@ -116,8 +108,7 @@ class NodeThreads:
         self._lease_s = lease_s
         self._connect_timeout_s = connect_timeout_s
         self._settings = settings
-        self._commands: queue.SimpleQueue[_Command | _Urgent | _Decided | _WatchEnded | None]
-        self._commands = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._held: collections.deque[_Command] = collections.deque()
         self._watch_number = 0
         self._confirmed_at: float | None = None
@@ -137,11 +128,11 @@ class NodeThreads:
 
     def submit(self, command: _Command) -> None:
         """Do `command` in the session's thread, after those before it."""
-        self._commands.put(command)
+        self._commands.put(_Order(command))
 
     def submit_last_words(self, command: _Command) -> None:
         """Do `command` as `submit`, but also before a new host has said how the job goes on."""
-        self._commands.put(_Urgent(command))
+        self._commands.put(_Order(command, is_urgent=True))
 
     def close(self, timeout_s: float) -> None:
         """End the session; what was submitted before is still done, `timeout_s` long."""
@@ -234,14 +225,17 @@ class NodeThreads:
         self._watch_number += 1
         watched, number = self._keep(store.another()), self._watch_number
 
+        def tell(what: Entry | str) -> None:
+            self._commands.put(_Order(lambda session: self._hear(session, number, what), True))
+
         def watch() -> None:
             try:
-                self._watch(watched, seq, number)
+                self._watch(watched, seq, tell)
             except StoreLostError as error:
-                self._commands.put(_WatchEnded(number, str(error)))
+                tell(str(error))
             except Exception as error:
                 logger.exception("a defect in the rendezvous of this node")
-                self._commands.put(_WatchEnded(number, repr(error)))
+                tell(repr(error))
 
         self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
         self._watcher.start()
@@ -269,25 +263,16 @@ class NodeThreads:
                 next_lease = self._clock.monotonic() + self._lease_period()
                 continue
             try:
-                command = self._commands.get(timeout=wait_s)
+                order = self._commands.get(timeout=wait_s)
             except queue.Empty:
                 continue
-            if command is None:
+            if order is None:
                 return
             self._check_lease(session)
-            if isinstance(command, _Decided):
-                # The error of an earlier watch is that of a store that is gone.
-                if command.number == self._watch_number:
-                    self._take(session, command.entry)
-            elif isinstance(command, _WatchEnded):
-                if command.number == self._watch_number:
-                    raise StoreLostError(command.why)
-            elif not isinstance(command, _Urgent):
-                self._held.append(command)
-            elif session.is_resuming:
-                command.do(session)
+            if order.at_once or (order.is_urgent and session.is_resuming):
+                order.do(session)
             else:
-                self._held.append(command.do)
+                self._held.append(order.do)
 
     def _wait_for_another(self, session: NodeSession, error: StoreLostError) -> None:
         """Connect again, where the store may come back: one that a control plane serves.
@@ -393,7 +378,7 @@ class NodeThreads:
                 raise
         return store.settle(keys.SETTINGS, own, read_settings)
 
-    def _watch(self, store: JobStore, seq: int, number: int) -> None:
+    def _watch(self, store: JobStore, seq: int, tell: Callable[[Entry], None]) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
         log = DecisionLog(store)
         while not self._ended.is_set():
@@ -408,9 +393,16 @@ class NodeThreads:
             if entry is None:
                 continue
             seq = entry.seq
-            self._commands.put(_Decided(number, entry))
+            tell(entry)
             if entry.phase is Phase.OVER:
                 return
+
+    def _hear(self, session: NodeSession, number: int, what: Entry | str) -> None:
+        """Take a decision, or why there are no more; of an earlier watch the store is gone."""
+        if number == self._watch_number and isinstance(what, Entry):
+            self._take(session, what)
+        elif number == self._watch_number:
+            raise StoreLostError(str(what))
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
         if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):

@@ -90,11 +90,11 @@ def attempt_of(text: str | None) -> int:
 
 def short_host_names(addresses: list[str]) -> list[str]:
     """Return the first part of each host name; addresses in numbers stay whole."""
-    return [one if _is_numeric(one) else one.partition(".")[0] for one in addresses]
 
+    def is_numeric(address: str) -> bool:
+        return ":" in address or all(part.isdecimal() for part in address.split("."))
 
-def _is_numeric(address: str) -> bool:
-    return ":" in address or all(part.isdecimal() for part in address.split("."))
+    return [one if is_numeric(one) else one.partition(".")[0] for one in addresses]
 
 
 def _check_job_id(job_id: str) -> None:
@@ -174,18 +174,9 @@ class CycleInfoWriter:
         Returns:
             Whether it was taken over: not after `shutdown`, nor when the file system has hung.
         """
-        info = CycleInfo(
-            job_id=job_id,
-            attempt_index=attempt_index,
-            cycle_number=cycle_number,
-            cycle_start_time=cycle_start_time,
-            cycle_log_file=cycle_log_file,
-            active_nodes=active_nodes,
-            standby_nodes=standby_nodes,
-            active_ranks=active_ranks,
-        )
-        file_name(job_id, attempt_index, cycle_number)  # a bad name is the caller's error
-        return self._hand_over(lambda: self._begin(info))
+        start = (job_id, attempt_index, cycle_number, cycle_start_time)
+        nodes = (active_nodes, standby_nodes, 0, active_ranks)
+        return self._start(self._begin, CycleInfo(*start, "", cycle_log_file, *nodes))
 
     def take_up_cycle(  # noqa: PLR0913, PLR0917 - the fields of the file
         self,
@@ -203,18 +194,13 @@ class CycleInfoWriter:
         What it says stays, but for an end: the cycle goes on. Where there is no such file it is
         written as `write_cycle_start` does, which see for arguments and answer.
         """
-        info = CycleInfo(
-            job_id=job_id,
-            attempt_index=attempt_index,
-            cycle_number=cycle_number,
-            cycle_start_time=cycle_start_time,
-            cycle_log_file=cycle_log_file,
-            active_nodes=active_nodes,
-            standby_nodes=standby_nodes,
-            active_ranks=active_ranks,
-        )
-        file_name(job_id, attempt_index, cycle_number)  # a bad name is the caller's error
-        return self._hand_over(lambda: self._take_up(info))
+        start = (job_id, attempt_index, cycle_number, cycle_start_time)
+        nodes = (active_nodes, standby_nodes, 0, active_ranks)
+        return self._start(self._take_up, CycleInfo(*start, "", cycle_log_file, *nodes))
+
+    def _start(self, job: Callable[[CycleInfo], None], info: CycleInfo) -> bool:
+        _name_of(info)  # a bad name is the caller's error
+        return self._hand_over(lambda: job(info))
 
     def update_cycle_end(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str

@@ -14,13 +14,12 @@ import errno
 import json
 import logging
 import os
-import signal
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause, signal_name
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import MAX_ERROR_FILE_BYTES, ErrorFile
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import (
     cause_kind,
@@ -69,7 +68,7 @@ def cause_of(failure: Failure) -> Cause:
     if failure.hang:
         return hang_cause(failure.hang)
     if failure.status.signal is not None:
-        kind, what = "killed", f"{where} died by {_signal_name(failure.status.signal)}"
+        kind, what = "killed", f"{where} died by {signal_name(failure.status.signal)}"
     elif failure.error is not None and failure.error.message:
         first_line = failure.error.message.splitlines()[0]
         kind = "exception"
@@ -111,13 +110,6 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
     )
 
 
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
-
-
 def failure_table(name: str, failures: Sequence[Failure]) -> str:
     """Return the report of a job that failed for good: the root cause first, then the rest."""
     import time
@@ -148,7 +140,7 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
             lines.append(f"  hang      : {found_in_words(failure.hang)}")
             lines += [f"    {line}" for line in describe_evidence(failure.hang).splitlines()]
         elif failure.status.signal is not None:
-            lines.append(f"  traceback : none, it died by {_signal_name(failure.status.signal)}")
+            lines.append(f"  traceback : none, it died by {signal_name(failure.status.signal)}")
         else:
             lines.append(f"  traceback : none; {HOW_TO_SEE_IT}")
         return lines

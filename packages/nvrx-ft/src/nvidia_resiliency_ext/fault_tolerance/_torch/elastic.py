@@ -90,11 +90,7 @@ def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
         **{name: getattr(plan, name) for name in _SAME_FIELDS},
         fault_tol_cfg=plan.fault_tolerance,
         logs_specs=LogSettings(
-            plan.log_dir,
-            plan.output,
-            plan.output_specs,
-            plan.logs,
-            plan.attribution,
+            plan.log_dir, plan.output, plan.output_specs, plan.logs, plan.attribution
         ),
         run_id=plan.run_id,
         rdzv_configs={**plan.rdzv_configuration, **_rdzv_flags(plan)},

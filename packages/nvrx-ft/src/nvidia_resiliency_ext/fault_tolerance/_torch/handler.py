@@ -116,7 +116,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._store = store
         self._run_id = run_id
         self._requests: Callable[[], list[object]] = list
-        self._node_check: Callable[[], None] = _healthy
+        self._node_check: Callable[[], None] = lambda: None
         self._is_unfit = False
         self._worker_group: Any = None
         clock = SystemClock()
@@ -135,10 +135,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
             self._host.start()
         self._member = Membership(
-            member,
-            lambda: connect_guest(store, prefix, options.secret),
-            clock,
-            self._on_event,
+            member, lambda: connect_guest(store, prefix, options.secret), clock, self._on_event
         )
 
     # What torch's agent calls ----------------------------------------------------------------
@@ -237,7 +234,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
                 `no_progress`.
         """
-        _refuse_other_reasons(reason)
+        if reason not in REASONS:
+            raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
         is_reported = True
         if not self._member.is_over and not self._member.has_left:
             try:
@@ -407,15 +405,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
         assert rank is not None
         return api.RendezvousInfo(store, rank, entry.active, meeting)
-
-
-def _healthy() -> None:
-    """Find nothing wrong."""
-
-
-def _refuse_other_reasons(reason: str) -> None:
-    if reason not in REASONS:
-        raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
 
 
 def _refuse_other_stores(store: Store) -> None:

@@ -261,12 +261,7 @@ def missing_program(name: str, environ: Mapping[str, str]) -> str:
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    (
-        CURRENT_CYCLE_INFO,
-        FT_RANK_MONITOR_IPC_SOCKET,
-        "NVRX_CYCLE_START_TIME",
-        "NVRX_INFRA_RANK",
-    )
+    (CURRENT_CYCLE_INFO, FT_RANK_MONITOR_IPC_SOCKET, "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
 )
 
 
@@ -327,11 +322,7 @@ class CycleStamp:
 
 
 def rank_variables(
-    job: JobEnvironment,
-    assignment: Assignment,
-    local_rank: int,
-    stamp: CycleStamp,
-    error_file: str,
+    job: JobEnvironment, assignment: Assignment, local_rank: int, stamp: CycleStamp, error_file: str
 ) -> dict[str, str]:
     """Return what differs between workers and cycles; `@record` writes to `error_file`."""
     rank = assignment.rank_offset + local_rank

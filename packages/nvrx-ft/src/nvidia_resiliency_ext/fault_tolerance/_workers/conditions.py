@@ -29,14 +29,9 @@ IMPORT_TIME_PREFIXES = (
     "CUDA", "CUBLAS", "CUDNN", "NVIDIA_", "TRITON",
 )  # fmt: skip
 IMPORT_TIME_NAMES = (
-    "FAKE_ALLOW_META",
-    "GLIBC_TUNABLES",
-    "KINETO_USE_DAEMON",
-    "LANG",
-    "LANGUAGE",
-    "LOG_TLPARSE",
+    "FAKE_ALLOW_META", "GLIBC_TUNABLES", "KINETO_USE_DAEMON", "LANG", "LANGUAGE", "LOG_TLPARSE",
     "UNSAFE_SKIP_FSDP_MODULE_GUARDS",
-)
+)  # fmt: skip
 
 # Read when they are needed, although a prefix above covers them.
 LATE_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_")
@@ -49,6 +44,8 @@ LATE_NAMES = (
     "ONEDNN_MAX_CPU_ISA",
     # The launcher's own way to choose the interpreter, read before there is one.
     "PYTHON_EXEC",
+    # Set by Lightning when it is imported, after torch; torch reads it at each call.
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_DIST_INIT_BARRIER",
 )
@@ -281,19 +278,14 @@ def wants_prewarming(worker_pids: Iterable[int]) -> bool:
 # Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
 # more than all else that a restarted rank does. None of them imports torch.
 DEFAULT_IMPORTS = (
-    "numpy",
-    "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
+    "numpy", "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
     "nvidia_resiliency_ext.fault_tolerance.config",
     "nvidia_resiliency_ext.fault_tolerance.ipc_connector",
     "nvidia_resiliency_ext.fault_tolerance.timeouts_calc",
     "nvidia_resiliency_ext.fault_tolerance._monitor.link",
-    "nvidia_resiliency_ext.shared_utils.events",
-    "torch",
-    "torch.distributed",
-    "torch.profiler._cupti_monitor",
-    "sympy",
-    "torch._dynamo",
-)
+    "nvidia_resiliency_ext.shared_utils.events", "torch", "torch.distributed",
+    "torch.profiler._cupti_monitor", "sympy", "torch._dynamo",
+)  # fmt: skip
 
 
 def import_list(text: str) -> tuple[str, ...]:
@@ -309,28 +301,11 @@ def with_optional(names: Sequence[str]) -> list[tuple[str, bool]]:
 
 IMPORTS_TORCH = frozenset(
     (
-        "accelerate",
-        "apex",
-        "deepspeed",
-        "diffusers",
-        "lightning",
-        "lightning_fabric",
-        "megatron",
-        "nemo",
-        "peft",
-        "pytorch_lightning",
-        "timm",
-        "torch",
-        "torchaudio",
-        "torchdata",
-        "torchmetrics",
-        "torchtitan",
-        "torchvision",
-        "transformer_engine",
-        "transformers",
-        "trl",
+        "accelerate", "apex", "deepspeed", "diffusers", "lightning", "lightning_fabric", "megatron",
+        "nemo", "peft", "pytorch_lightning", "timm", "torch", "torchaudio", "torchdata",
+        "torchmetrics", "torchtitan", "torchvision", "transformer_engine", "transformers", "trl",
     )
-)
+)  # fmt: skip
 _DEPTH = 2
 _SIBLINGS = 8
 _LARGEST_PARSED_CHARACTERS = 200_000

@@ -56,11 +56,7 @@ class FileTimers:
     """Reads the pipe in the launcher's loop and keeps a timer for each deadline."""
 
     def __init__(
-        self,
-        path: str,
-        loop: EventLoop,
-        clock: Clock,
-        worker_pids: Callable[[], Collection[int]],
+        self, path: str, loop: EventLoop, clock: Clock, worker_pids: Callable[[], Collection[int]]
     ) -> None:
         self._path = path
         self._loop = loop

@@ -119,9 +119,7 @@ def worker_output(settings: OutputSettings, directory: str, local_rank: int) -> 
         return Target() if shown else Target(os.devnull)
 
     return WorkerOutput(
-        target(Stream.STDOUT, 1),
-        target(Stream.STDERR, 2),
-        os.path.join(directory, "error.json"),
+        target(Stream.STDOUT, 1), target(Stream.STDERR, 2), os.path.join(directory, "error.json")
     )
 
 
@@ -383,7 +381,7 @@ class Tee:
         def to_console(data: bytes, wait_s: float) -> int:
             return offer(stream.value, data, wait_s)
 
-        self._follow(path, prefix, stream.value, to_console, _all)
+        self._follow(path, prefix, stream.value, to_console, lambda _: True)
 
     def filter(self, path: str, prefix: str, wanted: Filter) -> None:
         """Begin to copy the lines of `path` that are wanted, each with `prefix`."""
@@ -499,10 +497,6 @@ class Tee:
         """Copy the rest and release the descriptors."""
         self.finish()
         self._notices.close()
-
-
-def _all(_line: bytes) -> bool:
-    return True
 
 
 def _size_text(count: int) -> str:

@@ -320,8 +320,7 @@ def _slot_event(
         case Begun(slot) if slot in draft.pool.importing:
             import_s = now - draft.pool.activated_at
             draft.change(
-                importing=draft.pool.importing - {slot},
-                import_s=max(import_s, draft.pool.import_s),
+                importing=draft.pool.importing - {slot}, import_s=max(import_s, draft.pool.import_s)
             )
             if not draft.pool.has_stepped:
                 draft.change(fill_at=now + _pause_s(import_s))

@@ -9,13 +9,14 @@ dies with the launcher, whether it comes from a prewarmed worker or from a fresh
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
@@ -36,100 +37,67 @@ class Stage(enum.Enum):
     GIVEN_UP = "given_up"
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The stop of one worker: its stage, and when the next one is due (monotonic s)."""
-
-    stage: Stage
-    due: float
+Send: TypeAlias = tuple[int, tuple[int, ...]]
+"""A local rank, and the signals that its group gets, in this order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send these signals, in this order, to the group of `local_rank`."""
-
-    local_rank: int
-    signums: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Stopping:
-    """All stops under way, by local rank."""
+    """The stop of a cycle's workers: who gets which signal when. It signals nobody itself."""
 
-    stops: tuple[tuple[int, Stop], ...] = ()
+    def __init__(self) -> None:
+        # By local rank: the stage, and when the next one is due (monotonic s).
+        self._stops: dict[int, tuple[Stage, float]] = {}
 
     @property
     def due(self) -> float | None:
         """When `advance` has something to do next, or None."""
-        times = [stop.due for _, stop in self.stops if stop.stage is not Stage.GIVEN_UP]
-        return min(times) if times else None
+        times = (due for stage, due in self._stops.values() if stage is not Stage.GIVEN_UP)
+        return min(times, default=None)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is waited for any more."""
-        return all(stop.stage is Stage.GIVEN_UP for _, stop in self.stops)
+        return len(self.given_up) == len(self._stops)
 
     @property
     def given_up(self) -> tuple[int, ...]:
         """The local ranks that survived SIGKILL."""
-        return tuple(rank for rank, stop in self.stops if stop.stage is Stage.GIVEN_UP)
+        return tuple(r for r, (stage, _) in self._stops.items() if stage is Stage.GIVEN_UP)
 
+    def begin(self, ranks: Iterable[int], signum: int, grace_s: float, now: float) -> list[Send]:
+        """Ask every worker to end. SIGCONT goes first: a stopped process handles no SIGTERM.
 
-def begin(
-    ranks: Iterable[int],
-    signum: int,
-    grace_s: float,
-    now: float,
-    before: Stopping | None = None,
-) -> tuple[Stopping, tuple[Send, ...]]:
-    """Ask every worker to end. SIGCONT goes first: a stopped process handles no SIGTERM.
+        A stop that is under way already is never made longer or taken back.
+        """
+        sends: list[Send] = []
+        for rank in ranks:
+            stage, due = self._stops.get(rank, (Stage.ASKED, math.inf))
+            if stage is Stage.ASKED:
+                self._stops[rank] = stage, min(due, now + grace_s)
+                sends.append((rank, (signal.SIGCONT, signum)))
+        return sends
 
-    A stop that is under way already (`before`) is never made longer or taken back.
-    """
-    earlier = dict(before.stops) if before is not None else {}
-    stops: list[tuple[int, Stop]] = []
-    sends: list[Send] = []
-    for rank in ranks:
-        stop = earlier.get(rank)
-        if stop is None or stop.stage is Stage.ASKED:
-            due = now + grace_s if stop is None else min(stop.due, now + grace_s)
-            stop = Stop(Stage.ASKED, due)
-            sends.append(Send(rank, (signal.SIGCONT, signum)))
-        stops.append((rank, stop))
-    return Stopping(tuple(stops)), tuple(sends)
+    def force(self, now: float) -> list[Send]:
+        """Kill everybody that is still there, now."""
+        for rank, (stage, _) in self._stops.items():
+            if stage is Stage.ASKED:
+                self._stops[rank] = stage, now
+        return self.advance(now)
 
+    def exited(self, local_rank: int) -> None:
+        """Take a worker off the list that is gone."""
+        self._stops.pop(local_rank, None)
 
-def force(state: Stopping, now: float) -> tuple[Stopping, tuple[Send, ...]]:
-    """Kill everybody that is still there, now."""
-    return advance(
-        Stopping(
-            tuple(
-                (rank, dataclasses.replace(stop, due=now) if stop.stage is Stage.ASKED else stop)
-                for rank, stop in state.stops
-            )
-        ),
-        now,
-    )
-
-
-def exited(state: Stopping, local_rank: int) -> Stopping:
-    """Take a worker off the list that is gone."""
-    return Stopping(tuple(item for item in state.stops if item[0] != local_rank))
-
-
-def advance(state: Stopping, now: float) -> tuple[Stopping, tuple[Send, ...]]:
-    """Go one stage further for each worker whose time is up."""
-    stops: list[tuple[int, Stop]] = []
-    sends: list[Send] = []
-    for rank, stop in state.stops:
-        if stop.due > now or stop.stage is Stage.GIVEN_UP:
-            stops.append((rank, stop))
-        elif stop.stage is Stage.ASKED:
-            sends.append(Send(rank, (signal.SIGKILL,)))
-            stops.append((rank, Stop(Stage.KILLED, now + KILL_BOUND_S)))
-        else:
-            stops.append((rank, Stop(Stage.GIVEN_UP, stop.due)))
-    return Stopping(tuple(stops)), tuple(sends)
+    def advance(self, now: float) -> list[Send]:
+        """Go one stage further for each worker whose time is up."""
+        sends: list[Send] = []
+        for rank, (stage, due) in self._stops.items():
+            if due <= now and stage is Stage.ASKED:
+                self._stops[rank] = Stage.KILLED, now + KILL_BOUND_S
+                sends.append((rank, (signal.SIGKILL,)))
+            elif due <= now:
+                self._stops[rank] = Stage.GIVEN_UP, due
+        return sends
 
 
 logger = logging.getLogger("nvrx")
@@ -303,7 +271,7 @@ class WorkerGroup:
             return
         self._running.discard(local_rank)
         if self._stopping is not None:
-            self._stopping = exited(self._stopping, local_rank)
+            self._stopping.exited(local_rank)
         self._listener.exited(local_rank, status)
         self._check_stopped()
 
@@ -314,11 +282,9 @@ class WorkerGroup:
 
     def stop(self, signum: int, grace_s: float) -> None:
         """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL."""
-        state, sends = begin(
-            sorted(self._running), signum, grace_s, self._clock.monotonic(), self._stopping
-        )
-        self._stopping = state
-        self._send(sends)
+        self._stopping = self._stopping or Stopping()
+        now = self._clock.monotonic()
+        self._send(self._stopping.begin(sorted(self._running), signum, grace_s, now))
         self._check_stopped()
 
     def kill(self) -> None:
@@ -326,25 +292,21 @@ class WorkerGroup:
         if self._stopping is None:
             self.stop(signal.SIGKILL, 0.0)
         else:
-            self._stopping, sends = force(self._stopping, self._clock.monotonic())
-            self._send(sends)
+            self._send(self._stopping.force(self._clock.monotonic()))
             self._rearm()
 
     def _send(self, sends: Iterable[Send]) -> None:
-        for send in sends:
-            for signum in send.signums:
-                self._started[send.local_rank].child.signal_group(signum)
+        for local_rank, signums in sends:
+            for signum in signums:
+                self._started[local_rank].child.signal_group(signum)
 
     def _advance(self) -> None:
         if self._stopping is None:
             return
-        self._stopping, sends = advance(self._stopping, self._clock.monotonic())
-        for send in sends:
-            logger.warning(
-                "worker %d (pid %d) did not end in time: SIGKILL",
-                send.local_rank,
-                self._started[send.local_rank].child.pid,
-            )
+        sends = self._stopping.advance(self._clock.monotonic())
+        for local_rank, _ in sends:
+            pid = self._started[local_rank].child.pid
+            logger.warning("worker %d (pid %d) did not end in time: SIGKILL", local_rank, pid)
         self._send(sends)
         self._check_stopped()
 
@@ -370,13 +332,8 @@ class WorkerGroup:
         for pid in procfs.pids_in_groups(groups):
             stat = procfs.read_stat(pid)
             if stat is not None and stat.running:
-                logger.warning(
-                    "process %d (%s, state %s) was left in worker group %d",
-                    pid,
-                    stat.comm,
-                    stat.state,
-                    stat.pgid,
-                )
+                text = "process %d (%s, state %s) was left in worker group %d"
+                logger.warning(text, pid, stat.comm, stat.state, stat.pgid)
 
     def _rearm(self) -> None:
         if self._timer is not None:

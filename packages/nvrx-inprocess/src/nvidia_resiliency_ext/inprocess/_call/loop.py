@@ -66,6 +66,9 @@ _STALE_KEYS = (
 # What torch imports when the first model is wrapped by DistributedDataParallel (some 820 modules)
 # and at the first backward pass: a reserve that takes over would import them while all wait.
 _IMPORTED_LATE = ("torch._dynamo", "torch.profiler._cupti_monitor")
+# Seconds that a reserve has waited before it imports them: an import cannot be left half-way, and
+# in an iteration's first moments faults are most likely.
+_CALM_S = 2.0
 
 _STOPPER_LIMIT_S = 5.0
 
@@ -210,8 +213,6 @@ class CallLoop:
     ) -> tuple[Any] | None:
         """Run the iteration; return the function's value in a tuple, None after an interruption."""
         state, parts, settings = self.state, self._parts, self._settings
-        if state.mode is Mode.INACTIVE:
-            _import_for_take_over()
         try:
             with parts.interrupter.inside():
                 parts.page.phase = ProgressPhase.GUARDED
@@ -270,11 +271,15 @@ class CallLoop:
             raise HealthCheckError(f"a health check failed: {error}") from error
 
     def _await_completion(self) -> None:
-        """Wait until all have completed; a reserve has nothing to do and waits without limit."""
+        """Wait until all have completed; a reserve waits without limit, and imports meanwhile."""
+        events = self._parts.events
         limit_s = None
         if self.state.mode is Mode.ACTIVE:
             limit_s = self._settings.completion_timeout.total_seconds()
-        if self._parts.events.wait(self._completion, limit_s) is None:
+        elif events.wait(self._completion, _CALM_S) is None:
+            with self._parts.lock:  # half-imported modules could not be imported again
+                _import_for_take_over()
+        if events.wait(self._completion, limit_s) is None:
             raise BarrierTimeout(
                 f"not all ranks have completed iteration {self.state.iteration} within"
                 f" {limit_s:g} s (completion_timeout)"
@@ -511,10 +516,7 @@ class CallLoop:
 
 
 def _import_for_take_over() -> None:
-    """Import what a training function makes torch import late; this rank has time now.
-
-    Nothing interrupts it: half-imported modules could not be imported again.
-    """
+    """Import what a training function makes torch import late; this rank has time now."""
     for name in _IMPORTED_LATE:
         try:
             importlib.import_module(name)

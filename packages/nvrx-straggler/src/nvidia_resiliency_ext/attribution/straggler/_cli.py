@@ -29,6 +29,13 @@ def integer(text: str) -> int:
     return value
 
 
+def rank(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a rank, which is 0 or more")
+    return value
+
+
 def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < threading.TIMEOUT_MAX / 3:
@@ -74,6 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="token of the job, for --store; default: NVRX_STRAGGLER_TOKEN_FILE",
     )
     shared.add_argument(
+        "--first-rank",
+        metavar="N",
+        type=rank,
+        help="with --store, of several detectors in a job the one whose process group begins with"
+        " rank N of the job; default: 0",
+    )
+    shared.add_argument(
         "--timeout",
         metavar="S",
         type=seconds,
@@ -100,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("set needs at least one setting")
     if options.store is not None and not options.token_file:
         parser.error("--store needs --token-file, as a store does not tell who asks")
+    if options.first_rank is not None and options.store is None:
+        parser.error("--first-rank needs --store; on the host of that rank, use --run-dir")
     try:
         status = _ask(options, request)
     except (ControlError, ConfigError) as error:
@@ -121,7 +137,8 @@ def _ask(options: argparse.Namespace, request: StatusRequest | Change) -> Status
     from ._session.store_control import ask_through_store
 
     host, port = options.store
-    return ask_through_store(host, port, options.token_file, request, options.timeout)
+    first_rank = options.first_rank or 0
+    return ask_through_store(host, port, options.token_file, request, options.timeout, first_rank)
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -71,17 +71,16 @@ def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
 
 
 def get_device_for_backend(group: ProcessGroup | None = None) -> torch.device:
-    """Return the device on which the group's collectives take tensors: CUDA for NCCL, else CPU.
+    """Return the device on which the group's collectives take tensors: the CPU wherever they do.
 
     Args:
         group: The group; None: the default group.
     """
     if not _is_initialized() or isinstance(group, dist.ProcessGroupGloo):
         return torch.device("cpu")
-    # A mixed group ("cpu:gloo,cuda:nccl") takes CPU tensors, too.
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    # Such as "cpu:gloo,cuda:nccl", however the backend was named.
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def all_reduce(

@@ -98,6 +98,10 @@ class Peers:
             PrefixStore("gloo", store), self._rank, self._size, self._timeout
         )
 
+    def leave(self) -> None:
+        """Close the connections to the other ranks; nothing may be running in the group."""
+        self.group = self._store = None
+
     def announce(self, stage: str) -> None:
         """Tell the other ranks that this one waits for them."""
         self._stage = stage

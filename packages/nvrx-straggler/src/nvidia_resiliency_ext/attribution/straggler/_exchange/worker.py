@@ -70,6 +70,11 @@ class Exchange(Generic[T]):
         return self._done.is_set()
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether its caller was told nothing yet: neither a result nor which ranks are missing."""
+        return not self._woken.is_set()
+
+    @property
     def error(self) -> BaseException | None:
         """What it has raised."""
         return self._error
@@ -176,14 +181,22 @@ class ExchangeWorker:
         if thread is not None:
             park(thread)
 
-    def close(self) -> None:
-        """End the thread; one that waits for a rank that never comes is left behind."""
+    def close(self) -> bool:
+        """End the thread and the connections to other ranks.
+
+        A thread that waits for a rank that never comes is left behind, with its connections: to
+        close them would wait for the collective. False then.
+        """
         thread, self._thread = self._thread, None
         self.end("the detector is shut down")
         if thread is not None:
             self._queue.put(None)
             if self._last is None or self._last.is_done:
                 thread.join(_CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                return False
+        self._peers.leave()
+        return True
 
     def _start(self) -> None:
         thread = ParkedAtExit("nvrx-straggler-exchange", self._work)
@@ -220,8 +233,7 @@ class ExchangeWorker:
         began = time.monotonic()
         announce_after = min(_ANNOUNCE_AFTER_S, self._timeout_s / 2)
         # A rank that has come at the last moment announces itself until then.
-        named_at = self._current.deadline + announce_after
-        is_named = named_at < began
+        named_at = max(self._current.deadline, began) + announce_after
         while not is_over():
             now = time.monotonic()
             if can_end and self._end:
@@ -229,7 +241,6 @@ class ExchangeWorker:
             if not self._announced and now - self._started > announce_after:
                 self._announced = True
                 self._peers.announce(str(self._number))
-            if now > named_at and not is_named:
-                is_named = True
+            if now > named_at and self._current.is_awaited:
                 self._current.miss(self._peers.absent())
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 8)))

@@ -266,12 +266,23 @@ class Session:
         self,
         exchange: Exchange[T],
         *,
-        has_voted: bool = False,
+        can_withdraw: bool = False,
         skipped: str = "straggler report skipped",
     ) -> T | None:
-        """Return the result of a collective, None without one; the log says why."""
+        """Return the result of a collective, None without one; the log says why.
+
+        Args:
+            exchange: The collective.
+            can_withdraw: Withdraw when the time is over, or wait on if other ranks rely on it.
+            skipped: What it means to go on without the result.
+        """
         try:
-            result = exchange.result(has_voted=has_voted)
+            try:
+                result = exchange.result()
+            except ExchangeSkippedError:
+                if not can_withdraw or exchange.withdraw():
+                    raise
+                result = exchange.result(has_voted=True)
         except ExchangeSkippedError as error:
             # A rank that never comes is told of once, not at every report that waits for it.
             level = logging.DEBUG if str(error) == self._last_skip else logging.WARNING
@@ -369,7 +380,7 @@ class Session:
         interval = None
         # Withdrawn here, it changes the interval on no rank; else all ranks have joined it.
         if correction is not None and not correction.exchange.withdraw():
-            outcome = self._await(correction.exchange, has_voted=True)
+            outcome = self._await(correction.exchange, can_withdraw=True)
             if outcome is None and self._worker is not None:
                 reason = "ranks no longer agree when a report is due"
                 logger.error("straggler reports end here: %s", reason)
@@ -458,8 +469,8 @@ class Session:
 
     def _leave_world(self) -> None:
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        if worker is not None and worker.close():
+            self.generator.group = self._options.process_group
 
     def _take_number(self) -> None:
         """Count this detector in a world in which it has not reported: other ranks may have."""
@@ -485,10 +496,10 @@ class Session:
         later = (
             f"straggler report interval is agreed on {self.tracker.retry_iters} iterations later"
         )
-        agreed = self._await(exchange, skipped=later)
+        agreed = self._await(exchange, can_withdraw=True, skipped=later)
         if agreed is None:
-            agreed = math.inf if exchange.withdraw() else self._await(exchange, has_voted=True)
-        return float(NEVER) if agreed is None else agreed
+            return math.inf if exchange.withdraw() else float(NEVER)
+        return agreed
 
     def _open_control(self) -> None:
         """Offer `nvrx-straggler` a socket, on rank 0, once the rank is known."""
@@ -512,17 +523,22 @@ class Session:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
         if not token_file or not host or not port.isdecimal() or int(port) >= 1 << 16:
             return
+        first_rank = dist_utils.get_global_rank(self._options.process_group, 0)
         try:
             token = TokenFile(token_file, TOKEN_FILE_VARIABLE)
         except ConfigError as error:
             logger.warning("straggler: no control through the job's store: %s", error)
             return
         try:
-            self._store_control = StoreControlServer(host, int(port), token, self._answer)
+            self._store_control = StoreControlServer(
+                host, int(port), token, self._answer, first_rank
+            )
         except RuntimeError as error:  # there may be no thread to have
             logger.warning("straggler: no control through the job's store: %s", error)
             return
-        logger.info("straggler: nvrx-straggler --store %s:%s steers this job", host, port)
+        which = f" --first-rank {first_rank}" if first_rank else ""
+        place = f"{host}:{port}"
+        logger.info("straggler: nvrx-straggler COMMAND --store %s%s steers this", place, which)
 
     def _answer(self, request: object) -> Status | Refused:
         """Answer a request of `nvrx-straggler`; the boundary of the thread that serves it."""

@@ -4,6 +4,8 @@
 A store asks nobody who they are, so requests and answers are signed with a token that rank 0 and
 the operator read from a file. A request also repeats the challenge that rank 0 has put in the store
 and changes after each request, so that none can be sent twice.
+
+Each detector of a job has keys of its own, under the first rank of its process group.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ __all__ = ["TOKEN_FILE_VARIABLE", "StoreControlServer", "ask_through_store"]
 TOKEN_FILE_VARIABLE = "NVRX_STRAGGLER_TOKEN_FILE"  # noqa: S105 - a name
 """Names the file with the token, for rank 0 and for `nvrx-straggler --store`."""
 
-_CHALLENGE = "nvrx-straggler/challenge"
-_REQUEST = "nvrx-straggler/request"
-_ANSWER = "nvrx-straggler/answer/"
+_CHALLENGE = "challenge"
+_REQUEST = "request"
+_ANSWER = "answer/"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _HEAD_BYTES = _PROOF_BYTES + 2 * _NONCE_BYTES
@@ -61,10 +63,13 @@ class StoreControlServer:
         port: Its port.
         token: The token that requests are signed with.
         answer: Answers each request, in the server's thread.
+        first_rank: The job's number of the rank that this is: the first of the detector's group.
     """
 
-    def __init__(self, host: str, port: int, token: TokenFile, answer: Handler) -> None:
-        self._address = (host, port)
+    def __init__(
+        self, host: str, port: int, token: TokenFile, answer: Handler, first_rank: int
+    ) -> None:
+        self._address = (host, port, first_rank)
         self._token = token
         self._answer = answer
         self._pid = os.getpid()
@@ -95,6 +100,7 @@ class StoreControlServer:
                     data = store.get(_REQUEST)
                     store.delete_key(_REQUEST)
                     self._take(store, data, challenge)
+            store.delete_key(_CHALLENGE)  # a command then knows that nobody answers
         except (RuntimeError, OSError) as error:
             if not self._is_closed.is_set():
                 logger.warning("straggler: no more control through the job's store: %s", error)
@@ -129,28 +135,36 @@ class StoreControlServer:
 
 
 def ask_through_store(
-    host: str, port: int, token_file: str, request: StatusRequest | Change, timeout_s: float
+    host: str,
+    port: int,
+    token_file: str,
+    request: StatusRequest | Change,
+    timeout_s: float,
+    first_rank: int,
 ) -> Status:
-    """Send a request to a job through its store and return its answer.
+    """Send a request to a detector of a job through the job's store and return its answer.
 
     Args:
         host: The job's `MASTER_ADDR`.
         port: Its `MASTER_PORT`.
         token_file: The file that the job's `NVRX_STRAGGLER_TOKEN_FILE` names, or a copy.
         request: What to ask.
-        timeout_s: How long the store, and then rank 0, may take.
+        timeout_s: How long the store, and then the detector, may take.
+        first_rank: The first rank of the detector's process group.
 
     Raises:
         ConfigError: The token file cannot be used.
         ControlError: The job cannot be reached, refuses, or has another token.
     """
     token = TokenFile(token_file, "--token-file").token()
-    store = _reach_store(host, port, timeout_s)
+    store = _reach_store(host, port, timeout_s, first_rank)
     place = f"the job's store at {host}:{port}"
     try:
         # A store whose process stands still would be waited for without an end.
         answer = DeadlineCaller().run(
-            "store-request", lambda: _exchange(store, token, request, timeout_s), timeout_s + 1
+            "store-request",
+            lambda: _exchange(store, token, request, timeout_s, first_rank),
+            timeout_s + 1,
         )
     except StuckError as error:
         raise ControlError(f"{place} does not answer within {timeout_s:g} s") from error
@@ -161,8 +175,8 @@ def ask_through_store(
     return status_of(answer, place)
 
 
-def _reach_store(host: str, port: int, timeout_s: float) -> Any:
-    """Connect to a store, in bounded time.
+def _reach_store(host: str, port: int, timeout_s: float, first_rank: int) -> Any:
+    """Connect to a store, in bounded time, and return the keys of one detector in it.
 
     Raises:
         ControlError: Nothing listens there, or it is no store.
@@ -182,7 +196,7 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
     import torch.distributed  # noqa: F401 - takes seconds, which do not count
 
     try:
-        return _connect(host, port, left_s)
+        return _connect(host, port, first_rank, left_s)
     except (RuntimeError, OSError) as error:
         raise ControlError(
             f"what listens at {place} does not answer as a job's store within {timeout_s:g} s: give"
@@ -190,16 +204,24 @@ def _reach_store(host: str, port: int, timeout_s: float) -> Any:
         ) from error
 
 
-def _exchange(store: Any, token: str, request: StatusRequest | Change, timeout_s: float) -> object:
+def _exchange(
+    store: Any, token: str, request: StatusRequest | Change, timeout_s: float, first_rank: int
+) -> object:
     """Send a request until it is answered, and return the answer, verified.
 
     The store keeps one request. One that another command's has replaced or preceded has no answer
     when the challenge changes, and is sent again.
     """
     deadline = Deadline.after(timeout_s)
-    hint = f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank 0?"
+    hint = (
+        f"no straggler detector takes requests; is {TOKEN_FILE_VARIABLE} set for rank {first_rank}?"
+        " One with a process group of its own is named by --first-rank, the group's first rank"
+    )
     _poll(lambda: store.check([_CHALLENGE]), deadline, hint)
-    busy = f"rank 0 has not answered within {timeout_s:g} s; a busy one may need a longer --timeout"
+    busy = (
+        f"rank {first_rank} has not answered within {timeout_s:g} s; a busy one may need a longer"
+        " --timeout"
+    )
     while True:
         challenge, nonce = store.get(_CHALLENGE), os.urandom(_NONCE_BYTES)
         key = f"{_ANSWER}{nonce.hex()}"
@@ -231,15 +253,18 @@ def _poll(is_so: Callable[[], bool], deadline: Deadline, failure: str) -> None:
         time.sleep(_POLL_S)
 
 
-def _connect(host: str, port: int, timeout_s: float) -> Any:
+def _connect(host: str, port: int, first_rank: int, timeout_s: float) -> Any:
+    """Return the keys of one detector in a store."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     def make() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
 
-    return open_client(make, port, timeout_s)
+    client = open_client(make, port, timeout_s)
+    return PrefixStore(f"nvrx-straggler/control/{first_rank}", client)
 
 
 def _seal(token: str, kind: bytes, challenge: bytes, nonce: bytes, message: object) -> bytes:
