@@ -141,15 +141,15 @@ def test_a_node_that_attribution_names_makes_room(nodes_job: Callable[..., Nodes
 def test_a_store_host_that_only_serves_goes_when_it_is_told(
     nodes_job: Callable[..., NodesJob],
 ) -> None:
-    """It has left the round and stays for its store; the signal of preemption ends it, and all."""
+    """It has left the round and stays for its store; when ranks have saved, it goes, and all do."""
     job = nodes_job(3)
     first, second, third = job.network
     for rank, host in enumerate((first, second, third)):
         job.start(
-            *("--steps", "100000", "--step-ms", "20"),
+            *("--steps", "100000", "--step-ms", "20", "--client", "--talk"),
             hosts=[host],
             nnodes="2:3",
-            flags=["--ft-lease", "1", "--ft-preempt-signal", "USR1", "--node-rank", str(rank)],
+            flags=["--ft-lease", "1", "--ft-preempt-signal", "USR2", "--node-rank", str(rank)],
             environment={"NVRX_INJECT_GPU_FAILURE": "1:0"},
         )
         if rank == 1:
@@ -158,10 +158,10 @@ def test_a_store_host_that_only_serves_goes_when_it_is_told(
     job.signal_rank(0, 1)
     job.wait_for_step(1, 2, ranks=2)
     wait_until(lambda: "stays because the job's store is here" in job.log(first), job.tails)
-    job.launchers[first.name].send_signal(signal.SIGUSR1)
-    assert set(job.wait(20).values()) == {1}, job.tails()
+    job.launchers[first.name].send_signal(signal.SIGUSR2)
+    assert job.wait(20) == {first.name: 1, second.name: 0, third.name: 0}, job.tails()
     for host in (second, third):
-        assert "which serves the job's store, was told to go" in job.log(host), job.tails()
+        assert f"host {first.name} must go: SIGUSR2 was received" in job.log(host), job.tails()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ killed, or asked to leave, and another one takes the job up. No step and no line
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from attribution_service import attribution_service
 from many_nodes import DDP_RANK, PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from hosts import Host, HostProcess
@@ -77,6 +78,15 @@ class ControlledJob:
         cycle = self.job.cycles()[-1]
         reached = max(entry["step"] for entry in self.job.entries("step", cycle))
         self.job.wait_for_step(cycle, reached + 3, ranks=2)
+
+    @contextlib.contextmanager
+    def ranks_stopped(self, cycle: int, count: int) -> Iterator[None]:
+        """Let ranks do no step: a slow machine would have the job at its end before it is time."""
+        for rank in range(count):
+            self.job.signal_rank(cycle, rank, signal.SIGSTOP)
+        yield
+        for rank in range(count):
+            self.job.signal_rank(cycle, rank, signal.SIGCONT)
 
     def start(
         self, *flags: str, steps: int, hosts: Sequence[Host] = (), nproc: int = 1, more: str = ""
@@ -221,11 +231,13 @@ def test_a_control_plane_that_comes_back_goes_on_with_its_logs(
         assert made.cycle_info(0)["cycle_end_time"] == ""
         reached = max(entry["step"] for entry in made.job.entries("step"))
         made.job.wait_for_step(0, reached + 10, ranks=4)
-        plane = made.control()
-        made.wait_until_back()
+        with made.ranks_stopped(0, 4):
+            plane = made.control()
+            made.wait_until_back()
     reached = max(entry["step"] for entry in made.job.entries("step"))
     made.job.wait_for_step(0, reached + 10, ranks=4)
-    made.job.wait_for(lambda: f"step {reached}" in made.cycle_log(0).read_text(), "lines arrive")
+    log = made.cycle_log(0)
+    made.job.wait_for(lambda: log.exists() and f"step {reached}" in log.read_text(), "lines arrive")
     made.assert_ended_well(600)
     assert made.job.cycles() == [0]
     made.assert_lines(0)
@@ -330,13 +342,9 @@ def test_a_real_training_ends_with_the_same_weights_over_control_planes(
         made.job.wait_for_step(0, 5, ranks=2)
         if faults:
             made.kill_control()
-            # Else a slow machine would have the training at its end before the store is back.
-            for rank in range(2):
-                made.job.signal_rank(0, rank, signal.SIGSTOP)
-            made.control()
-            made.wait_until_back()
-            for rank in range(2):
-                made.job.signal_rank(0, rank, signal.SIGCONT)
+            with made.ranks_stopped(0, 2):
+                made.control()
+                made.wait_until_back()
             made.job.signal_rank(0, 1)
             made.job.wait_for_step(1, ranks=2)
             # This time while there is no control plane.

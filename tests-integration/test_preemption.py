@@ -234,9 +234,11 @@ def test_a_node_that_drains_is_replaced_and_no_work_is_lost(job: Job, port: int)
 
 
 @pytest.mark.slow
-def test_a_spare_that_serves_the_store_lets_the_others_save_before_it_goes(job: Job) -> None:
+def test_a_spare_that_serves_the_store_lets_the_others_save_before_it_goes(
+    job: Job, port: int
+) -> None:
     """The job ends with its store: the others' ranks save at one step, and all leave with 0."""
-    with nodes_of(job, "2:3") as nodes:
+    with nodes_of(job, "2:3", port) as nodes:
         # Last by the scheduler's order, so that it is left out of the round after the next.
         nodes.start(9)
         wait_until(lambda: "needed: 2 nodes" in nodes.log(), nodes.log)

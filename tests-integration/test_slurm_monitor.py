@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ports
 import pytest
-from attribution_running import running
+from attribution_running import Service, running
 from fault_jobs import wait_until
 from slurm_cluster import SBIN, SCRIPT, why_no_slurm
 
@@ -62,7 +62,7 @@ class OneMachine:
 
     def submit(self, script: str, *flags: str) -> str:
         """Queue a batch script, and return the job's number."""
-        given = ("sbatch", "--parsable", "--no-requeue", *flags)
+        given = ("sbatch", "--parsable", *flags)
         return self.call(*given, text=f"#!/bin/bash\n{script}").strip()
 
     def logs(self) -> str:
@@ -96,30 +96,64 @@ def shown_by(port: int) -> dict[str, dict[str, Any]]:
 
 def test_failed_jobs_of_a_real_slurm_get_verdicts(slurm: OneMachine, tmp_path: Path) -> None:
     """An import error, a segfault of each task of an array, a cancelled job and a lost node."""
+    with watched(slurm, tmp_path) as (service, root, port):
+        jobs = judged_jobs(slurm, root, port)
+        wanted = [
+            *(("FAILED", "STOP", "user.import_error"),),
+            *([("FAILED", "RESTART", "host.segfault")] * 2),
+            *(("CANCELLED", "STOP", "sched.cancelled"),),
+            *(("NODE_FAIL", "RESTART", "sched.node_fail"),),
+        ]
+        found = [(job["state"], job["action"], job["reason"].partition(":")[0]) for job in jobs]
+        assert found == wanted
+        lost = service.get(jobs[-1]["log_path"])[1]["attribution"]
+        assert lost["suspect_nodes"] == ["node2"]
+
+
+def test_a_fault_that_a_requeued_job_meets_again_is_a_repeat(
+    slurm: OneMachine, tmp_path: Path
+) -> None:
+    """Each run of a requeued job is an attempt of its own, though all write to one log."""
+    fault = "[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered"
+    ends = '[ "${SLURM_RESTART_COUNT:-0}" = 1 ] && exit 1'
+    script = f"{STEPS}echo '{fault}'\n{ends}\nexec sleep 1000\n"
+    with watched(slurm, tmp_path) as (_, root, port):
+        log = root / "again.out"
+        job = slurm.submit(script, "--requeue", "--open-mode=append", "-o", str(log))
+        wait_until(
+            lambda: shown_by(port).get(job, {}).get("is_submitted") and fault in log.read_text(),
+            slurm.logs,
+            LIMIT_S,
+        )
+        slurm.call("scontrol", "requeue", job)
+        wait_until(
+            lambda: (
+                shown_by(port).get(job, {}).get("state") == "FAILED"
+                and shown_by(port)[job]["action"] == "STOP"
+            ),
+            slurm.logs,
+            LIMIT_S,
+        )
+        assert "retry_budget_exhausted" in shown_by(port)[job]["reason"]
+        kept = (tmp_path / "state" / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["attempt_index"] for line in kept] == [0, 1]
+
+
+@contextlib.contextmanager
+def watched(slurm: OneMachine, tmp_path: Path) -> Iterator[tuple[Service, Path, int]]:
+    """Run service and monitor; give the service, the folder of logs, and the monitor's port."""
     pytest.importorskip("fastapi")
     root = tmp_path / "logs"
     root.mkdir()
     endpoint = f"unix://{tmp_path}/s"
-    quiet = {"RESTART_AGENT_LOG_QUIET_SECONDS": "1"}
-    with ports.claimed() as port, running(root, endpoint, **quiet) as service:
+    settings = {"RESTART_AGENT_LOG_QUIET_SECONDS": "1", "STATE_DIR": tmp_path / "state"}
+    with ports.claimed() as port, running(root, endpoint, **settings) as service:
         flags = ("--attrsvc-endpoint", endpoint, "--interval", "0.5", "--partitions", "test")
         with subprocess.Popen(
             [*MONITOR, *flags, "--port", str(port)], env=slurm.environment, stderr=subprocess.PIPE
         ) as monitor:
             try:
-                jobs = judged_jobs(slurm, root, port)
-                wanted = [
-                    *(("FAILED", "STOP", "user.import_error"),),
-                    *([("FAILED", "RESTART", "host.segfault")] * 2),
-                    *(("CANCELLED", "STOP", "sched.cancelled"),),
-                    *(("NODE_FAIL", "RESTART", "sched.node_fail"),),
-                ]
-                found = [
-                    (job["state"], job["action"], job["reason"].partition(":")[0]) for job in jobs
-                ]
-                assert found == wanted
-                lost = service.get(jobs[-1]["log_path"])[1]["attribution"]
-                assert lost["suspect_nodes"] == ["node2"]
+                yield service, root, port
                 monitor.send_signal(signal.SIGTERM)
                 assert monitor.wait(30) == 0
             finally:
@@ -138,11 +172,13 @@ def judged_jobs(slurm: OneMachine, root: Path, port: int) -> list[dict[str, Any]
     # Each waits until the monitor has seen it, as a job that trains would be seen.
     seen = root / "seen"
     waits = f"until [ -e {seen} ]; do sleep 0.1; done\n"
-    plain = slurm.submit(waits + IMPORTS_NOTHING, "-o", f"{root}/plain-%j.out")
-    array = slurm.submit(waits + DIES, "--array=0-1", "-o", f"{root}/array-%A_%a.out")
+    plain = slurm.submit(waits + IMPORTS_NOTHING, "--no-requeue", "-o", f"{root}/plain-%j.out")
+    array = slurm.submit(
+        waits + DIES, "--no-requeue", "--array=0-1", "-o", f"{root}/array-%A_%a.out"
+    )
     endless = f"{STEPS}exec sleep 1000\n"
-    cancelled = slurm.submit(endless, "-o", f"{root}/cancelled-%j.out")
-    lost = slurm.submit(endless, "-w", "node2", "-o", f"{root}/lost-%j.out")
+    cancelled = slurm.submit(endless, "--no-requeue", "-o", f"{root}/cancelled-%j.out")
+    lost = slurm.submit(endless, "--no-requeue", "-w", "node2", "-o", f"{root}/lost-%j.out")
 
     def numbers() -> list[str]:
         queue = slurm.call("squeue", "-h", "--array", "-o", "%A %F").split("\n")

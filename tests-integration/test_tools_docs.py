@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/check_docs.py` on small pages: which blocks it runs, and how they can fail."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from fault_jobs import MARK, marked, wait_until
 
+from nvidia_resiliency_ext.fault_tolerance import cli_args
 from nvidia_resiliency_ext.fault_tolerance._agent import many_nodes
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
+from nvidia_resiliency_ext.fault_tolerance._control import plan as control
 
 TOOL = Path(__file__).parents[1] / "tools" / "check_docs.py"
 
@@ -231,3 +234,32 @@ def test_each_promise_about_checkpoints_names_its_test() -> None:
                     assert NAMES_A_TEST.search(line) or any(text in line for text in others), line
                     numbers |= numbers_of(line.split("|")[1])
     assert numbers == set(range(1, 64))
+
+
+def test_blocks_that_do_not_run_here_are_well_formed() -> None:
+    """Examples that need a cluster can be parsed, and take flags that the launchers have."""
+    parsers = {"ft_launcher": cli_args.get_args_parser(), "nvrx-control": control.get_args_parser()}
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md"), ROOT / "README.md"]
+    problems, commands = [], 0
+    for page in pages:
+        for language, text in re.findall(
+            r"^```(sh|python)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            if language == "python":
+                try:
+                    ast.parse(text)
+                except SyntaxError as error:
+                    problems.append(f"{page}: {error}: {text}")
+                continue
+            checked = subprocess.run(
+                ["sh", "-n"], input=text, capture_output=True, text=True, check=False
+            )
+            problems += [f"{page}: {checked.stderr}"] if checked.returncode else []
+            for line in text.replace("\\\n", " ").splitlines():
+                for program, rest in re.findall(r"\b(ft_launcher|nvrx-control) (.*)", line):
+                    commands += 1
+                    flags = re.findall(r"(?<!\S)(--[a-z][\w-]*)", re.sub(r"\S+\.py\b.*", "", rest))
+                    known = parsers[program]._option_string_actions
+                    problems += [f"{page}: {program} {flag}" for flag in flags if flag not in known]
+    assert not problems
+    assert commands > 10

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ import ports
 import pytest
 from attribution_running import OOM, running
 from browser import NAMES, Browser, find_browser
+
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import extract_fr_dump_path
 
 fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -97,6 +100,50 @@ def test_links_out_of_the_root(service, tmp_path):
         assert service.post(path)[0] in {400, 403, 404}
     os.mkfifo(service.root / "pipe.log")
     assert service.post(service.root / "pipe.log", **ENDED)[0] == 400
+
+
+@pytest.mark.parametrize("change", ["renamed", "truncated and regrown"])
+def test_log_that_is_rotated_while_it_is_read(service, change):
+    """The verdict is about the log that has the name at the end, not about a file moved away."""
+    log = service.root / f"{change.partition(' ')[0]}.log"
+    log.write_text("step: 1 loss: 0.5\n")
+    assert service.post(log, analysis_intent="progressive")[0] == 200
+    assert service.get(log, wait="false")[1]["status"] == "in_flight"
+    if change == "renamed":
+        log.rename(f"{log}.1")
+    log.write_text("step: 2 loss: 0.5\nstep: 3 loss: 0.5\n[rank3]: " + OOM)
+    reply = service.get(log, wait="false")[1]
+    assert reply["candidate_recommendation"]["reason"].startswith("gpu.oom")
+    assert service.post(log, **ENDED)[0] == 200
+    found = service.get(log)[1]["attribution"]
+    assert (found["reason_code"], found["progress"]["last_step"]) == ("gpu.oom", 3)
+
+
+def test_body_that_does_not_come(service):
+    """A client that announces a body and sends none is answered and let go."""
+    host, port = service.endpoint.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as client:
+        client.sendall(b"POST /logs HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_pipe_in_the_place_of_a_read_log(service):
+    """A log that becomes a pipe, however late, holds no reader up."""
+    pipe = service.root / "becomes-a-pipe"
+    os.mkfifo(pipe)
+    assert extract_fr_dump_path(str(pipe), str(service.root)) is None
+    for number in range(4):
+        log = service.root / f"pipe{number}.log"
+        log.write_text(OOM)
+        assert service.post(log, analysis_intent="progressive")[0] == 200
+        assert service.get(log, wait="false")[1]["status"] == "in_flight"
+        log.unlink()
+        os.mkfifo(log)
+        assert service.post(log, **ENDED)[0] in {200, 400}
+    log = service.root / "after-pipes.log"
+    log.write_text(OOM)
+    assert service.post(log, **ENDED)[0] == 200
+    assert service.get(log)[1]["recommendation"]["action"] == "STOP"
 
 
 def test_many_ask_for_one_log(service):
@@ -205,7 +252,7 @@ def test_a_state_of_another(tmp_path):
     with running(root, f"unix://{tmp_path}/s", STATE_DIR=tmp_path / "state"):
         code, said = run(str(tmp_path / "state"), f"unix://{tmp_path}/t")
         assert (code, said.count("\n")) == (2, 1), said
-        assert "another service" in said
+        assert "another process uses the state" in said
     (tmp_path / "file").touch()
     code, said = run(str(tmp_path / "file"), f"unix://{tmp_path}/t")
     assert (code, said.count("\n")) == (2, 1), said

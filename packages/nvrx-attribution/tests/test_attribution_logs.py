@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import attribution_cases
 import attribution_logs
 import attribution_traces
 import attribution_write_registry
@@ -22,7 +23,7 @@ import pytest
 
 from nvidia_resiliency_ext.attribution import cli, engine
 from nvidia_resiliency_ext.attribution._core.errors import RegistryError, UnreadableInputError
-from nvidia_resiliency_ext.attribution._logs.following import LogFollower
+from nvidia_resiliency_ext.attribution._logs.following import GrowingLog, LogFollower
 from nvidia_resiliency_ext.attribution._policy.history import Attempt, load_history, save_attempt
 
 STEP = (
@@ -51,6 +52,37 @@ def test_generated_logs(kind):
             assert found.first_fault.rank in {case.rank, None}, seed
         if case.has_node:
             assert found.first_fault.node == case.node, seed
+
+
+def test_example_set(tmp_path):
+    """The set in `tests/cases` is what its generator writes, and every label of it is met."""
+    attribution_cases.write(tmp_path / "cases")
+    made = {path.relative_to(tmp_path / "cases") for path in tmp_path.rglob("*") if path.is_file()}
+    kept = attribution_cases.FOLDER
+    assert made == {path.relative_to(kept) for path in kept.rglob("*") if path.is_file()}
+    assert all(
+        (kept / path).read_bytes() == (tmp_path / "cases" / path).read_bytes() for path in made
+    )
+    for path in sorted((kept / "logs").glob("*.log")):
+        label = json.loads(path.with_suffix(".json").read_text())
+        found = engine.analyze(path)
+        fault = found.first_fault
+        assert found.reason_code == label["code"], path
+        assert (found.domain, found.action in label["actions"]) == (label["domain"], True), path
+        assert label["line"] is None or abs(fault.line - label["line"]) <= 5, path
+        assert not label["ranks"] or fault.rank in {*label["ranks"], None}, path
+        assert not label["nodes"] or [fault.node] == label["nodes"], path
+    for folder in sorted((kept / "histories").iterdir()):
+        kept_attempts = tmp_path / f"{folder.name}.jsonl"
+        actions = [
+            engine.analyze(log, history=kept_attempts, job_id="j", cycle_id=cycle).action
+            for cycle, log in enumerate(sorted(folder.glob("*.log")))
+        ]
+        assert actions == json.loads((folder / "label.json").read_text())
+    for folder in sorted((kept / "traces").iterdir()):
+        label = json.loads((folder / "label.json").read_text())
+        report = engine.fr_report_of(str(folder))
+        assert {key: report[key] for key in label} == label, folder
 
 
 @pytest.mark.parametrize("path", sorted(REAL.glob("*.log")), ids=lambda path: path.stem)
@@ -483,6 +515,49 @@ def test_following_through_a_link(tmp_path):
         assert next(chunks) == b"grown\n"
 
 
+def grown(follower):
+    """Return what a follower yields until it has settled."""
+    return b"".join(iter(lambda: next(follower), b""))
+
+
+@pytest.mark.timeout(120)
+def test_following_over_what_happens_between_two_looks(tmp_path):
+    """A log that was cut and is longer again, or cut under a writer that does not append, is new."""
+    log = tmp_path / "job.log"
+    log.write_text("step: 1\n" * 10 + "[rank1]: half a")
+    with LogFollower(str(log)) as follower:
+        chunks = follower.chunks()
+        assert grown(chunks).endswith(b"half a")
+        log.write_text("step: 2\n" * 100)
+        assert grown(chunks) == b"\n" + b"step: 2\n" * 100
+        with log.open("r+") as writer:
+            writer.seek(0, os.SEEK_END)
+            writer.write("step: 3\n")
+            writer.flush()
+            assert grown(chunks) == b"step: 3\n"
+            os.truncate(log, 0)
+            writer.write("step: 4\n" * 200)
+        assert grown(chunks).lstrip(b"\0") == b"step: 4\n" * 200
+
+
+def test_last_lines_before_a_rotation_are_read(tmp_path):
+    """What a writer adds between the last look at a log and its replacement is not lost."""
+    log = tmp_path / "job.log"
+    log.write_text("first\n")
+
+    def find():
+        if not (tmp_path / "job.log.1").exists():
+            with log.open("a") as file:
+                file.write("last\n")
+            log.rename(tmp_path / "job.log.1")
+            log.write_text("next\n")
+        return os.stat(log)
+
+    growing = GrowingLog(lambda: os.open(log, os.O_RDONLY), find)
+    assert [growing.read() for _ in range(4)] == [b"first\n", b"last\n", b"next\n", b""]
+    growing.close()
+
+
 def test_log_that_cannot_be_read_is_no_wait(tmp_path, capsys):
     """Following a directory, a pipe or a loop of links ends with one line, not with a wait."""
     (tmp_path / "folder").mkdir()
@@ -508,6 +583,49 @@ def test_histories_of_programs_at_once(tmp_path):
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OSError, match="another process"):
             save_attempt(path, Attempt("job", 0, "f"), timeout_s=0.1)
+
+
+PROGRAM = [sys.executable, "-m", "nvidia_resiliency_ext.attribution"]
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "history.db"])
+def test_full_disk_of_the_history(tmp_path, name):
+    """A history that takes no more costs one line, not the verdict; one left empty is begun."""
+    log = tmp_path / "job.log"
+    log.write_text(STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n")
+    (tmp_path / name).touch()  # by a program that was killed
+    command = [*PROGRAM, "analyze", str(log), "--history", str(tmp_path / name), "--cycle-id"]
+
+    def run(cycle, limit):
+        return subprocess.run(
+            [*command, str(cycle), "--job-id", "j"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+
+    full = run(0, 16)
+    assert (full.returncode, full.stderr.count("\n")) == (0, 1), full.stderr
+    assert full.stdout.startswith("RESTART: host.segfault")
+    assert "is not added to the history" in full.stderr
+    found = [run(cycle, resource.RLIM_INFINITY) for cycle in (1, 2)]
+    assert [done.stdout.split(":")[0] for done in found] == ["RESTART", "STOP"]
+    assert [done.stderr for done in found] == ["", ""]
+
+
+def test_followed_attempts_count(tmp_path, capsys):
+    """An attempt whose log was followed is in the history; a history without a job is refused."""
+    log = tmp_path / "job.log"
+    log.write_text(STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n")
+    history = ["--history", str(tmp_path / "h.jsonl")]
+    followed = ["analyze", "--follow", "--quiet-s", "0.1", str(log), *history]
+    for cycle in (0, 1):
+        assert cli.main([*followed, "--job-id", "j", "--cycle-id", str(cycle)]) == 0
+    assert "STOP: host.segfault" in capsys.readouterr().out
+    assert cli.main(["analyze", str(log), *history]) == 2
+    assert "--history needs --job-id" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("notices", ["1", "0"])

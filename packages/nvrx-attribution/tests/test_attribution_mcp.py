@@ -12,6 +12,8 @@ import sys
 import attribution_traces as simulated
 import pytest
 
+from nvidia_resiliency_ext.attribution._live.sessions import SessionTimes
+from nvidia_resiliency_ext.attribution.analyzer import Analyzer
 from nvidia_resiliency_ext.attribution.base import AttributionState, NVRxAttribution
 from nvidia_resiliency_ext.attribution.mcp_integration import (
     AttributionModuleRegistry,
@@ -187,6 +189,26 @@ def test_growing_log(tmp_path):
             assert after["recommendation"]["reason"].startswith("gpu.oom")
 
     asyncio.run(talk())
+
+
+def test_growing_log_that_rested_has_a_verdict(tmp_path):
+    """A log that was let go because it did not grow any more is read again when it is asked for."""
+    log = tmp_path / "hung.log"
+    log.write_text(OOM)
+
+    async def ask():
+        tools = AttributionTools(str(tmp_path))
+        times = SessionTimes(idle_s=0.05, growing_poll_s=0.01)
+        tools._analyzer = Analyzer(str(tmp_path), times=times)
+        started, _ = await tools.call("log_analyzer_progressive_start", {"log_path": str(log)})
+        asked = {"result_id": started["result_id"]}
+        await asyncio.wait([*tools._analyzer._tasks.values()])  # it is let go
+        reply, _ = await tools.call("get_result", asked)
+        await tools.close()
+        return reply
+
+    reply = asyncio.run(ask())
+    assert reply["recommendation"]["reason"].startswith("gpu.oom")
 
 
 def test_nothing_outside_of_the_root_is_read(tmp_path):

@@ -330,6 +330,75 @@ def test_journal_and_history_survive(tmp_path):
     assert len(JobHistory(str(kept)).before("/new", "job")) == 8
 
 
+def test_history_of_a_service_is_read_and_not_written_by_others(tmp_path, caplog):
+    """The program may judge a log by a service's history, and leaves that as it is."""
+    log, kept = tmp_path / "l", tmp_path / "history.jsonl"
+    log.write_text(STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n")
+    JobHistory(str(kept)).add("/l0", "job", engine.analyze(log))
+    before = kept.read_bytes()
+    assert engine.analyze(log, history=kept, job_id="job").retry.used == 1
+    assert kept.read_bytes() == before
+    assert "history of a service" in caplog.text
+
+
+def test_journal_of_a_long_life_is_bounded(tmp_path, monkeypatch):
+    """A service that runs for long leaves out of its journal what has ended, and nothing else."""
+    monkeypatch.setattr("nvidia_resiliency_ext.attribution._live.journal._REWRITE_BYTES", 4096)
+    path = tmp_path / "journal.jsonl"
+    journal = SubmissionJournal(str(path))
+    journal.add({"log_path": "/kept"})
+    for number in range(1000):
+        journal.add({"log_path": f"/{number}"})
+        journal.end(f"/{number}")
+    journal.add({"log_path": "/newest"})
+    journal.close()
+    assert path.stat().st_size < 3 * 4096
+    again = SubmissionJournal(str(path))
+    assert again.open_submissions == [{"log_path": "/kept"}, {"log_path": "/newest"}]
+    again.close()
+
+
+def test_oldest_jobs_give_way(tmp_path, monkeypatch):
+    """A service that has seen as many logs as it can know forgets old ones and takes the next."""
+    monkeypatch.setattr("nvidia_resiliency_ext.attribution._live.jobs.MAX_JOBS", 4)
+
+    async def scenario():
+        analyzer = Analyzer(str(tmp_path), times=FAST)
+        for number in range(10):
+            log = tmp_path / f"{number}.log"
+            log.write_text(OOM)
+            ended = {"analysis_intent": "terminal", "log_complete": True}
+            await analyzer.submit(str(log), job_id=str(number), cycle_id=0, **ended)
+            result = await asyncio.wait_for(analyzer.analyze(str(log)), 30)
+            assert result.recommendation["action"] == "STOP"
+        known = [job["job_id"] for job in analyzer.get_all_jobs()]
+        assert len(known) <= 4
+        assert known[-1] == "9"
+        await analyzer.shutdown_async()
+
+    asyncio.run(scenario())
+
+
+def test_a_log_of_all_cycles_is_no_repeat(tmp_path):
+    """What a job's cycles and the scheduler's log of all of them say is counted once each."""
+    fault = STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n"
+
+    async def scenario():
+        analyzer = Analyzer(str(tmp_path), times=FAST)
+        ended = {"job_id": "7", "analysis_intent": "terminal", "log_complete": True}
+        used = []
+        for name, fields in (("c0", {"cycle_id": 0}), ("all", {}), ("c1", {"cycle_id": 1})):
+            log = tmp_path / f"{name}.log"
+            log.write_text(fault)
+            await analyzer.submit(str(log), **ended, **fields)
+            found = await asyncio.wait_for(analyzer.analyze(str(log)), 30)
+            used.append(found.attribution["retry"]["used"])
+        await analyzer.shutdown_async()
+        return used
+
+    assert asyncio.run(scenario()) == [0, 0, 1]
+
+
 def test_controller_takes_up_what_was_left(tmp_path):
     """A new controller answers for submissions that the last one had not finished."""
     log = tmp_path / "root" / "a.log"
@@ -518,7 +587,7 @@ def test_requeued_job_is_an_attempt_of_its_own(tmp_path, given, begins):
     assert [each["reason_code"] for each in found] == ["gpu.oom"] + 3 * ["host.segfault"]
     assert [each["retry"]["used"] for each in found] == [0, 0, 1, 2]
     assert [each["action"] for each in found][1:] == ["RESTART", "STOP", "STOP"]
-    assert len(JobHistory(state).before("other", "7")) == len(texts)
+    assert len(JobHistory(state).before("other", "7", 0, 0)) == len(texts)
     before = texts[0] + texts[1] if begins == "continued" else ""
     assert found[2]["first_fault"]["line"] == len(before.splitlines()) + 2
 
@@ -534,7 +603,7 @@ def test_attempt_that_was_cut_off_ends_when_the_next_begins(tmp_path):
         log.write_text(f"[rank1]: {OOM}")
         await analyzer.submit(str(log), **fields, analysis_intent="progressive")
         await analyzer.submit(str(log), **fields, analysis_intent="progressive", attempt_index=1)
-        assert [each["attempt_index"] for each in history.before("other", "7")] == [0]
+        assert [each["attempt_index"] for each in history.before("other", "7", 0, 0)] == [0]
         fault = STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n"
         log.write_text(log.read_text() + fault)
         await analyzer.submit(str(log), **fields, analysis_intent="terminal", attempt_index=1)

@@ -103,15 +103,19 @@ def test_jobs_outlive_the_monitor(slurm, service, monitor_of, tmp_path):
     log = service.root / "again.out"
     log.write_text(OOM)
     slurm.all_say(slurm_job("7", log))
-    monitor_of(state_file=state).poll_once()
+    first = monitor_of(state_file=state)
+    first.poll_once()
+    first.close()
     slurm.all_say(slurm_job("7", log, "FAILED"))
     second = monitor_of(state_file=state)
     assert job(second, "7").is_submitted
     second.poll_once()
     assert job(second, "7").action == "STOP"
+    second.close()
     third = monitor_of(state_file=state)
     third.poll_once()
     assert (job(third, "7").action, third.state.counts["submitted"]) == ("STOP", 0)
+    third.close()
     with open(state, "ab") as file:
         file.write(
             b'{"job_id": "8", "user": "a"\n{"job_id": "--x", "user": "a", "name": "b"}\n[]\n'
@@ -137,6 +141,125 @@ def test_a_service_that_is_away_loses_no_job(slurm, monitor_of, tmp_path):
     with running(root, path, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"):
         monitor.poll_once()
     assert (job(monitor, "5").action, monitor.state.problems()) == ("STOP", [])
+
+
+STOLEN = "[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered\n"
+
+
+def attempts(state):
+    """Return the attempts that a service has kept, as (requeues, fingerprint, node)."""
+    lines = (state / "history.jsonl").read_text().splitlines()
+    return [(a["attempt_index"], a["fingerprint"], a["node"]) for a in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "between two looks"])
+def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen):
+    """A fault that comes back in the next run is a repeat, whether or not its end was looked at."""
+    root, state = tmp_path / "logs", tmp_path / "state"
+    root.mkdir()
+    log = root / "requeued.out"
+    kept = str(tmp_path / "monitor.jsonl")
+    first = slurm_job("31", log)
+    second = {**first, "restarts": 1, "start": "2026-11-20T11:00:00"}
+    with running(
+        root, f"unix://{tmp_path}/s", STATE_DIR=state, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"
+    ) as service:
+        monitor = monitor_of(service.endpoint, state_file=kept)
+        slurm.all_say(first)
+        log.write_text(STEPS + STOLEN)
+        monitor.poll_once()
+        if is_seen:
+            waits = {**first, "state": "PENDING", "restarts": 1}
+            slurm.all_say(waits)
+            slurm.says("sacct", {**first, "state": "REQUEUED"})
+            monitor.poll_once()
+            assert (job(monitor, "31").action, job(monitor, "31").state) == ("RESTART", "REQUEUED")
+        slurm.all_say(second)
+        slurm.says("sacct", {**first, "state": "REQUEUED"}, second)
+        monitor.poll_once()
+        assert job(monitor, "31").attempt_index == 1
+        with log.open("a") as file:
+            file.write(STEPS + STOLEN)
+        monitor.close()
+        monitor = monitor_of(service.endpoint, state_file=kept)
+        slurm.all_say({**second, "state": "FAILED"})
+        monitor.poll_once()
+        assert job(monitor, "31").action == "STOP"
+        assert "retry_budget_exhausted" in job(monitor, "31").reason
+    found = attempts(state)
+    assert [index for index, _, _ in found] == [0, 1]
+    assert found[0][1] == found[1][1] != ""
+
+
+def test_end_of_a_run_before_a_requeue_is_evidence(slurm, monitor_of, tmp_path):
+    """A node that was lost in a run that nobody saw end is known by Slurm's accounting."""
+    root, state = tmp_path / "logs", tmp_path / "state"
+    root.mkdir()
+    log = root / "lost.out"
+    log.write_text(STEPS)
+    first = slurm_job("32", log)
+    second = {**first, "restarts": 1, "start": "2026-11-20T11:00:00"}
+    with running(root, f"unix://{tmp_path}/s", STATE_DIR=state) as service:
+        monitor = monitor_of(service.endpoint)
+        slurm.all_say(first)
+        monitor.poll_once()
+        slurm.all_say(second)
+        slurm.says("sacct", {**first, "state": "NODE_FAIL", "failed": "n2"}, second)
+        monitor.poll_once()
+        assert job(monitor, "32").is_submitted
+    assert [(index, node) for index, _, node in attempts(state)] == [(0, "n2")]
+
+
+def test_suspended_jobs_are_no_new_run(slurm, service, monitor_of):
+    """A job that leaves the queue without an end and without a requeue is waited for."""
+    log = service.root / "suspended.out"
+    log.write_text(STEPS)
+    slurm.all_say(slurm_job("33", log))
+    monitor = monitor_of()
+    monitor.poll_once()
+    slurm.all_say(slurm_job("33", log, "SUSPENDED"))
+    monitor.poll_once()
+    assert not job(monitor, "33").has_ended
+    slurm.all_say(slurm_job("33", log))
+    monitor.poll_once()
+    assert (job(monitor, "33").has_ended, monitor.state.counts["submitted"]) == (False, 1)
+
+
+def test_a_token_that_is_replaced_costs_no_verdict(slurm, monitor_of, tmp_path, monkeypatch):
+    """While the service refuses the monitor's old token its tries for a result do not run out."""
+    root = tmp_path / "logs"
+    root.mkdir()
+    (root / "a.out").write_text(OOM)
+    tokens = [tmp_path / name for name in ("service", "monitor")]
+    for token in tokens:
+        token.touch(0o600)
+        token.write_text("first")
+    monkeypatch.setattr("nvidia_resiliency_ext.services.smonsvc.monitor._RESULT_PAUSE_S", 0.01)
+    with running(root, f"unix://{tmp_path}/s", TOKEN_FILE=tokens[0]) as service:
+        monitor = monitor_of(service.endpoint, token_file=str(tokens[1]))
+        slurm.all_say(slurm_job("34", root / "a.out"))
+        monitor.poll_once()
+        assert job(monitor, "34").is_submitted
+        job(monitor, "34").is_terminal_submitted = job(monitor, "34").has_ended = True
+        tokens[0].write_text("second")
+        slurm.all_say(slurm_job("34", root / "a.out", "FAILED"))
+        monitor.poll_once()
+        assert (job(monitor, "34").tries, job(monitor, "34").is_done) == (0, False)
+        tokens[1].write_text("second")
+        job(monitor, "34").is_terminal_submitted = False
+        monkeypatch.undo()
+        monitor.poll_once()
+        assert job(monitor, "34").action == "STOP"
+
+
+def test_two_monitors_share_no_state(slurm, service, monitor_of, tmp_path):
+    """A second monitor with the state file of a running one is refused."""
+    state = str(tmp_path / "state.jsonl")
+    first = monitor_of(state_file=state)
+    with pytest.raises(ConfigError, match="another process uses"):
+        monitor_of(state_file=state)
+    first.close()
+    monitor_of(state_file=state)
 
 
 def test_slurm_that_fails_or_hangs(slurm, service, monitor_of):
@@ -284,7 +407,7 @@ def test_status_server(tmp_path):
         (
             ["--attrsvc-endpoint", "unix:///s", "--state-file", "/no/such/f"],
             {},
-            "cannot be written",
+            "No such file or directory",
         ),
         (["--attrsvc-endpoint", "unix:///s", "--port", "1", "--host", "0.0.0.0"], {}, "TOKEN_FILE"),
         (

@@ -371,11 +371,17 @@ def test_follow_on_a_terminal(end: str, directory: str, recorded: EventLog) -> N
 
 
 def test_follow_waits_for_the_record(tmp_path: Path) -> None:
-    """A directory that is empty, or not there yet, is waited for."""
+    """A directory that is not there yet is waited for, which is said once on stderr."""
     directory = tmp_path / "later"
     with subprocess.Popen(
-        [*_COMMAND, str(directory), "--follow"], stdout=subprocess.PIPE, text=True
+        [*_COMMAND, str(directory), "--follow"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == f"nvrx-report: no record at {directory} yet: waiting for it\n"
         log = EventLog.create(directory, src="launcher", job_id="7", launch_id="a", host="n1")
         log.record(CycleStart(world_size=1, nodes="n1"), cycle=0)
         assert process.stdout is not None
@@ -383,3 +389,4 @@ def test_follow_waits_for_the_record(tmp_path: Path) -> None:
         log.record(JobEnd(result="success", exit_code=0), cycle=None)
         log.close()
         assert process.wait(_DEADLINE_S) == 0
+        assert process.stderr.read() == ""

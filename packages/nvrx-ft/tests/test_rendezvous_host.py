@@ -731,6 +731,26 @@ def test_a_named_host_works_where_others_are_too_few() -> None:
     assert placed(rules(2, most=3), {"node0", "node1", "node2"}, 0, 1, 2) == [name(0), name(1)]
 
 
+@pytest.mark.parametrize(
+    "held",
+    [{"excluded": frozenset({"node0"})}, {"failures": {"node0": (NOW - 3, NOW - 2, NOW - 1)}}],
+)
+def test_the_spare_of_an_unwanted_host_may_come_a_moment_later(held: Any) -> None:
+    """A known spare that lives is waited for, as long as the last call; without one nobody is."""
+    by, known = (
+        rules(2, most=3),
+        Memory(active=THREE.active[:2], spares=frozenset({name(2)}), **held),
+    )
+    decision = ask(by, known, REOPENED, *came(0, 1), quiet_s=ALIVE)
+    assert isinstance(decision, Wait)
+    assert (decision.why, decision.is_last_call) == ("spare nodes in place of node0", True)
+    late = dataclasses.replace(known, enough_since=NOW - LOST_S)
+    assert isinstance(ask(by, late, REOPENED, *came(0, 1), quiet_s=ALIVE), Close)
+    dead = quiet(n0=0.1, n1=0.1, n2=LOST_S)
+    assert isinstance(ask(by, known, REOPENED, *came(0, 1), quiet_s=dead), Close)
+    assert isinstance(ask(by, known, REOPENED, *came(0, 1, 2), quiet_s=ALIVE), Close)
+
+
 def test_other_names_change_nothing() -> None:
     """Only whole names count."""
     assert placed(rules(2, most=3), {"node", "node01", "10.0.0"}, 0, 1, 2) == [name(0), name(1)]

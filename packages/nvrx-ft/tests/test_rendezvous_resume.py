@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import threading
@@ -771,6 +772,49 @@ def test_named_and_unhealthy_nodes_are_known_to_the_next_host() -> None:
         assert plane.named.why == {"node1": "it fell off the bus"}
         plane.wait_until(lambda: plane.host._memory.unhealthy == {name(2)})
         assert plane.reported == []
+
+
+def test_names_that_come_between_rounds_are_known_to_the_next_host() -> None:
+    """A verdict mostly comes while the next round waits for nodes, and that may take long."""
+    with planes(of()) as control:
+        plane = control.present
+        nodes = placed(plane)
+        nodes[0].open_next(0, FAILED)
+        plane.wait_for(lambda entry: entry.phase is Phase.OPEN)
+        plane.named.add(["node1"], "it fell off the bus")
+        opened = plane.wait_for(
+            lambda entry: entry.reputation is not None and entry.reputation.named
+        )
+        assert opened.phase is Phase.OPEN
+        assert nodes[0].catch_up(opened) == [], "it opened the round itself"
+        assert [type(event) for event in nodes[1].catch_up(opened)] == [Opened]
+        plane = control.restart()
+        for node in nodes:
+            node.resume(plane)
+        plane.wait_for(lambda entry: entry.round == 1)
+        assert plane.named.why == {"node1": "it fell off the bus"}
+
+
+def test_what_the_log_says_of_names_is_known_to_the_next_host() -> None:
+    """The line is written once a decision says it: who dies right after it has lost nothing."""
+    found: list[HostReputation | None] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        if "get no place" in record.getMessage():
+            found.append(plane.host.entry.reputation)
+        return True
+
+    with planes(of()) as control:
+        plane = control.present
+        placed(plane)
+        logger = logging.getLogger("nvrx")
+        logger.addFilter(look)
+        try:
+            plane.named.add(["node1"], "it fell off the bus")
+            plane.wait_until(lambda: bool(found))
+        finally:
+            logger.removeFilter(look)
+    assert found == [HostReputation((), (("node1", "it fell off the bus"),), ())]
 
 
 def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:

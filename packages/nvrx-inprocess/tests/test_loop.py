@@ -187,7 +187,7 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         loop.run(raises_in(1, state), (), {})
     told = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert len(told) == 1
-    assert re.fullmatch(r"rank 0: raised an exception.*; 1 rank goes on after \d+\.\d\d s", told[0])
+    assert re.fullmatch(r"rank 0 raised an exception.*; 1 rank goes on after \d+\.\d\d s", told[0])
     quiet = [each.message for each in caplog.records if each.levelname == "DEBUG"]
     assert any(text.startswith("iteration 1 begins: rank 0 of 1") for text in quiet)
     assert "all ranks have completed iteration 1" in quiet
@@ -199,16 +199,21 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         (
             {0: "HARD_TIMEOUT", 1: "EXCEPTION"},
             [0],
-            (
-                "rank 0: no progress for 90 s (hard_timeout), killed;"
-                " rank 1: raised an exception, or asked for a restart; rank 0 is lost"
-            ),
+            "rank 0 made no progress for 90 s (hard_timeout) and was killed",
         ),
-        ({1: "TERMINATED"}, [1], "rank 1: process was killed or crashed; rank 1 is lost"),
+        ({1: "TERMINATED"}, [1], "rank 1 was killed or crashed"),
         (
             {2: "UNRESPONSIVE", 3: "UNRESPONSIVE"},
             [2, 3],
-            "ranks {2-3}: not heard of for 30 s (heartbeat_timeout); ranks {2-3} are lost",
+            "ranks {2-3} were not heard of for 30 s (heartbeat_timeout)",
+        ),
+        (
+            {0: "EXCEPTION", 1: "BASE_EXCEPTION"},
+            [1],
+            (
+                "rank 1 left the function for good;"
+                " rank 0 raised an exception, or asked for a restart; rank 1 is lost"
+            ),
         ),
     ],
 )

@@ -251,7 +251,7 @@ FAULTS = {
         S,
         (
             "PermissionError: [Errno 13] Permission denied: '/results/run{x}'",
-            "OSError: [Errno 30] Read-only file system: '/results/{x}'",
+            "OSError: [Errno 13] Permission denied: '/results/{x}'",
         ),
         early=True,
     ),
@@ -531,11 +531,20 @@ CASCADES = (
 )
 
 
-def make_case(kind: str, seed: int) -> Case:
-    """Return one labelled log, reproducible by its kind and seed."""
+def make_case(kind: str, seed: int, *, is_small: bool = False, twist: str = "") -> Case:
+    """Return one labelled log, reproducible by its arguments.
+
+    Args:
+        kind: Of fault, or of healthy job.
+        seed: Draws everything else.
+        is_small: At most 16 ranks.
+        twist: `recovered`: another fault came before that the job survived; `late`: the fault is
+            written after what it led to; `twice`: another rank has a fault of its own soon after.
+    """
     rng = random.Random(f"log {kind} {seed}")
     per_node = rng.choice([4, 8])
     world = per_node * rng.choice([2, 4, 8])
+    world = 2 * per_node if is_small else world
     dialect = rng.choice(DIALECTS)
     out = Writer(rng, dialect, per_node, seconds=rng.random() * 3000)
     knows_nodes = dialect in {"default", "json"} or rng.random() < 0.5
@@ -545,13 +554,15 @@ def make_case(kind: str, seed: int) -> Case:
     fault = FAULTS[kind]
     victim = rng.randrange(world)
     steps = 0 if fault.early else rng.randint(3, 20)
-    if steps and rng.random() < 0.25:
+    if steps and (rng.random() < 0.25 or twist == "recovered"):
         train(out, world, 0, 2)
         recover(out, rng.randrange(world))
         train(out, world, 2, steps + 4)
     else:
         train(out, world, 0, steps)
-    line_rank = strike(out, fault, kind, victim, world, rng)
+    if twist == "late":
+        out.dialect = "logging"  # only times tell
+    line_rank = strike(out, fault, kind, victim, world, rng, twist)
     text = "\n".join(line for line, _ in out.lines) + "\n"
     marked = [number for number, (_, mark) in enumerate(out.lines, 1) if mark == "fault"]
     actions = fault.early_actions or fault.actions if fault.early else fault.actions
@@ -627,8 +638,8 @@ def traceback(out: Writer, rank: int, text: str, mark: str, entity: str = "step"
     out.write(rank, text, mark, level="ERROR")
 
 
-def strike(  # noqa: C901, PLR0912, PLR0915 - one branch per writer of a fault
-    out: Writer, fault: Fault, kind: str, victim: int, world: int, rng
+def strike(  # noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917 - one branch per writer of a fault
+    out: Writer, fault: Fault, kind: str, victim: int, world: int, rng, twist: str = ""
 ) -> int | None:
     """Write the fault, its cascades and the end; return the rank of the label."""
     values = {"r": victim, "n": out.node(victim), "x": rng.randrange(1, 99)}
@@ -649,6 +660,7 @@ def strike(  # noqa: C901, PLR0912, PLR0915 - one branch per writer of a fault
         teardown(out, victim, fault, world, rng, blocks=False)
         return victim
     late = rng.random() < 0.15 and fault.who == "one" and out.dialect in {"logging", "glog", "json"}
+    late = late or twist == "late"
     if fault.who == "kernel":
         out.bare(f"Jan  2 {out.stamp()} {out.node(victim)} kernel: [ 123.456789] {text}", "fault")
         out.seconds += 3
@@ -693,6 +705,13 @@ def strike(  # noqa: C901, PLR0912, PLR0915 - one branch per writer of a fault
     if late:
         del out.lines[held:]
     out.seconds = max(out.seconds, before + 4)
+    if twist == "twice":
+        out.seconds += 5
+        for rank in range(4):
+            noise(out, rank)
+        traceback(
+            out, (victim + 1) % world, "OSError: [Errno 28] No space left on device: '/tmp/x'", ""
+        )
     cascade(out, victim, world, rng)
     if late:
         out.lines += mine

@@ -21,13 +21,15 @@ if name == "squeue":
     jobs = [j for j in jobs if j["state"] in ("RUNNING", "COMPLETING")]
     for j in jobs:
         print("|".join([j["id"], j["state"], j["user"], j["partition"], j["nodes"],
-                        j.get("array", j["id"]), j.get("index", "N/A"), j["name"]]))
+                        j.get("array", j["id"]), j.get("index", "N/A"), j["start"],
+                        j["name"]]))
 elif name == "scontrol":
     for j in jobs:
         print(f"JobId={{j['id']}} JobName={{j['name']}}\\n"
               f"   UserId={{j['user']}}(1000) GroupId=users(100) MCS_label=N/A\\n"
               f"   JobState={{j['state']}} Reason=None Dependency=(null)\\n"
-              f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={{j.get('exit', '0:0')}}\\n"
+              f"   Requeue=1 Restarts={{j['restarts']}} BatchFlag=1 Reboot=0"
+              f" ExitCode={{j.get('exit', '0:0')}}\\n"
               f"   ReqNodeList=(null) ExcNodeList=(null)\\n"
               f"   NodeList={{j['nodes']}}\\n"
               f"   StdErr={{j['out']}}\\n   StdIn=/dev/null\\n   StdOut={{j['out']}}\\n\\n")
@@ -38,11 +40,13 @@ else:
     fields = next(a for a in sys.argv if a.startswith("--format="))[9:].split(",")
     if "StdOut" in fields and say.get("is_old"):
         sys.exit('sacct: fatal: Invalid field requested: "StdOut"')
+    if "--duplicates" not in sys.argv:
+        jobs = {{j["id"]: j for j in jobs}}.values()
     for j in jobs:
         if j["id"] in wanted:
             values = {{"JobIDRaw": j["id"], "State": j["state"], "ExitCode": j.get("exit", "0:0"),
                       "NodeList": j["nodes"], "FailedNode": j.get("failed", ""),
-                      "StdOut": j["out"]}}
+                      "StdOut": j["out"], "Start": j["start"]}}
             print("|".join(values[field] for field in fields))
 """
 
@@ -81,7 +85,8 @@ class FakeSlurm:
         return [call[1:] for call in map(json.loads, lines) if call[0] == name]
 
 
-def slurm_job(job_id: str, out: object, state: str = "RUNNING", **more: str) -> dict:
+def slurm_job(job_id: str, out: object, state: str = "RUNNING", **more: object) -> dict:
     """Return a job as the programs know it."""
     job = {"id": job_id, "state": state, "user": "ada", "partition": "batch", "nodes": "n[1-2]"}
+    job |= {"start": "2026-11-20T10:00:00", "restarts": 0}
     return {**job, "name": "train", "out": str(out), **more}

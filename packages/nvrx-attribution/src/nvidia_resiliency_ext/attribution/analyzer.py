@@ -189,6 +189,8 @@ class Analyzer:
             if len(value) > _LONGEST_NAME or not value.isprintable():
                 raise LogAnalyzerError(ErrorCode.INVALID_PARAMETER, "user or job_id is no name")
         resolved = validate_log_path(path, self.allowed_root, must_exist=False)
+        if self._jobs.get(resolved) is None:
+            self._forget_oldest()
         job = self._jobs.register(resolved, user, job_id, cycle_id, attempt_index)
         await self._begin_attempt(job, self._attempt_of(job, intent, attempt_index))
         if self._journal is not None:
@@ -375,6 +377,15 @@ class Analyzer:
                 logger.warning("a submission of the journal is left out: %s", error)
         return count
 
+    def _forget_oldest(self) -> None:
+        for job in self._jobs.forget_oldest(lambda job: any(map(self._is_read, _keys(job)))):
+            for key in _keys(job):
+                self._ended.discard(key)
+                self._failures.pop(key, None)
+
+    def _is_read(self, key: str) -> bool:
+        return key in self._tasks or self.coalescer.is_running(key)
+
     def _is_analyzed(self, path: str) -> bool:
         return self.coalescer.peek(path) is not None
 
@@ -540,3 +551,7 @@ class Analyzer:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _keys(job: Job) -> list[str]:
+    return [job.path, *(info.path for info in job.files)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -129,12 +130,19 @@ def _load(args: argparse.Namespace) -> Registry:
 def _analyze(args: argparse.Namespace) -> int:
     from nvidia_resiliency_ext.attribution import engine
 
+    if args.history and args.job_id is None:
+        write_err("nvrx-attribution: --history needs --job-id: attempts are kept by job\n")
+        return _EXIT_USAGE
     model = _model() if args.llm else None
     if args.follow:
         if len(args.log) > 1:
             write_err("nvrx-attribution: --follow reads one log\n")
             return _EXIT_USAGE
         verdict = _follow(args)
+        if args.history:
+            from nvidia_resiliency_ext.attribution._policy.history import keep_verdict
+
+            keep_verdict(args.history, verdict, args.attempt_index)
     else:
         verdict = engine.analyze(
             args.log,
@@ -190,20 +198,22 @@ def _follow(args: argparse.Namespace) -> Verdict:
         fr_report=engine.fr_report_of(args.fr),
     )
     shown: tuple[Any, ...] = ()
-    with LogFollower(args.log[0]) as follower:
-        try:
-            for data in follower.chunks(args.quiet_s):
-                scanner.feed(data)
-                if data:
-                    continue
-                verdict = scanner.snapshot()
-                now = (verdict.action, verdict.reason_code, verdict.first_fault)
-                if now != shown:
-                    shown = now
-                    _print(verdict, as_json=args.json)
-        except KeyboardInterrupt:
-            return scanner.finish()
-    return scanner.finish()
+
+    def show(verdict: Verdict) -> None:
+        nonlocal shown
+        now = (verdict.action, verdict.reason_code, verdict.first_fault)
+        if now != shown:
+            shown = now
+            _print(verdict, as_json=args.json)
+
+    with LogFollower(args.log[0]) as follower, contextlib.suppress(KeyboardInterrupt):
+        for data in follower.chunks(args.quiet_s):
+            scanner.feed(data)
+            if not data:
+                show(scanner.snapshot())
+    verdict = scanner.finish()
+    show(verdict)
+    return verdict
 
 
 def _print(verdict: Verdict, *, as_json: bool) -> None:

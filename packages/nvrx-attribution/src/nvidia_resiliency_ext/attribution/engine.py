@@ -10,11 +10,10 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
+from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.attribution._core.verdict import (
     FirstFault,
     ReportedEvent,
@@ -30,10 +29,9 @@ from nvidia_resiliency_ext.attribution._policy.decision import RetryPolicy, deci
 from nvidia_resiliency_ext.attribution._policy.fusion import fuse
 from nvidia_resiliency_ext.attribution._policy.history import (
     Attempt,
-    attempt_of,
     count_repeats,
+    keep_verdict,
     load_history,
-    save_attempt,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
@@ -240,7 +238,8 @@ def analyze(  # noqa: PLR0913 - the public signature
         fr_path: Directory or prefix of flight-recorder dumps, or None. Dumps that cannot be read
             leave the verdict to the log.
         rank_map: Rank -> node, as a mapping or a JSON file.
-        history: Earlier attempts. A file is read, and this attempt added when `job_id` is given.
+        history: Earlier attempts. A file is read, and this attempt added when `job_id` is given; a
+            file that cannot be written costs a warning, not the verdict.
         job_id: The job.
         cycle_id: Which run of its workers.
         attempt_index: How often the scheduler had requeued the job: its cycles begin anew then.
@@ -277,8 +276,7 @@ def analyze(  # noqa: PLR0913 - the public signature
                 scanner.mark_truncated()
     verdict = scanner.finish()
     if job_id is not None and isinstance(history, str | os.PathLike):
-        attempt = replace(attempt_of(verdict), attempt_index=attempt_index)
-        save_attempt(os.fspath(history), attempt)
+        keep_verdict(os.fspath(history), verdict, attempt_index)
     return verdict
 
 

@@ -152,9 +152,6 @@ def model_settings_from_environ(
 def service_model_settings(environ: Mapping[str, str]) -> ModelSettings | None:
     """Return the model that a service asks about each verdict; None: no model is asked.
 
-    NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED says whether it asks; without that it does when
-    both an address and a key are there.
-
     `NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED` (1 or 0) decides; without it, a model is asked
     if both an address and a key are set.
 

@@ -60,14 +60,21 @@ class JobHistory:
         if path is not None and os.path.exists(path):
             self._load(path)
 
-    def before(self, log_path: str, job: str, attempt_index: int = 0) -> list[dict[str, Any]]:
-        """Return the attempts of a job that were kept before this one, oldest first."""
+    def before(
+        self, log_path: str, job: str, attempt_index: int = 0, cycle_id: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the attempts of a job that were kept before this one, oldest first.
+
+        A log without a cycle, such as a scheduler's, is about all cycles of an allocation: it says
+        again what their logs say. The two kinds are not counted together.
+        """
         with self._lock:
             found = []
             for key, attempt in self._attempts.items():
                 if key == (log_path, attempt_index):
                     break
-                if attempt["job_id"] == job:
+                is_like = (attempt["cycle_id"] is None) == (cycle_id is None)
+                if attempt["job_id"] == job and is_like:
                     found.append(attempt)
             return found
 

@@ -78,6 +78,24 @@ class JobTable:
         job = self._jobs[resolved] = Job(resolved, user, job_id, cycle_id)
         return job
 
+    def forget_oldest(self, is_busy: Callable[[Job], bool]) -> list[Job]:
+        """Drop the older half of the jobs that are not busy if no more would be taken.
+
+        Args:
+            is_busy: Tells whether a log of the job is being read.
+
+        Returns:
+            The jobs that were dropped.
+        """
+        if len(self._jobs) < MAX_JOBS:
+            return []
+        idle = [job for job in self._jobs.values() if not is_busy(job)]
+        dropped = idle[: (len(idle) + 1) // 2]
+        for job in dropped:
+            del self._jobs[job.path]
+        self._paths = {key: path for key, path in self._paths.items() if path in self._jobs}
+        return dropped
+
     def look_for_split_log(self, job: Job, is_analyzed: Callable[[str], bool]) -> None:
         """Read the head of a log that exists, once, and list the files that it names.
 

@@ -19,11 +19,12 @@ __all__ = ["SubmissionJournal"]
 logger = logging.getLogger("nvrx")
 
 _LIMIT_BYTES = 64 << 20
+_REWRITE_BYTES = 16 << 20  # at least what is left out then
 _MOST_KEPT = 3000
 
 
 class SubmissionJournal:
-    """Append each submission before it is answered; what ended is left out at the next start.
+    """Append each submission before it is answered; leave out what ended when the file is large.
 
     A file that takes no more, as on a full disk, keeps no submission from its verdict.
 
@@ -39,22 +40,24 @@ class SubmissionJournal:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.open_submissions = self._read()
-        kept = [{"submitted": value} for value in self.open_submissions]
+        self._open = self._read()
+        self._file = -1
         self.problem = ""
-        try:
-            atomic_write(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
-        except OSError as error:
-            self._report(error)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(path, flags, 0o600)
+        self._rewrite()
+
+    @property
+    def open_submissions(self) -> list[dict[str, Any]]:
+        """The submissions without an end, oldest first."""
+        return list(self._open.values())
 
     def add(self, submission: Mapping[str, Any]) -> None:
         """Write a submission; `log_path` names it."""
+        self._open[submission["log_path"]] = dict(submission)
         self._append({"submitted": dict(submission)})
 
     def end(self, log_path: str) -> None:
         """Write that a log's analysis has ended."""
+        self._open.pop(log_path, None)
         self._append({"ended": log_path})
 
     def close(self) -> None:
@@ -63,9 +66,23 @@ class SubmissionJournal:
             os.close(self._file)
             self._file = -1
 
+    def _rewrite(self) -> None:
+        """Replace the file by one that has the open submissions alone."""
+        lines = [json.dumps({"submitted": value}) + "\n" for value in self._open.values()]
+        try:
+            atomic_write(self._path, "".join(lines).encode())
+        except OSError as error:
+            self._report(error)
+        self.close()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self._path, flags, 0o600)
+        self._large_bytes = 2 * os.fstat(self._file).st_size + _REWRITE_BYTES
+
     def _append(self, value: dict[str, Any]) -> None:
         try:
             self._write(json.dumps(value).encode() + b"\n")
+            if os.fstat(self._file).st_size > self._large_bytes:
+                self._rewrite()
         except OSError as error:
             self._report(error)
         else:
@@ -83,9 +100,9 @@ class SubmissionJournal:
         if not said:
             logger.error("%s", self.problem)
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> dict[str, dict[str, Any]]:
         if not os.path.exists(self._path):
-            return []
+            return {}
         found: dict[str, dict[str, Any]] = {}
         for line in read_regular_file(self._path, _LIMIT_BYTES).splitlines():
             try:
@@ -96,4 +113,4 @@ class SubmissionJournal:
                     found[value["submitted"]["log_path"]] = value["submitted"]
             except (ValueError, TypeError, KeyError):
                 logger.warning("a line of the journal %s is damaged and left out", self._path)
-        return list(found.values())[-_MOST_KEPT:]
+        return dict(list(found.items())[-_MOST_KEPT:])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._live.history import LogEnd
+from nvidia_resiliency_ext.attribution._logs.following import GrowingLog
 from nvidia_resiliency_ext.attribution.orchestration.utils import open_log
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import extract_fr_dump_path
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LogSession", "SessionTimes"]
 
-_CHUNK_BYTES = 1 << 20
 _CHUNKS_AT_ONCE = 8
 _DIGEST_BYTES = 4096
 
@@ -90,14 +90,14 @@ class LogSession:
         self._history = history
         self._times = times
         self._pool = pool
+        self._cycle_id = cycle_id
         self._attempt_index = attempt_index
         self._earlier_end = LogEnd()
         self._scanner = engine.LogScanner(
             job_id=job, cycle_id=cycle_id, attempt_index=attempt_index, policy=policy
         )
         self._lock = threading.Lock()  # the scanner has none
-        self._file = -1
-        self._offset = 0
+        self._log = GrowingLog(lambda: open_log(path, allowed_root), lambda: os.stat(path))
         self._last_growth_s = time.monotonic()
         self._terminal_s: float | None = None
         self._is_complete = False
@@ -156,7 +156,7 @@ class LogSession:
             return self._scanner.snapshot()
 
     def _earlier(self) -> list[dict[str, Any]]:
-        return self._history.before(self.path, self.job, self._attempt_index)
+        return self._history.before(self.path, self.job, self._attempt_index, self._cycle_id)
 
     async def _wait(self) -> None:
         ended = self._terminal_s is not None
@@ -169,66 +169,64 @@ class LogSession:
     def _is_silent(self, now: float) -> bool:
         assert self._terminal_s is not None
         waited = now - self._terminal_s
-        if self._file < 0 and waited < self._times.quiet_s:
+        if self._log.descriptor < 0 and waited < self._times.quiet_s:
             return False
         return now - self._last_growth_s >= self._times.quiet_s or waited >= self._times.max_wait_s
 
     def _read(self) -> bool:
         """Feed what is new, up to 8 MiB, and return whether there was anything."""
         with self._lock:
-            if self._is_closed or (self._file < 0 and not self._open()):
+            if self._is_closed or not self._open():
                 return False
             grew = False
             for _ in range(_CHUNKS_AT_ONCE):
-                data = os.read(self._file, _CHUNK_BYTES)
+                starts, offset = self._log.starts, self._log.offset
+                if self._repeats_earlier():
+                    self._log.start_over()
+                data = self._log.read()
+                if self._log.starts != starts:
+                    # What stands there now is new.
+                    if offset == self._earlier_end.size > 0:
+                        self._scanner.skip(0, 0)
+                    self._earlier_end = LogEnd()
                 if not data:
-                    if self._is_begun_anew():
-                        # What stands there now is new.
-                        if self._offset == self._earlier_end.size:
-                            self._scanner.skip(0, 0)
-                        self._offset = os.lseek(self._file, 0, os.SEEK_SET)
-                        self._earlier_end = LogEnd()
-                        grew = True
                     break
-                self._offset += len(data)
                 self._scanner.feed(data)
                 grew = True
             if grew:
                 # A log that was written long ago need not be watched for silence.
-                age_s = max(0.0, time.time() - os.fstat(self._file).st_mtime)
+                age_s = max(0.0, time.time() - os.fstat(self._log.descriptor).st_mtime)
                 self._last_growth_s = time.monotonic() - age_s
             return grew
 
     def _open(self) -> bool:
-        try:
-            self._file = open_log(self.path, self._root)
-        except FileNotFoundError:
+        if self._log.descriptor >= 0:
+            return True
+        if not self._log.open():
             return False
         end = self._history.end_before(self.path, self._attempt_index)
         if end.size and end.digest == self._digest(end.size):
             self._earlier_end = end
             self._scanner.skip(end.size, end.lines)
-            self._offset = os.lseek(self._file, end.size, os.SEEK_SET)
+            self._log.move(end.size)
         return True
 
-    def _is_begun_anew(self) -> bool:
-        """Tell whether the log was truncated, or says again what the earlier attempt said."""
-        status = os.fstat(self._file)
-        if status.st_size < self._offset:
-            return True
-        end = self._earlier_end
-        return end.size == self._offset > 0 and end.written_ns != status.st_mtime_ns
+    def _repeats_earlier(self) -> bool:
+        """Tell whether the log was begun anew, and says again what the earlier attempt said."""
+        end, status = self._earlier_end, os.fstat(self._log.descriptor)
+        is_all = status.st_size == self._log.offset == end.size > 0
+        return is_all and status.st_mtime_ns != end.written_ns
 
     def _end_of_log(self) -> LogEnd:
-        if self._file < 0:
+        if self._log.descriptor < 0:
             return LogEnd()
-        written_ns = os.fstat(self._file).st_mtime_ns
-        return LogEnd(self._offset, self._scanner.lines, self._digest(self._offset), written_ns)
+        size, written_ns = self._log.offset, os.fstat(self._log.descriptor).st_mtime_ns
+        return LogEnd(size, self._scanner.lines, self._digest(size), written_ns)
 
     def _digest(self, size: int) -> str:
         """Return a mark of the last bytes before a place in the log."""
         start = max(0, size - _DIGEST_BYTES)
-        data = os.pread(self._file, size - start, start)
+        data = os.pread(self._log.descriptor, size - start, start)
         return hashlib.sha256(data).hexdigest()
 
     def _finish(self) -> engine.Verdict:
@@ -248,6 +246,4 @@ class LogSession:
     def _close(self) -> None:
         with self._lock:
             self._is_closed = True
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            self._log.close()

@@ -204,6 +204,8 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
     world = scan.world_size or (max(scan.ranks) + 1 if scan.ranks else len(scan.places))
     ranks = set(fault.ranks)
     found.rank = fault.first.rank
+    if found.rank is None and len(ranks) == 1:
+        (found.rank,) = ranks  # the first line of it has no prefix
     found.node = fault.first.node or scan.node_map.node_of(found.rank)
     if found.rank is None and fault.first.local_rank is not None:
         found.rank = scan.node_map.rank_of(found.node, fault.first.local_rank)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import stat
@@ -13,14 +14,122 @@ from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
 from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["LogFollower"]
+__all__ = ["GrowingLog", "LogFollower"]
 
 _CHUNK_BYTES = 1 << 20
+_TAIL_BYTES = 4096  # by which a log that was cut and has grown again is told
 _LOOK_S = 0.5  # where the kernel does not report all growth
 # File systems whose files grow by writes of this machine alone.
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs"})
+
+
+class GrowingLog:
+    """Read what is appended to a log, also after it was truncated or replaced; never wait.
+
+    Args:
+        opener: Return a descriptor of the log; raise `FileNotFoundError` while there is none.
+        find: Return the status of the file that has the log's name now.
+
+    Attributes:
+        descriptor: The open log; -1: none.
+        offset: How far it was read.
+        starts: How often a file was begun at its first byte.
+    """
+
+    def __init__(self, opener: Callable[[], int], find: Callable[[], os.stat_result]) -> None:
+        self._opener = opener
+        self._find = find
+        self._tail = b""
+        self._is_partial = False
+        self._owes_newline = False
+        self.descriptor = -1
+        self.offset = 0
+        self.starts = 0
+
+    def open(self) -> bool:
+        """Open the log unless it is open; return False while there is none.
+
+        Raises:
+            OSError: It cannot be opened, or what `opener` raises.
+        """
+        if self.descriptor < 0:
+            try:
+                self.descriptor = self._opener()
+            except FileNotFoundError:
+                return False
+            self.start_over()
+        return True
+
+    def move(self, offset: int) -> None:
+        """Read on from another place of the open log."""
+        self.offset = os.lseek(self.descriptor, offset, os.SEEK_SET)
+        start = max(0, offset - _TAIL_BYTES)
+        self._tail = os.pread(self.descriptor, offset - start, start)
+
+    def read(self) -> bytes:
+        """Return what is new, at most 1 MiB; empty: there is nothing now.
+
+        Raises:
+            OSError: It cannot be read, or what `opener` raises.
+        """
+        if not self.open():
+            return b""
+        if self._is_cut():
+            self.start_over()
+        data = self._take()
+        if data or not self._is_replaced():
+            return data
+        data = self._take()  # written between the last look and the replacement
+        if data:
+            return data
+        self.close()
+        return self._take() if self.open() else b""
+
+    def start_over(self) -> None:
+        """Read the open log from its beginning: what stands there now is new."""
+        self.starts += 1
+        self._owes_newline = self._is_partial
+        self.move(0)
+        # A writer that does not append leaves a hole of its old size before what it writes.
+        with contextlib.suppress(OSError):
+            self.offset = os.lseek(self.descriptor, 0, os.SEEK_DATA)
+
+    def close(self) -> None:
+        """Close the log; harmless when repeated."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _take(self) -> bytes:
+        data = os.read(self.descriptor, _CHUNK_BYTES)
+        if not data:
+            return data
+        self.offset += len(data)
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        self._is_partial = not data.endswith(b"\n")
+        # The rest of a line that was cut off never comes.
+        before = b"\n" if self._owes_newline else b""
+        self._owes_newline = False
+        return before + data
+
+    def _is_cut(self) -> bool:
+        """Tell whether what was read last does not stand there any more."""
+        if os.fstat(self.descriptor).st_size < self.offset:
+            return True
+        if b"\0" in self._tail:
+            return False  # a hole that another machine's write may fill yet
+        size = len(self._tail)
+        return os.pread(self.descriptor, size, self.offset - size) != self._tail
+
+    def _is_replaced(self) -> bool:
+        try:
+            now = self._find()
+        except OSError:
+            return False  # moved away; the next file has not come
+        ours = os.fstat(self.descriptor)
+        return (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino)
 
 
 class LogFollower:
@@ -39,13 +148,12 @@ class LogFollower:
         self._path = os.path.abspath(path)
         self._name = os.path.basename(self._path)
         self._settle_s = settle_s
-        self._file: int | None = None
-        self._offset = 0
         parent = os.path.dirname(self._path)
         try:
             self._directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise UnreadableInputError(parent, error.strerror or str(error)) from None
+        self._log = GrowingLog(self._open, self._find)
         self._notices = DirectoryNotices(self._directory)
         self._is_reported = False
 
@@ -58,7 +166,10 @@ class LogFollower:
         last_growth = time.monotonic()
         is_settled = False
         while True:
-            data = self._read()
+            try:
+                data = self._log.read()
+            except OSError as error:
+                raise UnreadableInputError(self._path, error.strerror or str(error)) from None
             now = time.monotonic()
             if data:
                 last_growth, is_settled = now, False
@@ -77,10 +188,10 @@ class LogFollower:
     def close(self) -> None:
         """Close log and directory; harmless when repeated."""
         self._notices.close()
-        for descriptor in (self._file, self._directory):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self._file, self._directory = None, -1
+        self._log.close()
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
 
     def __enter__(self) -> LogFollower:  # noqa: PYI034 - Self came with Python 3.11
         """Return itself; leaving the block closes it."""
@@ -90,56 +201,23 @@ class LogFollower:
         """Close it."""
         self.close()
 
-    def _read(self) -> bytes:
-        if self._file is None and not self._open():
-            return b""
-        assert self._file is not None
-        try:
-            data = os.read(self._file, _CHUNK_BYTES)
-        except OSError as error:
-            raise UnreadableInputError(self._path, error.strerror or str(error)) from None
-        if data:
-            self._offset += len(data)
-            return data
-        if os.fstat(self._file).st_size < self._offset:
-            # Truncated: what stands there now is new.
-            os.lseek(self._file, 0, os.SEEK_SET)
-            self._offset = 0
-        elif self._is_replaced():
-            os.close(self._file)
-            self._file = None
-        else:
-            return b""
-        return self._read()
-
-    def _open(self) -> bool:
+    def _open(self) -> int:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            self._file = os.open(self._name, flags, dir_fd=self._directory)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise UnreadableInputError(self._path, error.strerror or str(error)) from None
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+        file = os.open(self._name, flags, dir_fd=self._directory)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
             raise UnreadableInputError(self._path, "not a regular file")
-        self._offset = 0
         # Of a file that is reached through a link the directory is told nothing.
-        real = os.readlink(f"/proc/self/fd/{self._file}")
+        real = os.readlink(f"/proc/self/fd/{file}")
         here = os.readlink(f"/proc/self/fd/{self._directory}")
-        self._is_reported = os.path.dirname(real) == here and _is_local(self._file)
-        return True
+        self._is_reported = os.path.dirname(real) == here and _is_local(file)
+        return file
 
-    def _is_replaced(self) -> bool:
-        assert self._file is not None
-        try:
-            now = os.stat(self._name, dir_fd=self._directory)
-        except OSError:
-            return False  # moved away; the next file has not come
-        ours = os.fstat(self._file)
-        return (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino)
+    def _find(self) -> os.stat_result:
+        return os.stat(self._name, dir_fd=self._directory)
 
     def _wait(self, seconds: float | None) -> None:
-        is_told = self._notices.are_there and (self._file is None or self._is_reported)
+        is_told = self._notices.are_there and (self._log.descriptor < 0 or self._is_reported)
         if not is_told:
             seconds = _LOOK_S if seconds is None else min(_LOOK_S, seconds)
         poll = select.poll()

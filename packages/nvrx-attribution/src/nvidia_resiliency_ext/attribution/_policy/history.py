@@ -4,20 +4,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
+from nvidia_resiliency_ext.attribution._core.files import LOCK_FLAGS
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, read_regular_file
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.attribution._core.verdict import Verdict
 
-__all__ = ["Attempt", "Repeats", "attempt_of", "count_repeats", "load_history", "save_attempt"]
+__all__ = [
+    "Attempt",
+    "Repeats",
+    "attempt_of",
+    "count_repeats",
+    "keep_verdict",
+    "load_history",
+    "save_attempt",
+]
+
+logger = logging.getLogger("nvrx")
 
 _PER_JOB = 10
 _TOTAL = 3000
@@ -136,7 +149,7 @@ def load_history(
     if history is None:
         return []
     if isinstance(history, str | os.PathLike):
-        attempts = _read(os.fspath(history))
+        attempts = _attempts(_rows(os.fspath(history)))
         attempts = [attempt for attempt in attempts if attempt.job_id == job_id]
     else:
         attempts = [attempt_of(value) for value in history]
@@ -149,6 +162,20 @@ def load_history(
 
 def _order(attempt: Attempt) -> tuple[int, int]:
     return attempt.attempt_index, -1 if attempt.cycle_id is None else attempt.cycle_id
+
+
+def keep_verdict(path: str, verdict: Verdict, attempt_index: int) -> None:
+    """Add the attempt of a verdict to a file; one that takes no more costs a warning alone.
+
+    Args:
+        path: JSON lines, or SQLite.
+        verdict: What was found.
+        attempt_index: How often the job was requeued before.
+    """
+    try:
+        save_attempt(path, replace(attempt_of(verdict), attempt_index=attempt_index))
+    except OSError as error:
+        logger.warning("this attempt is not added to the history %s: %s", path, error)
 
 
 def save_attempt(path: str, attempt: Attempt, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
@@ -171,7 +198,7 @@ def save_attempt(path: str, attempt: Attempt, timeout_s: float = _LOCK_TIMEOUT_S
 
 @contextlib.contextmanager
 def _locked(path: str, timeout_s: float) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(path, LOCK_FLAGS, 0o600)
     try:
         try:
             lock_file(descriptor, timeout_s)
@@ -183,9 +210,12 @@ def _locked(path: str, timeout_s: float) -> Iterator[None]:
 
 
 def _save(path: str, attempt: Attempt) -> None:
+    rows = _rows(path)
+    if any('"log_path"' in row for row in rows):
+        raise OSError(errno.EPERM, "it is the history of a service, which alone writes it", path)
     kept = [
         other
-        for other in _read(path)
+        for other in _attempts(rows)
         if attempt.cycle_id is None
         or (other.job_id, _order(other)) != (attempt.job_id, _order(attempt))
     ]
@@ -194,22 +224,28 @@ def _save(path: str, attempt: Attempt) -> None:
     dropped = {id(other) for other in of_job[:-_PER_JOB]}
     kept = [other for other in kept if id(other) not in dropped][-_TOTAL:]
     if path.endswith(_SQLITE_ENDINGS):
-        _write_sqlite(path, kept)
+        try:
+            _write_sqlite(path, kept)
+        except sqlite3.Error as error:
+            raise OSError(errno.EIO, str(error), path) from None
     else:
         lines = "".join(json.dumps(asdict(other)) + "\n" for other in kept)
         atomic_write(path, lines.encode())
 
 
-def _read(path: str) -> list[Attempt]:
+def _rows(path: str) -> list[str]:
     if not os.path.exists(path):
         return []
     try:
         if path.endswith(_SQLITE_ENDINGS):
-            rows = _read_sqlite(path)
-        else:
-            rows = read_regular_file(path, _LIMIT_BYTES).decode("utf-8", "replace").splitlines()
+            return _read_sqlite(path)
+        return read_regular_file(path, _LIMIT_BYTES).decode("utf-8", "replace").splitlines()
     except (OSError, sqlite3.Error) as error:
-        raise UnreadableInputError(path, f"not a history: {error}") from None
+        text = f"not a history: {error}; move it away to begin another"
+        raise UnreadableInputError(path, text) from None
+
+
+def _attempts(rows: list[str]) -> list[Attempt]:
     found = []
     for row in rows:
         # A half-written last line costs that line alone.
@@ -222,6 +258,8 @@ def _read(path: str) -> list[Attempt]:
 
 def _read_sqlite(path: str) -> list[str]:
     with contextlib.closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S)) as database:
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'attempts'").fetchone():
+            return []  # left by a program that was killed before it wrote
         return [row[0] for row in database.execute("SELECT record FROM attempts ORDER BY id")]
 
 

@@ -20,7 +20,7 @@ import sys
 from itertools import islice
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
+from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.attribution._traces.dumps import Dump, Group, Op, Status, decode_dump
 from nvidia_resiliency_ext.attribution._traces.pickles import UnsafePickleError, load_plain
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError

@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from nvidia_resiliency_ext.attribution import engine
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
+from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.attribution._logs.dialects import is_launcher_line
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,
@@ -27,6 +26,7 @@ from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import (
 )
 from nvidia_resiliency_ext.attribution.refine import model_settings_from_environ
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution import CollectiveAnalyzer
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import ranks_in
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
@@ -36,7 +36,6 @@ __all__ = ["CombinedLogFR", "main"]
 _EXIT_USAGE = 2
 _EXIT_UNREADABLE = 3
 _CHUNK_BYTES = 1 << 20
-_RANKS = re.compile(r"hanging ranks:\s*\[([\d,\s]*)\]")
 
 
 class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
@@ -74,8 +73,7 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
         self.verdict = None
         if data:
             log_text, fr_text = (unpack_run_result(item)[0] for item in (*data, "")[:2])
-            found = _RANKS.search(fr_text)
-            ranks = [int(part) for part in found[1].split(",") if part.strip()] if found else []
+            ranks = ranks_in(fr_text)
             return {"log": log_text, "fr": fr_text, "ranks": ranks, "threshold": threshold}
         if not config.get("log_path"):
             raise ValueError("give input_data, or log_path with fr_path")

@@ -12,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution import engine
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
 from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
+from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.attribution._logs.dialects import is_launcher_line
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,

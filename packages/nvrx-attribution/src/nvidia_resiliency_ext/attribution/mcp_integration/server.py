@@ -148,7 +148,7 @@ class AttributionTools:
             own.register(tool["name"], dict, tool["description"], tool["inputSchema"], {})
         self._own = own
         _ = self.registry.capacity  # a wrong variable is to be known before the first call
-        self._growing: dict[str, str] = {}
+        self._growing: dict[str, dict[str, Any]] = {}
         self._analyzer: Analyzer | None = None
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._waiting = 0
@@ -291,7 +291,8 @@ class AttributionTools:
                 raise LogAnalyzerError(ErrorCode.INVALID_PATH, f"pattern {pattern!r} has a path")
         return found
 
-    async def _start(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def _follow(self, arguments: dict[str, Any]) -> tuple[Analyzer, str]:
+        """Have a log read while it grows, also one that was let go because it rested."""
         if self._analyzer is None:
             self._analyzer = Analyzer(self._root, use_lib_log_analysis=False)
         submitted = await self._analyzer.submit(
@@ -301,9 +302,12 @@ class AttributionTools:
             arguments.get("cycle_id"),
             ANALYSIS_INTENT_PROGRESSIVE,
         )
-        path = submitted.normalized_path
+        return self._analyzer, submitted.normalized_path
+
+    async def _start(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        _, path = await self._follow(arguments)
         result_id = self.registry.result_id_for_args(PROGRESSIVE_START_TOOL, {"log_path": path})
-        self._growing[result_id] = path
+        self._growing[result_id] = arguments
         return {
             "module": PROGRESSIVE_START_TOOL,
             "result_id": result_id,
@@ -312,9 +316,10 @@ class AttributionTools:
 
     async def _get_result(self, arguments: dict[str, Any]) -> dict[str, Any]:
         result_id = arguments["result_id"]
-        path = self._growing.get(result_id)
-        if path is not None and self._analyzer is not None:
-            found = (await self._analyzer.analyze(path, wait=False)).to_payload()
+        followed = self._growing.get(result_id)
+        if followed is not None:
+            analyzer, path = await self._follow(followed)
+            found = (await analyzer.analyze(path, wait=False)).to_payload()
             is_done = found["status"] == "completed"
             key = "recommendation" if is_done else "candidate_recommendation"
             return {

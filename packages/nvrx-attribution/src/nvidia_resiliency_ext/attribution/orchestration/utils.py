@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
-from nvidia_resiliency_ext.attribution._core.confined import open_confined
+from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.config import (
     MODULE_LOG_ANALYZER,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
+from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError
 from nvidia_resiliency_ext.shared_utils.os_utils import resolve_under_allowed_roots
 
@@ -101,7 +102,7 @@ def extract_fr_dump_path(log_path: str, allowed_root: str | None = None) -> str 
     Returns:
         A prefix or a directory in which there are dumps, or None.
     """
-    for candidate in _candidates(log_path):
+    for candidate in _candidates(log_path, allowed_root):
         resolved = candidate if allowed_root is None else _resolved(candidate, allowed_root)
         if resolved is None:
             continue
@@ -163,7 +164,7 @@ def fr_fields_for_dataflow_record(
         "s_fr_dump_path": path or "",
         "s_fr_analysis": result.analysis_text if result is not None else "",
         "s_hanging_ranks": result.hanging_ranks if result is not None else "",
-        "l_hanging_ranks": _ranks_in(result.hanging_ranks) if result is not None else [],
+        "l_hanging_ranks": ranks_in(result.hanging_ranks) if result is not None else [],
     }
 
 
@@ -175,7 +176,7 @@ def fr_markdown_appendix(*, dump_path: str | None, analysis_text: str, hanging_r
         analysis_text: The text of their analysis.
         hanging_ranks: The ranks that hold the job up, as text.
     """
-    if not _ranks_in(hanging_ranks):
+    if not ranks_in(hanging_ranks):
         return ""
     # The text goes into a code block, which it must not be able to close.
     body = analysis_text.replace("```", "'''")
@@ -223,8 +224,8 @@ def _analyze(dump_path: str, allowed_root: str | None) -> FRAnalysisResult | Non
     return FRAnalysisResult(text, hanging_ranks_text(analysis.guilty_ranks), analysis.to_dict())
 
 
-def _candidates(log_path: str) -> Iterator[str]:
-    printed = _printed_prefix(log_path)
+def _candidates(log_path: str, allowed_root: str | None) -> Iterator[str]:
+    printed = _printed_prefix(log_path, allowed_root)
     if printed is not None:
         yield printed
     folder = os.path.dirname(os.path.abspath(log_path))
@@ -235,9 +236,9 @@ def _candidates(log_path: str) -> Iterator[str]:
         yield os.path.join(os.sep.join(parts[:last]) or os.sep, "checkpoints")
 
 
-def _printed_prefix(log_path: str) -> str | None:
+def _printed_prefix(log_path: str, allowed_root: str | None) -> str | None:
     try:
-        with open(log_path, "rb") as log:
+        with open(open_confined(log_path, allowed_root), "rb") as log:
             for _ in range(FR_DUMP_PATH_LOG_SCAN_LINES):
                 line = log.readline(_LINE_BYTES)
                 if not line:
@@ -258,7 +259,8 @@ def _resolved(path: str, allowed_root: str) -> str | None:
         return None
 
 
-def _ranks_in(text: str) -> list[int]:
+def ranks_in(text: str) -> list[int]:
+    """Return the ranks in a text such as `hanging ranks: [1, 2]`; empty where there is none."""
     match = _RANKS_TEXT.search(text)
     if match is None:
         return []

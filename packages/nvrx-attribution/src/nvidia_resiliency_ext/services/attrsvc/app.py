@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["AttributionHttpAdapter", "create_app"]
 
 _BODY_BYTES = 64 << 10
+_BODY_S = 10.0  # for each part of it
 _OPEN_ROUTES = frozenset({"/", ROUTE_HEALTHZ})
 _MOST_INDENT = 8
 _MOST_EVIDENCE = 16
@@ -290,7 +291,12 @@ class _Guard:
         is_large = not length.isdigit() or int(length[:12]) > _BODY_BYTES
         more = scope["method"] not in {"GET", "HEAD"}
         while more and not is_large:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), _BODY_S)
+            except (asyncio.TimeoutError, TimeoutError):
+                text = f"the body did not come within {_BODY_S:g} s"
+                await _answer(send, 408, _error("request_timeout", text))
+                return
             if message["type"] == "http.disconnect":
                 return
             body += message.get("body", b"")

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nvidia_resiliency_ext.attribution._core.files import lock_for_life
 from nvidia_resiliency_ext.services.attrsvc.app import create_app
 from nvidia_resiliency_ext.services.attrsvc.settings import ServiceEndpoint, Settings
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir
+from nvidia_resiliency_ext.shared_utils.os_utils import private_dir
 
 __all__ = ["main", "setup"]
 
@@ -29,7 +30,6 @@ _EXIT_USAGE = 2
 _BACKLOG = 512
 _GRACE_S = 2
 _PROBE_S = 1.0
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def setup(environ: Mapping[str, str] | None = None) -> Settings:
@@ -113,17 +113,13 @@ def _own_state(path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    what = f"the state directory {path}"
     try:
-        lock = os.open(os.path.join(private_dir(path), "lock"), _LOCK_FLAGS, 0o600)
+        private_dir(path)
     except OSError as error:
-        raise ConfigError(f"the state directory {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{what}: {error.strerror or error}") from None
+    lock = lock_for_life(os.path.join(path, "lock"), what)
     try:
-        try:
-            lock_file(lock)
-        except BlockingIOError:
-            raise ConfigError(f"another service uses the state directory {path}") from None
-        except OSError as error:
-            logger.warning("%s cannot be locked: %s", path, error.strerror)
         yield
     finally:
         os.close(lock)

@@ -26,6 +26,7 @@ __all__ = ["ServiceClient", "fetch_results", "log_attribution_result", "submit_l
 
 logger = logging.getLogger("nvrx")
 
+_UNAUTHORIZED = 401
 _NOT_FOUND = 404
 _TOO_MANY = 429
 _SERVER_ERROR = 500
@@ -127,6 +128,7 @@ def submit_log(
         job_id=job.job_id,
         analysis_intent=intent,
         evidence=evidence,
+        attempt_index=job.attempt_index if job.attempt_index >= 0 else None,
     )
     status, reply = client.post(submission)
     if 200 <= status < 300:  # noqa: PLR2004 - the successes of HTTP
@@ -134,7 +136,7 @@ def submit_log(
     said = reply.get("message") if isinstance(reply, dict) else reply
     problem = plain(f"status {status}: {said}"[:500])
     # 404: the folder of the log may come yet.
-    if status in {0, 401, _NOT_FOUND, _TOO_MANY} or status >= _SERVER_ERROR:
+    if _is_for_now(status) or status == _NOT_FOUND:
         logger.warning("job %s: its log is submitted later: %s", job.job_id, problem)
         return None
     job.problem = problem
@@ -142,19 +144,23 @@ def submit_log(
     return False
 
 
+def _is_for_now(status: int) -> bool:
+    """Tell whether the service may say otherwise later: away, token, too many requests, failure."""
+    return status in {0, _UNAUTHORIZED, _TOO_MANY} or status >= _SERVER_ERROR
+
+
 def fetch_results(client: ServiceClient, job: MonitoredJob) -> AttrSvcResult | None:
     """Ask for the result of a job's log; return None while there is none.
-
-    A service that does not know the log any more is told of the end again.
 
     If the service has forgotten the log, the end of the job is submitted again.
 
     Args:
         client: The service.
-        job: The job; its counters are updated.
+        job: The job; its counters are updated. A refusal that may end, as of a token that is being
+            replaced, is no try.
     """
     status, reply = client.get(LogQuery(job.log_path, wait=False))
-    job.tries += client.is_reachable
+    job.tries += not _is_for_now(status)
     if status == _NOT_FOUND:
         job.is_terminal_submitted = False
     if status != 200:  # noqa: PLR2004 - OK

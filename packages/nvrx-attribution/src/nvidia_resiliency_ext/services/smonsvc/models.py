@@ -115,6 +115,7 @@ class SlurmJob:
         name: Its name, which its owner chose.
         array_id: Number of the array; empty: it belongs to none.
         array_index: Which member of the array.
+        started: When this run of it began; another one after a requeue.
     """
 
     job_id: str
@@ -125,16 +126,19 @@ class SlurmJob:
     name: str
     array_id: str = ""
     array_index: str = ""
+    started: str = ""
 
 
 @dataclass
 class MonitoredJob:
-    """A job whose log is, or was, of interest.
+    """One run of a job whose log is, or was, of interest.
 
     Attributes:
         job_id: Its number.
         user: Whose job it is.
         name: Its name.
+        attempt_index: How often Slurm had requeued it before this run; -1: not known.
+        started: When this run began; empty: not known.
         log_path: Its output; empty: not known.
         state: How Slurm says that it is.
         is_submitted: Whether the service knows its log.
@@ -153,6 +157,8 @@ class MonitoredJob:
     user: str
     name: str
     log_path: str = ""
+    attempt_index: int = -1
+    started: str = ""
     state: str = JobState.RUNNING.value
     is_submitted: bool = False
     has_ended: bool = False

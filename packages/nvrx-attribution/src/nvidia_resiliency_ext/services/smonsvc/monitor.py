@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Sequence
 
+from nvidia_resiliency_ext.attribution._core.files import lock_for_life
 from nvidia_resiliency_ext.services.smonsvc.job_handlers import (
     ServiceClient,
     fetch_results,
@@ -100,6 +101,7 @@ class SlurmJobMonitor:
         self.state = MonitorState()
         self._state_file = state_file
         self._poll_interval_s = poll_interval
+        self._lock = -1
         self._ended = threading.Event()
         self._client = ServiceClient(JsonConnection(endpoint, timeout, token), self._ended)
         if state_file is not None:
@@ -119,8 +121,11 @@ class SlurmJobMonitor:
             self.close()
 
     def close(self) -> None:
-        """Close the connection to the service and the status server; harmless when repeated."""
+        """Close connection, status server and state file; harmless when repeated."""
         self._client.close()
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -159,16 +164,35 @@ class SlurmJobMonitor:
         """
         here = {job.job_id: job for job in queue if self._pattern.search(job.name)}
         known = self.state.jobs
-        # A job that was requeued is in the queue again after its end.
+        # A job that was requeued is in the queue again after its end, which may have been missed.
         over = {job_id for job_id, job in known.items() if job.is_done and job.has_ended}
+        missed = [
+            job
+            for job_id, job in known.items()
+            if job_id in here and not job.has_ended and _is_another_run(job, here[job_id])
+        ]
+        over |= {job.job_id for job in missed}
         new = [job for job in here.values() if job.job_id not in known or job.job_id in over]
-        pathless = [j for j in self.state.open_jobs() if j.job_id in here and not j.log_path]
-        gone = [j for j in self.state.open_jobs() if j.job_id not in here and not j.has_ended]
+        open_jobs = [job for job in self.state.open_jobs() if job.job_id not in over]
+        pathless = [job for job in open_jobs if job.job_id in here and not job.log_path]
+        gone = [job for job in open_jobs if job.job_id not in here and not job.has_ended]
         asked = [job.job_id for job in new]
         asked += [job.job_id for job in (*pathless, *gone)]
         records = self._slurm.records(asked)
+        requeued = [job for job in gone if _was_requeued(job, records.get(job.job_id))]
+        runs = self._slurm.earlier_runs([job.job_id for job in (*missed, *requeued)])
+        for job in (*missed, *requeued):
+            self._end_run(job, runs.get((job.job_id, job.started)))
+        for job in missed:
+            if submits and job.log_path and not job.is_done:
+                self._submit(job, INTENT_TERMINAL)
         for seen in new:
-            job = MonitoredJob(seen.job_id, seen.user, seen.name, state=seen.state.value)
+            job = MonitoredJob(
+                *(seen.job_id, seen.user, seen.name),
+                state=seen.state.value,
+                started=seen.started,
+                attempt_index=records[seen.job_id].restarts if seen.job_id in records else -1,
+            )
             with self.state.lock:
                 known.pop(seen.job_id, None)
                 known[seen.job_id] = job
@@ -181,7 +205,16 @@ class SlurmJobMonitor:
             if submits and job.job_id in here and job.log_path and not job.is_submitted:
                 job.is_done = self._submit(job, INTENT_PROGRESSIVE) is False
         for job in gone:
-            self._end(job, records.get(job.job_id))
+            if not job.has_ended:
+                self._end(job, records.get(job.job_id))
+
+    def _end_run(self, job: MonitoredJob, record: JobRecord | None) -> None:
+        """Take note of how a run of a job ended after which it was requeued."""
+        job.state = JobState.REQUEUED.value if record is None else record.state.value
+        job.evidence = [] if record is None else list(record.evidence())
+        job.has_ended = True
+        if not job.log_path:
+            self._give_up(job, "Slurm does not say where its output is")
 
     def _end(self, job: MonitoredJob, record: JobRecord | None) -> None:
         """Take note of how a job ended that is not in the queue any more."""
@@ -191,7 +224,7 @@ class SlurmJobMonitor:
                 return
             job.state = JobState.UNKNOWN.value
         elif not record.state.is_terminal:
-            return  # suspended or requeued: it comes back
+            return  # suspended: it comes back
         else:
             job.state = record.state.value
             job.evidence = list(record.evidence())
@@ -251,6 +284,7 @@ class SlurmJobMonitor:
             self.state.counts[name] += 1
 
     def _load(self, path: str) -> None:
+        self._lock = lock_for_life(f"{path}.lock", f"the state {path}")
         damaged = self.state.load(path)
         if damaged:
             logger.warning("%d lines of the state %s are damaged and left out", damaged, path)
@@ -264,3 +298,14 @@ class SlurmJobMonitor:
             self.state.save(path)
         except OSError as error:
             logger.warning("the state %s cannot be written: %s", path, error.strerror)
+
+
+def _is_another_run(job: MonitoredJob, seen: SlurmJob) -> bool:
+    return bool(job.started and seen.started) and job.started != seen.started
+
+
+def _was_requeued(job: MonitoredJob, record: JobRecord | None) -> bool:
+    """Tell whether a job that left the queue waits for another run."""
+    if record is None or record.state.is_terminal:
+        return False
+    return 0 <= job.attempt_index < record.restarts

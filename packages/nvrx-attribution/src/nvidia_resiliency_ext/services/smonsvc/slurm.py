@@ -21,8 +21,8 @@ logger = logging.getLogger("nvrx")
 
 _PROGRAMS = ("squeue", "scontrol", "sacct")
 # The name comes last: its owner may write anything into it.
-_QUEUE_FORMAT = "%A|%T|%u|%P|%N|%F|%K|%j"
-_QUEUE_FIELDS = 8
+_QUEUE_FORMAT = "%A|%T|%u|%P|%N|%F|%K|%S|%j"
+_QUEUE_FIELDS = 9
 _SACCT_FIELDS = "JobIDRaw,State,ExitCode,NodeList,FailedNode"
 _SACCT_COUNT = 5
 # Variables by which users change what these programs print.
@@ -30,6 +30,7 @@ _FOREIGN = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_JOB_ID", "SLURM_TIME_FORMAT
 _KEY = re.compile(r"^\s*(JobState|NodeList|StdOut)=(.*)$")
 _JOB_ID = re.compile(r"^JobId=(\d+)\b")
 _EXIT_CODE = re.compile(r"\bExitCode=(\d+:\d+)")
+_RESTARTS = re.compile(r"\bRestarts=(\d+)")
 _PATTERN = re.compile(r"%(\d{0,3})([AaJjNnstux%])")
 _NODE = re.compile(r"([A-Za-z0-9._-]+?)(?:\[([0-9]+)[^\]]*\])?(?:,|$)")
 _MOST_JOBS_AT_ONCE = 200
@@ -50,6 +51,7 @@ class JobRecord:
         exit_code: As Slurm writes it (`1:0`: code and signal).
         nodes: Its nodes.
         failed_node: The node whose failure ended it.
+        restarts: How often it was requeued; -1: not said.
     """
 
     state: JobState
@@ -57,6 +59,7 @@ class JobRecord:
     exit_code: str = ""
     nodes: str = ""
     failed_node: str = ""
+    restarts: int = -1
 
     def evidence(self) -> tuple[str, ...]:
         """Return what this says about the end of the job, as lines of a log."""
@@ -105,7 +108,7 @@ class SlurmClient:
             fields = line.split("|", _QUEUE_FIELDS - 1)
             if len(fields) != _QUEUE_FIELDS or not fields[0].isdecimal():
                 continue
-            job_id, state, user, partition, nodes, array, index, name = fields
+            job_id, state, user, partition, nodes, array, index, started, name = fields
             is_member = index.isdecimal()
             found.append(
                 SlurmJob(
@@ -117,6 +120,7 @@ class SlurmClient:
                     name,
                     array if is_member else "",
                     index if is_member else "",
+                    started,
                 )
             )
         return found
@@ -164,6 +168,30 @@ class SlurmClient:
             state, exit_code, nodes, failed, *path = (_value(text) for text in rest)
             record = JobRecord(JobState.from_str(state), "".join(path), exit_code, nodes, failed)
             found[job_id] = record
+        return found
+
+    def earlier_runs(self, jobs: Sequence[str]) -> dict[tuple[str, str], JobRecord]:
+        """Return how runs of requeued jobs ended, by number and start; empty without accounting.
+
+        Args:
+            jobs: Numbers of the jobs.
+        """
+        if not jobs:
+            return {}
+        fields = f"{_SACCT_FIELDS},Start"
+        argv = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"]
+        try:
+            text = self._run([*argv, f"--jobs={','.join(jobs)}", f"--format={fields}"])
+        except SlurmError as error:
+            logger.warning("%s: how runs of %d requeued jobs ended is unknown", error, len(jobs))
+            return {}
+        found = {}
+        for line in text.splitlines():
+            job_id, *rest = line.split("|", _SACCT_COUNT)
+            if len(rest) == _SACCT_COUNT:
+                state, exit_code, nodes, failed, started = (_value(text) for text in rest)
+                record = JobRecord(JobState.from_str(state), "", exit_code, nodes, failed)
+                found[job_id, started] = record
         return found
 
     def _run(self, argv: Sequence[str]) -> str:
@@ -242,12 +270,15 @@ def _records_of(text: str) -> dict[str, JobRecord]:
             if pair is not None:
                 values[pair[1]] = pair[2].strip()
             elif line.lstrip().startswith("Requeue="):
-                code = _EXIT_CODE.search(line)
+                code, restarts = _EXIT_CODE.search(line), _RESTARTS.search(line)
                 values["ExitCode"] = code[1] if code else ""
+                values["Restarts"] = restarts[1] if restarts else "-1"
         state = JobState.from_str(values.get("JobState", ""))
         path = _value(values.get("StdOut", ""))
         nodes = _value(values.get("NodeList", ""))
-        found[first[1]] = JobRecord(state, path, values.get("ExitCode", ""), nodes)
+        count = int(values.get("Restarts", "-1"))
+        record = JobRecord(state, path, values.get("ExitCode", ""), nodes, restarts=count)
+        found[first[1]] = record
     return found
 
 

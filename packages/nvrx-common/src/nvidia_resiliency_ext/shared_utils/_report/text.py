@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
-from nvidia_resiliency_ext.shared_utils.console import write_out
+from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 
 from .timeline import (
@@ -262,6 +262,7 @@ def follow(
     watch = Watch(paths)
     timeline: Timeline | None = None
     known: object = None
+    is_first = True
     try:
         if is_terminal:
             write_out("\x1b[2J")
@@ -270,6 +271,9 @@ def follow(
             before, state = timeline, _state(paths)
             if state != known:
                 known, timeline = state, _next(read, timeline, is_terminal=is_terminal)
+            if is_first and timeline is None:
+                write_err(f"nvrx-report: no record at {', '.join(paths)} yet: waiting for it\n")
+            is_first = False
             if timeline is not None:
                 if timeline is not before and seen is not None:
                     seen(timeline)

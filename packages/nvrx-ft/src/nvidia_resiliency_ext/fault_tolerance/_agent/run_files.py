@@ -24,11 +24,13 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
 )
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
+    LogDirectoryError,
     OutputFiles,
     OutputSettings,
     Target,
     WorkerOutput,
 )
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def make_run_paths(
     """Make the directories of a launch; what is temporary is removed when `stack` is closed.
 
     Raises:
-        LogDirectoryError: The log directory cannot be written.
+        ConfigError: The log directory cannot be made or written.
     """
     run_dir = RunDir.create("ft")
     stack.callback(_remove_again, run_dir.path)
@@ -85,7 +87,10 @@ def make_run_paths(
     output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
     spare_files = OutputFiles(os.path.join(run_dir.path, "attempts"))
     if plan.log_dir is not None and plan.output_specs is None:
-        files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
+        try:
+            files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
+        except LogDirectoryError as error:
+            raise ConfigError(str(error)) from None
     elif output.writes_files:
         files = OutputFiles.in_new_folder()
         logger.info("logs of the workers: %s", files.root)

@@ -422,9 +422,8 @@ class AttributionWatch:
     def _on_bad_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""
         names = ", ".join(nodes)
-        if self._on_nodes is None:
-            logger.warning("attribution: bad nodes: %s: %s: %s", names, log_path, reason)
-        else:
+        logger.warning("attribution: bad nodes: %s: %s: %s", names, log_path, reason)
+        if self._on_nodes is not None:
             self._on_nodes(nodes, reason or log_path)
 
     def _stop_unless_closed(self, reason: str) -> None:

@@ -232,7 +232,11 @@ def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float)
         why = f"no sign of life of {', '.join(doubtful)}, active before"
         return Wait(now + LAST_CALL_LOOK_S, why, is_last_call=True)
     since = memory.enough_since if memory.enough_since is not None else now
-    why = _last_call(rules, memory, view, result, there, absent)
+    limit = expiry_s(rules)
+    late = [n for n in memory.spares if n not in there and view.quiet_s.get(n, limit) < limit]
+    why = _last_call(rules, memory, result, late, absent)
+    if late and not why:
+        why = _in_place_of_unwanted(rules, memory, result, now)
     if why and now < since + rules.last_call_s:
         until = min(since + rules.last_call_s, now + LAST_CALL_LOOK_S)
         return Wait(until, why, is_last_call=True)
@@ -319,24 +323,30 @@ def _absent(
 def _last_call(
     rules: CoordinatorRules,
     memory: Memory,
-    view: View,
     result: Placement,
-    there: Mapping[str, Arrival],
+    late: list[str],
     absent: list[Arrival],
 ) -> str:
     """Return for whom the round is kept open although there are enough nodes, or ''."""
-    if rules.placement.elastic and len(result.active) < rules.placement.max_nodes:
-        limit = expiry_s(rules)
-        spares = [
-            node
-            for node in memory.spares
-            if node not in there and view.quiet_s.get(node, limit) < limit
-        ]
-        if absent or spares or not memory.active:
-            return "more nodes may come"
+    may_be_more = rules.placement.elastic and len(result.active) < rules.placement.max_nodes
+    if may_be_more and (absent or late or not memory.active):
+        return "more nodes may come"
     if not absent:
         return ""
     return f"active before: {', '.join(member.host for member in absent)}"
+
+
+def _in_place_of_unwanted(
+    rules: CoordinatorRules, memory: Memory, result: Placement, now: float
+) -> str:
+    """Return in whose place spares that are late would work, or ''."""
+    blamed = restarts.blamed(memory.failures, now, rules.blame)
+    unwanted = [
+        c.host
+        for c in result.active
+        if c.host in blamed or is_named(c.host, c.addr, memory.excluded)
+    ]
+    return f"spare nodes in place of {', '.join(unwanted)}" if unwanted else ""
 
 
 def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:

@@ -119,6 +119,7 @@ class Coordinator:
         self._opened_at: list[float] = []
         self._waits_for = ""
         self._reported: set[str] = set()
+        self._announced: set[str] = set()
         self._entry_at = self._looked_at = self._looks_at = clock.monotonic()
         # A clock that is set meanwhile must not move what was read before.
         self._wall_ahead_s = clock.wall() - self._entry_at
@@ -344,12 +345,23 @@ class Coordinator:
         )
 
     def _publish_reputation(self) -> None:
-        """Say again what holds, with what came since: a round may last for days."""
-        if self._entry.phase is Phase.CLOSED and self._entry.is_controlled:
+        """Say again what holds, with what came since: a round may last for days.
+
+        Not before the first decision: this may be a new host, and launchers come to tell it more.
+        """
+        if self._entry.phase is not Phase.OVER and self._entry.is_controlled and self._entry.seq:
             now = self._reputation() or HostReputation()
             said = self._entry.reputation or HostReputation()
             if (now.named, now.unhealthy) != (said.named, said.unhealthy):
                 self._create(self._entry.again(self._me, reputation=now))
+
+    def _announce_named(self) -> None:
+        """Say once which hosts get no place; what the log says, another host would know, too."""
+        why = self._denylist.why
+        for name in why.keys() - self._announced:
+            self._announced.add(name)
+            text = "attribution names bad nodes, which get no place in the next round: %s: %s"
+            logger.warning(text, name, why[name])
 
     def _go_on(self, state: ResumeState) -> None:
         old, opened_at = state.entry, list(self._opened_at)
@@ -411,6 +423,7 @@ class Coordinator:
         if self._resume():
             return Wait(now + coordinator.LOOK_AGAIN_S)
         self._publish_reputation()
+        self._announce_named()
         if self._entry.phase is Phase.OPEN:
             named = frozenset(self._denylist.why)
             self._memory = dataclasses.replace(self._memory, excluded=named)

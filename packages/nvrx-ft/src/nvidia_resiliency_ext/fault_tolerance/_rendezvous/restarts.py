@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -98,9 +97,6 @@ def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
     )
 
 
-logger = logging.getLogger("nvrx")
-
-
 class Denylist:
     """The named hosts of one job; any thread. They stay named until the job ends."""
 
@@ -119,9 +115,6 @@ class Denylist:
             new = [host for host in hosts if host not in self._why]
             # Replaced as a whole: who reads it holds one state.
             self._why = {**dict.fromkeys(new, why), **self._why}
-        if new:
-            text = "attribution names bad nodes, which get no place in the next round: %s: %s"
-            logger.warning(text, ", ".join(new), why)
 
 
 def is_named(host: str, addr: str, named: Iterable[str]) -> bool:

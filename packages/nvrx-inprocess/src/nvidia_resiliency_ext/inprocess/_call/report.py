@@ -24,17 +24,22 @@ KEPT_REPORTS = 32
 _AT_ONCE = timedelta(0)
 
 # The gravest first: what it caused comes after it.
+_LOST = {
+    Interruption.UNRESPONSIVE: "was not heard of for {:g} s (heartbeat_timeout)",
+    Interruption.HARD_TIMEOUT: "made no progress for {:g} s (hard_timeout) and was killed",
+    Interruption.TERMINATED: "was killed or crashed",
+}
 _HAPPENED = {
-    Interruption.UNRESPONSIVE: "not heard of for {:g} s (heartbeat_timeout)",
-    Interruption.HARD_TIMEOUT: "no progress for {:g} s (hard_timeout), killed",
-    Interruption.TERMINATED: "process was killed or crashed",
+    **_LOST,
     Interruption.MONITOR_PROCESS_EXCEPTION: "found no monitor",
     Interruption.BASE_EXCEPTION: "left the function for good",
     Interruption.SOFT_TIMEOUT: (
-        "no progress for {:g} s (soft_timeout), or waited for a rank that made none"
+        "made no progress for {:g} s (soft_timeout), or waited for a rank that made none"
     ),
     Interruption.EXCEPTION: "raised an exception, or asked for a restart",
 }
+# Whose peer is lost does this, too.
+_FOLLOWS = frozenset({Interruption.SOFT_TIMEOUT, Interruption.EXCEPTION})
 
 
 class Phase(enum.Enum):
@@ -127,23 +132,28 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 
 
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
-    """Return in words what happened to which ranks, and which ranks are lost."""
+    """Return in words what happened to which ranks, and which ranks are lost.
+
+    Where ranks were lost, exceptions and timeouts of others are left out: they follow from that.
+    """
     ranks: dict[Interruption, set[int]] = {}
     for record in decision.records:
         ranks.setdefault(record.interruption, set()).add(record.rank)
-    killed = ranks.get(Interruption.HARD_TIMEOUT, set())
-    # Who was killed had been given a soft timeout before.
-    ranks[Interruption.SOFT_TIMEOUT] = ranks.get(Interruption.SOFT_TIMEOUT, set()) - killed
+    reported = {rank for kind in _LOST for rank in ranks.get(kind, ())}
     limits = _limits(settings)
     words = [
-        f"{_name_ranks(of_kind)}: {text.format(limits.get(kind, _AT_ONCE).total_seconds())}"
+        _sentence(of_kind, text.format(limits.get(kind, _AT_ONCE).total_seconds()))
         for kind, text in _HAPPENED.items()
-        if (of_kind := ranks.get(kind))
+        if (of_kind := ranks.get(kind)) and not (reported and kind in _FOLLOWS)
     ]
-    if gone := set(lost):
+    if gone := set(lost) - reported:
         words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")
     what = "; ".join(words)
     return what if decision.hang is None else f"{decision.hang.text} ({what})"
+
+
+def _sentence(ranks: Collection[int], text: str) -> str:
+    return f"{_name_ranks(ranks)} {text if len(ranks) == 1 else text.replace('was ', 'were ')}"
 
 
 def _name_ranks(ranks: Collection[int]) -> str:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open files that others name, below one directory; no link can lead out of it."""
+"""Open files that others name, below one directory, and keep a file for one process."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 
-from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError
-from nvidia_resiliency_ext.shared_utils.os_utils import resolve_under_allowed_roots
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, PathOutsideRootsError
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, resolve_under_allowed_roots
 
-__all__ = ["open_confined"]
+__all__ = ["LOCK_FLAGS", "lock_for_life", "open_confined"]
+
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def open_confined(path: str, allowed_root: str | None) -> int:
@@ -44,4 +47,30 @@ def open_confined(path: str, allowed_root: str | None) -> int:
     if error is not None:
         os.close(descriptor)
         raise error
+    return descriptor
+
+
+def lock_for_life(path: str, what: str) -> int:
+    """Lock a file, and return its descriptor: the lock ends when that is closed.
+
+    Where the file system has no locks a warning says so.
+
+    Args:
+        path: The file; it is made if needed.
+        what: What it keeps others from, for messages, such as `the state /x`.
+
+    Raises:
+        ConfigError: Another process has the lock, or the file cannot be made.
+    """
+    try:
+        descriptor = os.open(path, LOCK_FLAGS, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}") from None
+    try:
+        lock_file(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"another process uses {what}") from None
+    except OSError as error:
+        logging.getLogger("nvrx").warning("%s cannot be locked: %s", what, error.strerror)
     return descriptor
