@@ -118,6 +118,23 @@ def test_job_is_found_or_named(job, capsys, tmp_path):
     Detector.generate_report_if_interval_elapsed()
 
 
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, ""),  # what torchrun calls a job without a name
+        ({"TORCHELASTIC_RUN_ID": "exp-7"}, "exp-7"),
+        ({"TORCHELASTIC_RUN_ID": "exp-7", "SLURM_JOB_ID": "42"}, "42"),
+    ],
+)
+def test_status_names_the_job(monkeypatch, environment, job):
+    """The state has the scheduler's or the launcher's name of the job, if it has one."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    Detector.initialize(cuda_profiling="off", control=False)
+    assert Detector._session._status().job == job
+
+
 def test_strangers_and_garbage_are_not_answered(job, capsys, caplog):
     """Bytes that are no request end the connection; the job goes on answering its user."""
     assert oct(os.stat(job).st_mode & 0o777) == "0o700"

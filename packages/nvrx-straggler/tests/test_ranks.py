@@ -3,6 +3,9 @@
 
 import math
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import straggler_ranks as ranks
@@ -218,6 +221,25 @@ def test_different_options_are_said_on_all_ranks(tmp_path, options):
         assert "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("options", b"\xff"),
+        ("options", b"[]"),
+        ("options", b"[" * 100_000),
+        ("options", b"{}"),
+        ("options", b'{"reference": "\\u001b[2J\\n", "rank": ["\\u001b[2J\\n"]}'),
+        ("difference", b"\xff\x1b[2J\n"),
+    ],
+)
+def test_options_that_no_rank_has_written_are_one_line(tmp_path, key, value):
+    """Whatever another client writes into the store, each rank ends reports with a plain line."""
+    for lines in ranks.run(ranks.written_by_others, 2, tmp_path, key, value):
+        (line,) = lines
+        assert "straggler reports end here" in line
+        assert line.isprintable()
+
+
 def test_report_in_a_forked_child_is_refused(tmp_path):
     """A report in a forked child names the process whose detector it is; that one goes on."""
     ((said, _, has_report),) = ranks.run(ranks.in_a_forked_child, 1, tmp_path)
@@ -298,6 +320,18 @@ def test_a_group_is_asked_which_tensors_it_takes(backend, device):
         assert dist_utils.get_device_for_backend() == torch.device("cpu")
     finally:
         dist.destroy_process_group()
+
+
+def test_the_walk_through_names_its_slow_rank(tmp_path):
+    """The example with two nodes says which rank of which node is slow."""
+    example = Path(__file__).resolve().parents[1] / "examples" / "two_nodes.py"
+    result = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "section Trainer.forward: slowest is rank 3 on node-b, score 0.5" in result.stdout
+    assert "straggler" in result.stdout
 
 
 def test_long_names_are_shortened_and_not_a_hang(tmp_path):

@@ -411,6 +411,19 @@ def different_options(rank, options):
     return log.lines
 
 
+def written_by_others(rank, key, value):
+    """Another client of the store writes what ranks compare; returns the lines of the log."""
+    log = _Log()
+    store = dist.PrefixStore("nvrx-straggler//0", dist.distributed_c10d._get_default_store())
+    if rank == 0:
+        store.set(key, value)
+    dist.barrier()
+    Detector.initialize(cuda_profiling="off", control=False)
+    assert Detector.generate_report() is None
+    Detector.shutdown()
+    return log.lines
+
+
 def in_a_forked_child(rank):
     """Report in a child of each rank, then here; returns the child's error, and if it worked."""
     Detector.initialize(cuda_profiling="off", control=False)

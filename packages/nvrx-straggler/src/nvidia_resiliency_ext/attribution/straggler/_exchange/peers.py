@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from nvidia_resiliency_ext.attribution.straggler import dist_utils
 from nvidia_resiliency_ext.attribution.straggler._errors import OptionsDifferError
+from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 if TYPE_CHECKING:
@@ -82,18 +83,18 @@ class Peers:
         """
         store = self._store = PrefixStore(self._prefix, _own_connection(self._job_store))
         own = {"rank": str(self._rank), **self._options}
-        first = json.loads(store.compare_set("options", "", json.dumps(own)))
+        first = _read_options(store.compare_set("options", "", json.dumps(own)))
         for name, value in self._options.items():
             if first.get(name) != value:
-                ranks = f"rank {self._rank} has {value}, rank {first['rank']} {first.get(name)}"
+                other = f"rank {first.get('rank')} {first.get(name)}"
+                ranks = f"rank {self._rank} has {value}, {other}"
                 store.set("difference", f"{name}: {ranks}")
         if store.add("joined", 1) == self._size:
             store.set("complete", "1")
         wait(lambda: bool(store.check(["complete"])))
         if store.check(["difference"]):
-            raise OptionsDifferError(
-                f"ranks were given different options, {store.get('difference').decode()}"
-            )
+            difference = store.get("difference").decode("utf-8", "replace")
+            raise OptionsDifferError(f"ranks were given different options, {difference}")
         self.group = self._given or dist.ProcessGroupGloo(
             PrefixStore("gloo", store), self._rank, self._size, self._timeout
         )
@@ -152,13 +153,30 @@ def name_members(group: ProcessGroup | None) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return in one line why a collective has failed."""
-    text = " ".join(str(error).split())
+    text = plain(" ".join(str(error).split()))  # a store's clients may have written parts of it
     if any(sign in text for sign in _LOST_CONNECTION):
         return "the connection to another rank is lost, which has ended or was killed"
     if "Timed out" in text:
         return "another rank has not gone on for too long"
     # Such as "[/src/tcp/pair.cc:538] ..."
     return re.sub(r"^\[\S+:\d+\] ", "", text)[:_LONGEST_REASON] or type(error).__name__
+
+
+def _read_options(data: bytes) -> dict[str, object]:
+    """Return the options of the rank that was first; any client of the store may have written them.
+
+    Raises:
+        OptionsDifferError: They are none.
+    """
+    try:
+        options = json.loads(data)
+    except (ValueError, RecursionError):
+        options = None
+    if not isinstance(options, dict):
+        raise OptionsDifferError(
+            "what the job's store holds for the first rank's options was not written by a rank"
+        )
+    return options
 
 
 def _own_connection(store: Store) -> Store:

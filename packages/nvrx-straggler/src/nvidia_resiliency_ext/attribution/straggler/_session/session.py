@@ -557,7 +557,7 @@ class Session:
     def _status(self) -> Status:
         report = self.last_report
         return Status(
-            job=os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or "",
+            job=_job_name(),
             pid=os.getpid(),
             world_size=self.generator.world_size,
             settings=self.settings.to_dict(),
@@ -565,6 +565,13 @@ class Session:
             cuda_profiling=self.cuda_status,
             summary="" if report is None else report.table(_WORST_RANKS_IN_STATUS),
         )
+
+
+def _job_name() -> str:
+    """Return the scheduler's or launcher's name of this job, empty if it has none."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    # torchrun calls a job without a name "none".
+    return os.environ.get("SLURM_JOB_ID") or ("" if run_id == "none" else run_id)
 
 
 def _launch_cycle() -> int | None:
