@@ -50,7 +50,7 @@ os.environ["MASTER_PORT"] = str(store.port)
 from nvidia_resiliency_ext.attribution.straggler import Detector
 Detector.initialize(cuda_profiling="off")
 Detector.generate_report_if_interval_elapsed()
-while not store.check(["nvrx-straggler/challenge"]):
+while not store.check(["nvrx-straggler/control/0/challenge"]):
     time.sleep(0.001)
 """
 
