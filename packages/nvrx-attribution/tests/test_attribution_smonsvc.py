@@ -191,6 +191,40 @@ def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen)
     assert found[0][1] == found[1][1] != ""
 
 
+@pytest.mark.parametrize("ends", ["FAILED", "CANCELLED"])
+def test_a_run_between_two_looks_counts(slurm, monitor_of, tmp_path, ends):
+    """A requeued job that fails again before the next look is judged; one that is cancelled while
+    it waits has no further run.
+    """
+    root, state = tmp_path / "logs", tmp_path / "state"
+    root.mkdir()
+    log = root / "short.out"
+    first = slurm_job("34", log)
+    waits = {**first, "state": "PENDING", "restarts": 1}
+    with running(
+        root, f"unix://{tmp_path}/s", STATE_DIR=state, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"
+    ) as service:
+        monitor = monitor_of(service.endpoint)
+        slurm.all_say(first)
+        log.write_text(STEPS + STOLEN)
+        monitor.poll_once()
+        slurm.all_say(waits)
+        monitor.poll_once()
+        monitor.poll_once()
+        assert (job(monitor, "34").action, job(monitor, "34").attempt_index) == ("RESTART", 0)
+        if ends == "FAILED":
+            with log.open("a") as file:
+                file.write(STEPS + STOLEN)
+        slurm.all_say({**waits, "state": ends, "start": "2026-11-20T11:00:00"})
+        monitor.poll_once()
+        found = job(monitor, "34")
+        expected = ("STOP", 1) if ends == "FAILED" else ("RESTART", 0)
+        assert (found.action, found.attempt_index) == expected
+        counts = dict(monitor.state.counts)
+        monitor.poll_once()
+        assert monitor.state.counts["submitted"] == counts["submitted"]
+
+
 def test_end_of_a_run_before_a_requeue_is_evidence(slurm, monitor_of, tmp_path):
     """A node that was lost in a run that nobody saw end is known by Slurm's accounting."""
     root, state = tmp_path / "logs", tmp_path / "state"

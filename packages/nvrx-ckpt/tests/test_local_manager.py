@@ -526,7 +526,7 @@ def test_a_directory_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, 
     queue.close()
     manager.close()
     over.set()
-    assert f"{tmp_path}/0: old shards are not removed after 0.2" in caplog.text
+    assert f"{tmp_path}/0: old shards are not removed after " in caplog.text
 
 
 def count_exchanges(rank, world, root):

@@ -151,6 +151,7 @@ class MonitoredJob:
         reason: Why.
         problem: What kept its log from being analysed.
         is_done: Whether nothing is left to do for it.
+        awaits_run: Whether the job was requeued and its next run has not been seen.
     """
 
     job_id: str
@@ -170,6 +171,7 @@ class MonitoredJob:
     reason: str = ""
     problem: str = ""
     is_done: bool = False
+    awaits_run: bool = False
 
 
 @dataclass

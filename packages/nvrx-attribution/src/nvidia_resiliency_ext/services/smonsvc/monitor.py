@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nvidia_resiliency_ext.attribution._core.files import lock_for_life
 from nvidia_resiliency_ext.services.smonsvc.job_handlers import (
@@ -164,6 +164,7 @@ class SlurmJobMonitor:
         """
         here = {job.job_id: job for job in queue if self._pattern.search(job.name)}
         known = self.state.jobs
+        self._see_runs_between(here)
         # A job that was requeued is in the queue again after its end, which may have been missed.
         over = {job_id for job_id, job in known.items() if job.is_done and job.has_ended}
         missed = [
@@ -176,8 +177,13 @@ class SlurmJobMonitor:
         open_jobs = [job for job in self.state.open_jobs() if job.job_id not in over]
         pathless = [job for job in open_jobs if job.job_id in here and not job.log_path]
         gone = [job for job in open_jobs if job.job_id not in here and not job.has_ended]
+        waiting = [
+            job
+            for job in known.values()
+            if job.awaits_run and job.is_done and job.job_id not in here
+        ]
         asked = [job.job_id for job in new]
-        asked += [job.job_id for job in (*pathless, *gone)]
+        asked += [job.job_id for job in (*pathless, *gone, *waiting)]
         records = self._slurm.records(asked)
         requeued = [job for job in gone if _was_requeued(job, records.get(job.job_id))]
         runs = self._slurm.earlier_runs([job.job_id for job in (*missed, *requeued)])
@@ -212,9 +218,29 @@ class SlurmJobMonitor:
         """Take note of how a run of a job ended after which it was requeued."""
         job.state = JobState.REQUEUED.value if record is None else record.state.value
         job.evidence = [] if record is None else list(record.evidence())
-        job.has_ended = True
+        job.has_ended = job.awaits_run = True
         if not job.log_path:
             self._give_up(job, "Slurm does not say where its output is")
+
+    def _see_runs_between(self, here: Mapping[str, SlurmJob]) -> None:
+        """Take over the next runs of requeued jobs that began and ended between two looks."""
+        jobs = self.state.jobs
+        waiting = [job for job in jobs.values() if job.awaits_run and job.is_done]
+        waiting = [job for job in waiting if job.job_id not in here]
+        records = self._slurm.records([job.job_id for job in waiting])
+        for job in waiting:
+            record = records.get(job.job_id)
+            if record is not None and not record.state.is_terminal:
+                continue
+            job.awaits_run = False
+            if record is None or record.state is JobState.CANCELLED:
+                continue  # it did not run again
+            run = MonitoredJob(*(job.job_id, job.user, job.name, job.log_path))
+            run.attempt_index = max(record.restarts, job.attempt_index + 1)
+            with self.state.lock:
+                jobs.pop(job.job_id)
+                jobs[job.job_id] = run
+            self._end(run, record)
 
     def _end(self, job: MonitoredJob, record: JobRecord | None) -> None:
         """Take note of how a job ended that is not in the queue any more."""

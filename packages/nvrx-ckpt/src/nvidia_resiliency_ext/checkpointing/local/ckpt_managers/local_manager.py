@@ -306,7 +306,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         removal, self._removal = self._removal, None
         if removal is not None and not removal.ended.wait(_CLOSE_S):
             path = self._directory().path
-            logger.warning("%s: old shards are not removed after %g s", path, removal.age_s())
+            logger.warning("%s: old shards are not removed after %.1f s", path, removal.age_s())
         if self._server is not None:
             self._server.close()
             self._server, self._peers = None, ()
