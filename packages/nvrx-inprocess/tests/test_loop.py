@@ -199,6 +199,14 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         (
             {0: "HARD_TIMEOUT", 1: "EXCEPTION"},
             [0],
+            (
+                "rank 0 made no progress for 90 s (hard_timeout) and was killed;"
+                " rank 1 raised an exception, or asked for a restart"
+            ),
+        ),
+        (
+            {0: "HARD_TIMEOUT", 1: "SOFT_TIMEOUT"},
+            [0],
             "rank 0 made no progress for 90 s (hard_timeout) and was killed",
         ),
         ({1: "TERMINATED"}, [1], "rank 1 was killed or crashed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import socket
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("nvrx")
+
+# A log directory that fails so is no wrong argument.
+_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 MAX_NAME_PART = 64
 
 
@@ -78,6 +82,7 @@ def make_run_paths(
 
     Raises:
         ConfigError: The log directory cannot be made or written.
+        LogDirectoryError: Its file system is full, over a quota, or broken.
     """
     run_dir = RunDir.create("ft")
     stack.callback(_remove_again, run_dir.path)
@@ -90,6 +95,8 @@ def make_run_paths(
         try:
             files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
         except LogDirectoryError as error:
+            if error.number in _PASSING:
+                raise  # a start elsewhere or later may succeed
             raise ConfigError(str(error)) from None
     elif output.writes_files:
         files = OutputFiles.in_new_folder()

@@ -357,11 +357,11 @@ class Coordinator:
 
     def _announce_named(self) -> None:
         """Say once which hosts get no place; what the log says, another host would know, too."""
-        why = self._denylist.why
-        for name in why.keys() - self._announced:
-            self._announced.add(name)
-            text = "attribution names bad nodes, which get no place in the next round: %s: %s"
-            logger.warning(text, name, why[name])
+        for name, why in self._denylist.why.items():
+            if name not in self._announced:
+                self._announced.add(name)
+                text = "attribution names bad nodes, which get no place in the next round: %s: %s"
+                logger.warning(text, name, why)
 
     def _go_on(self, state: ResumeState) -> None:
         old, opened_at = state.entry, list(self._opened_at)

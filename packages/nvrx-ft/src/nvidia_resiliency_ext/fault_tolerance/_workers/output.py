@@ -37,9 +37,10 @@ CHUNK_BYTES = 4096
 
 
 class LogDirectoryError(NvrxError):
-    """The log directory cannot be written."""
+    """The log directory cannot be written; `number` is the errno of the reason, if it has one."""
 
     def __init__(self, path: str, error: OSError) -> None:
+        self.number = error.errno
         reason = os.strerror(error.errno) if error.errno else str(error)
         super().__init__(
             f"--log-dir {path}: {reason}; name a directory that exists or can be made, "

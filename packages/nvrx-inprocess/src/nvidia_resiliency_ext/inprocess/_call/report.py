@@ -38,8 +38,6 @@ _HAPPENED = {
     ),
     Interruption.EXCEPTION: "raised an exception, or asked for a restart",
 }
-# Whose peer is lost does this, too.
-_FOLLOWS = frozenset({Interruption.SOFT_TIMEOUT, Interruption.EXCEPTION})
 
 
 class Phase(enum.Enum):
@@ -134,7 +132,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
 def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
     """Return in words what happened to which ranks, and which ranks are lost.
 
-    Where ranks were lost, exceptions and timeouts of others are left out: they follow from that.
+    Where ranks were lost, the soft timeouts of others are left out: they follow from that.
     """
     ranks: dict[Interruption, set[int]] = {}
     for record in decision.records:
@@ -144,7 +142,7 @@ def describe_interruption(decision: Decision, lost: Iterable[int], settings: Set
     words = [
         _sentence(of_kind, text.format(limits.get(kind, _AT_ONCE).total_seconds()))
         for kind, text in _HAPPENED.items()
-        if (of_kind := ranks.get(kind)) and not (reported and kind in _FOLLOWS)
+        if (of_kind := ranks.get(kind)) and not (reported and kind is Interruption.SOFT_TIMEOUT)
     ]
     if gone := set(lost) - reported:
         words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")
