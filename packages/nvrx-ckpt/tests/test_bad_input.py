@@ -23,6 +23,10 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt import TorchAsyncCheckpoint
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import _ResultsExchange
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 DEADLINE_S = 150
@@ -214,3 +218,19 @@ def test_results_of_a_broken_exchange_are_sent_again():
     assert found[0] == "mine"
     assert "rank 1" in str(found[1][0])
     assert not exchange.knows(5, wrapper)
+
+
+def test_the_progress_of_a_check_of_shards_reaches_its_end(tmp_path):
+    """The last report of a check says that all bytes have been read, also of a damaged shard."""
+    state = BasicTensorAwareStateDict({"w": torch.ones(1000)})
+    LocalCheckpointManager(tmp_path).save(state, 1)
+    reports = []
+    verify_checkpoint(tmp_path, on_progress=lambda *report: reports.append(report))
+    assert reports[-1][0] == reports[-1][1] > 4000
+    [shard] = [
+        path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 4000
+    ]
+    os.truncate(shard, 100)
+    reports.clear()
+    assert not verify_checkpoint(tmp_path, on_progress=lambda *r: reports.append(r)).whole
+    assert reports[-1] == (100, 100)

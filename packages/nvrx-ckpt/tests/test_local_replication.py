@@ -2,6 +2,7 @@
 """Copies on other ranks: bit for bit, through lost shards, full disks and lost peers."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -701,3 +702,44 @@ def test_copies_on_one_machine_are_refused_on_request(four_ranks, tmp_path):
     found = four_ranks.run(same_machine, tmp_path)
     assert [ckpt_id for ckpt_id, _ in found] == [(1, rank, "") for rank in range(4)]
     assert all("same machine" in text for _, text in found)
+
+
+class ExchangesObjects(CliqueReplicationStrategy):
+    """Copies are exchanged as objects, as for any strategy of a user."""
+
+
+def load_from_a_bad_sector(rank, world, root):
+    """Return what a rank loads when rank 0 can read its manifest, but not its tensor."""
+    strategy = ExchangesObjects.from_replication_params(1, 2)
+    first = LocalCheckpointManager(root, repl_strategy=strategy)
+    first.save(BasicTensorAwareStateDict({"w": torch.full((3,), float(rank))}), 1)
+    second = LocalCheckpointManager(root, repl_strategy=strategy)
+    second.find_latest()
+    open_source = RankDirectory.source
+
+    def source(self, name):
+        found = open_source(self, name)
+        read = found.read_into
+
+        def read_into(position, target):
+            if len(target) == 12:
+                raise OSError(errno.EIO, "bad sector")
+            return read(position, target)
+
+        if name.owner == 0:
+            found.read_into = read_into
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(RankDirectory, "source", source)
+        state, ckpt_id = second.load()
+    kept = second.local_ckpt_dir.glob("*")
+    return ckpt_id[0], next(iter(state.tensors)).tolist(), any("damaged" in str(p) for p in kept)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_shard_that_cannot_be_read_is_taken_from_a_peer(four_ranks, tmp_path):
+    """A rank whose own shard cannot be read, but is listed, gets a peer's copy of it."""
+    found = four_ranks.run(load_from_a_bad_sector, str(tmp_path))
+    assert found == [(1, [float(rank)] * 3, False) for rank in range(4)]

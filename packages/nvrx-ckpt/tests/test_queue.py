@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext.checkpointing import _image
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
-from nvidia_resiliency_ext.checkpointing.async_ckpt import _worker_main, core
+from nvidia_resiliency_ext.checkpointing.async_ckpt import _callers, _worker, _worker_main, core
 from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
 from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import (
     MESSAGES,
@@ -34,7 +35,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import (
     Released,
     Run,
 )
-from nvidia_resiliency_ext.checkpointing.async_ckpt._worker import WorkerLostError
+from nvidia_resiliency_ext.checkpointing.async_ckpt._worker import Worker, WorkerLostError
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -604,3 +605,50 @@ def test_a_failed_save_is_reported_while_its_directory_hangs():
             finishing.join()
     assert isinstance(found, Finished)
     assert not found.ok
+
+
+HANGS_UP = """\
+import socket, sys, time
+sock = socket.socket(fileno=int(sys.argv[1]))
+sock.recv(65536)
+sock.shutdown(socket.SHUT_RDWR)
+time.sleep(10)
+"""
+
+
+def test_worker_that_hangs_up_before_it_ends_is_not_waited_for(monkeypatch):
+    """A look without waiting returns at once, and a wait rests, while such a worker cleans up."""
+    monkeypatch.setattr(_worker, "_BOOT", HANGS_UP)
+    worker = Worker(0, None, 1)
+    try:
+        poller = select.poll()
+        poller.register(worker._sock, select.POLLIN)
+        assert poller.poll(60_000)
+        assert worker.wait(0.0) == []
+        begin = time.process_time()
+        assert worker.wait(0.5) == []
+        assert time.process_time() - begin < 0.25
+        assert worker.is_alive()
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="SIGKILL"):
+            worker.wait(60.0)
+    finally:
+        worker.stop(0.0)
+
+
+def test_interrupt_while_a_thread_is_collected_is_not_the_saves_failure(monkeypatch):
+    """Ctrl-C in the training thread reaches it, and the save is collected afterwards."""
+    queue = AsyncCallsQueue(persistent=False)
+    try:
+        queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
+        with monkeypatch.context() as patch:
+
+            def interrupt(_):
+                raise KeyboardInterrupt
+
+            patch.setattr(_callers.AbandonableCall, "result", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                queue.maybe_finalize_async_calls(blocking=True)
+        assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
+    finally:
+        queue.close()

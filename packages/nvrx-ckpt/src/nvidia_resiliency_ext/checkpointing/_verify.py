@@ -264,10 +264,12 @@ def _shard(path: str) -> Iterator[tuple[FileSource, ShardManifest]]:
 def _check_shards(
     report: VerifyReport, shards: Sequence[str], on_progress: Callable[[int, int], None]
 ) -> None:
-    total = done = 0
+    sizes = dict.fromkeys(shards, 0)
     for name in shards:
         with contextlib.suppress(OSError):  # it is gone by now: a problem below
-            total += os.lstat(os.path.join(report.path, name)).st_size
+            sizes[name] = os.lstat(os.path.join(report.path, name)).st_size
+    total = sum(sizes.values())
+    done = end = 0
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -284,6 +286,8 @@ def _check_shards(
         except (OSError, DamagedCheckpointError) as error:
             report.problems.append(f"{name}: {error}")
         report.files += 1
+        end += sizes[name]
+        count(end - done)  # what is no record, or has not been read
 
 
 def _has_lost_its_manifest(folder: str) -> bool:

@@ -114,7 +114,7 @@ class PeerServer:
         stuck = [call for call in calls if not call.ended.wait(deadline.timeout())]
         if stuck:
             logger.warning(
-                "%d connections of replicating ranks are left behind: for %g s the file system of "
+                "%d connections of replicating ranks are abandoned: for %g s the file system of "
                 "%s has not let them end",
                 len(stuck),
                 _CLOSE_S,

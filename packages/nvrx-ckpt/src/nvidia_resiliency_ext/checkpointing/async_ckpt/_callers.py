@@ -515,20 +515,28 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self._run_in_thread(call, functools.partial(function, *args, **kwargs))
 
     def _run_in_thread(self, call: Call, function: Callable[[], Any]) -> None:
-        call.thread = AbandonableCall("save", function)
+        call.thread = AbandonableCall("save", functools.partial(_problem_of, function))
         self._threads.append(call)
 
     def _collect_threads(self) -> None:
         for call in [c for c in self._threads if c.thread and c.thread.ended.is_set()]:
+            if call.given_up is None and call.thread is not None:
+                # It does not raise: what is raised here is meant for this thread.
+                problem = call.thread.result()
+                if problem:
+                    call.fail(problem)
+                else:
+                    call.state = CallState.WRITTEN
             self._threads.remove(call)
-            if call.given_up is not None or call.thread is None:
-                continue
-            try:
-                call.thread.result()
-            except BaseException:  # noqa: BLE001 - it is the call's failure
-                call.fail(traceback.format_exc())
-            else:
-                call.state = CallState.WRITTEN
+
+
+def _problem_of(function: Callable[[], Any]) -> str:
+    """Return the traceback of a call that fails, else an empty text."""
+    try:
+        function()
+    except BaseException:  # noqa: BLE001 - it is the call's failure
+        return traceback.format_exc()
+    return ""
 
 
 def _shorter(left: float | None, right: float | None) -> float | None:

@@ -80,6 +80,7 @@ class Worker:
         self._reader = FrameReader()
         self._memories: dict[Job, JobMemory] = {}
         self._given_up = False
+        self._hung_up = False
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._child = _start(theirs)
@@ -142,10 +143,11 @@ class Worker:
         """
         deadline = Deadline.after(timeout_s)
         with self._lock:
-            poller = select.poll()
-            poller.register(self._sock, select.POLLIN)
-            poller.register(self._child.fileno(), select.POLLIN)
             while True:
+                poller = select.poll()
+                poller.register(self._child.fileno(), select.POLLIN)
+                if not self._hung_up:  # else it is always readable, while the worker cleans up
+                    poller.register(self._sock, select.POLLIN)
                 left = deadline.timeout()
                 ready = poller.poll(None if left is None else -(-left * 1000 // 1))
                 if not ready:
@@ -186,7 +188,12 @@ class Worker:
     def _receive(self) -> list[WorkerResult]:
         try:
             data = self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionResetError):
+        except BlockingIOError:
+            return []
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._hung_up = True
             return []
         results = []
         for payload in self._reader.feed(data):

@@ -176,8 +176,9 @@ class BaseCheckpointManager(ABC):
             self.latest_iteration = self._look_for_latest()
         return self.latest_iteration
 
-    def _look_for_latest(self, below: int | None = None) -> int:
-        mine = [(i, owner) for i, owner, session in self._held() if session == self.session_id]
+    def _look_for_latest(self, below: int | None = None, *, unusable: CkptID | None = None) -> int:
+        ids = self._held() - {unusable}
+        mine = [(i, owner) for i, owner, session in ids if session == self.session_id]
         held = self._agreement.gather_held(self._clique(), mine)
         self.globally_available_ids = {
             rank: [(iteration, owner, self.session_id) for iteration, owner in sorted(one.shards)]
@@ -278,7 +279,8 @@ class BaseCheckpointManager(ABC):
         """Return this rank's part from a copy when it has none; all ranks call this together."""
         strategy = self.repl_strategy
         assert strategy is not None
-        self._look_for_latest()
+        # A part that could not be read may still be listed: others must send it.
+        self._look_for_latest(unusable=ckpt_id if state is None else None)
         needed: dict[Any, TensorAwareStateDict | None] = {}
         plan = None
         try:

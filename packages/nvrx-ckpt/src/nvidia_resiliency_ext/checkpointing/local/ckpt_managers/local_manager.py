@@ -316,9 +316,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         clique = self._clique_strategy()
         return super()._clique() if clique is None else min(clique.local_group.ranks)
 
-    def _look_for_latest(self, below: int | None = None) -> int:
+    def _look_for_latest(self, below: int | None = None, *, unusable: CkptID | None = None) -> int:
         self._connect_clique()
-        found = super()._look_for_latest(below)
+        found = super()._look_for_latest(below, unusable=unusable)
         if found != -1:
             self._complete.add(found)
         return found
