@@ -361,9 +361,10 @@ def late_at(rank, late_step, steps, in_step):
             store.wait([f"{step}/{1 - rank}"])
     store.set(f"rank{rank}-waited", "1")
     worker._last._done.wait(DEADLINE_S)
+    keys = worker._peers._keys()
     Detector.shutdown()
     stages = range(1, worker._number + 1)
-    left = [stage for stage in stages if worker._peers._keys().check([f"{stage}/{rank}"])]
+    left = [stage for stage in stages if keys.check([f"{stage}/{rank}"])]
     store.set(f"done{rank}", "1")
     store.wait([f"done{1 - rank}"])
     return due, sorted(intervals - {None}), left
@@ -435,8 +436,9 @@ def in_a_forked_child(rank):
             Detector.generate_report()
         except RuntimeError as error:
             os.write(writer, str(error).encode())
+        Detector.shutdown()
         os._exit(0)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0, "the child shuts down like any other"
     os.close(writer)
     said = os.read(reader, 4096).decode()
     os.close(reader)

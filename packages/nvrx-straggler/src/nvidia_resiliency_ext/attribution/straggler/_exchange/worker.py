@@ -7,6 +7,7 @@ stays in the queue, and so do later ones: when the missing rank arrives, the ord
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -108,7 +109,7 @@ class Exchange(Generic[T]):
     def withdraw(self) -> bool:
         """Do without the result; False when other ranks may rely on it already."""
         with self._vote:
-            self._is_withdrawn = not self._has_voted
+            self._is_withdrawn |= not self._has_voted
             return self._is_withdrawn
 
     def result(self, *, has_voted: bool = False) -> T:
@@ -140,6 +141,10 @@ class Exchange(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
+_of_parents: list[Peers] = []
+"""What a forked child must not destroy."""
+
+
 class ExchangeWorker:
     """One daemon thread with a queue of collectives among the same ranks.
 
@@ -156,6 +161,7 @@ class ExchangeWorker:
         self._last: Exchange[Any] | None = None
         self._end = ""
         self._number = 0
+        self._pid = os.getpid()
 
     def submit(self, run: Callable[[Exchange[T]], T]) -> Exchange[T]:
         """Queue a collective behind those that were submitted before."""
@@ -189,6 +195,10 @@ class ExchangeWorker:
         """
         thread, self._thread = self._thread, None
         self.end("the detector is shut down")
+        if os.getpid() != self._pid:
+            # In a forked child the connections are the parent's, and their threads are not here.
+            _of_parents.append(self._peers)
+            return False
         if thread is not None:
             self._queue.put(None)
             if self._last is None or self._last.is_done:
