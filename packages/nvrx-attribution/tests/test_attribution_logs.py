@@ -558,6 +558,41 @@ def test_last_lines_before_a_rotation_are_read(tmp_path):
     growing.close()
 
 
+def test_moved_log_is_read_until_the_next_one_has_bytes(tmp_path):
+    """What a writer adds to a file that was moved away is read while the new file is empty."""
+    log, moved = tmp_path / "job.log", tmp_path / "job.log.1"
+    log.write_text("first\n")
+    growing = GrowingLog(lambda: os.open(log, os.O_RDONLY), lambda: os.stat(log))
+    assert growing.read() == b"first\n"
+    log.rename(moved)
+    log.touch()
+    assert growing.read() == b""
+    with moved.open("a") as file:
+        file.write("last\n")
+    assert growing.read() == b"last\n"
+    log.write_text("next\n")
+    assert growing.read() == b"next\n"
+    growing.close()
+
+
+def test_log_that_vanishes_before_it_is_opened_is_waited_for(tmp_path):
+    """A new file that is gone again at the moment of its opening leaves the old one open."""
+    log = tmp_path / "job.log"
+    log.write_text("first\n")
+
+    def find():
+        log.rename(tmp_path / "job.log.1")
+        log.write_text("next\n")
+        found = os.stat(log)
+        log.unlink()
+        return found
+
+    growing = GrowingLog(lambda: os.open(log, os.O_RDONLY), find)
+    assert (growing.read(), growing.read()) == (b"first\n", b"")
+    assert growing.descriptor >= 0
+    growing.close()
+
+
 def test_log_that_cannot_be_read_is_no_wait(tmp_path, capsys):
     """Following a directory, a pipe or a loop of links ends with one line, not with a wait."""
     (tmp_path / "folder").mkdir()

@@ -194,7 +194,8 @@ def test_growing_log(tmp_path):
 def test_growing_log_that_rested_has_a_verdict(tmp_path):
     """A log that was let go because it did not grow any more is read again when it is asked for."""
     log = tmp_path / "hung.log"
-    log.write_text(OOM)
+    log.write_text(STEP.format(1) * (40_000_000 // len(STEP.format(1))) + OOM)
+    os.utime(log, (1, 1))
 
     async def ask():
         tools = AttributionTools(str(tmp_path))
@@ -204,6 +205,7 @@ def test_growing_log_that_rested_has_a_verdict(tmp_path):
         asked = {"result_id": started["result_id"]}
         await asyncio.wait([*tools._analyzer._tasks.values()])  # it is let go
         reply, _ = await tools.call("get_result", asked)
+        assert not tools._analyzer._sessions  # what it says is known
         await tools.close()
         return reply
 

@@ -362,8 +362,13 @@ def test_oldest_jobs_give_way(tmp_path, monkeypatch):
     """A service that has seen as many logs as it can know forgets old ones and takes the next."""
     monkeypatch.setattr("nvidia_resiliency_ext.attribution._live.jobs.MAX_JOBS", 4)
 
+    journal = SubmissionJournal(str(tmp_path / "journal.jsonl"))
+
     async def scenario():
-        analyzer = Analyzer(str(tmp_path), times=FAST)
+        analyzer = Analyzer(str(tmp_path), times=FAST, journal=journal)
+        for number in range(10):
+            await analyzer.submit(str(tmp_path / f"tracked{number}.log"))
+        assert len(journal.open_submissions) <= 4
         for number in range(10):
             log = tmp_path / f"{number}.log"
             log.write_text(OOM)

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -177,6 +178,8 @@ def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen)
         slurm.all_say(second)
         slurm.says("sacct", {**first, "state": "REQUEUED"}, second)
         monitor.poll_once()
+        assert (job(monitor, "31").action == "RESTART") is not is_seen
+        monitor.poll_once()
         assert job(monitor, "31").attempt_index == 1
         with log.open("a") as file:
             file.write(STEPS + STOLEN)
@@ -233,14 +236,19 @@ def test_end_of_a_run_before_a_requeue_is_evidence(slurm, monitor_of, tmp_path):
     log.write_text(STEPS)
     first = slurm_job("32", log)
     second = {**first, "restarts": 1, "start": "2026-11-20T11:00:00"}
-    with running(root, f"unix://{tmp_path}/s", STATE_DIR=state) as service:
-        monitor = monitor_of(service.endpoint)
-        slurm.all_say(first)
+    endpoint = f"unix://{tmp_path}/s"
+    monitor = monitor_of(endpoint)
+    slurm.all_say(first)
+    monitor.poll_once()
+    slurm.all_say(second)
+    slurm.says("sacct", {**first, "state": "NODE_FAIL", "failed": "n2"}, second)
+    monitor.poll_once()  # the service is away; what Slurm said is kept
+    quiet = {"RESTART_AGENT_LOG_QUIET_SECONDS": "0.5"}
+    with running(root, endpoint, STATE_DIR=state, **quiet):
         monitor.poll_once()
-        slurm.all_say(second)
-        slurm.says("sacct", {**first, "state": "NODE_FAIL", "failed": "n2"}, second)
+        assert (job(monitor, "32").action, job(monitor, "32").attempt_index) == ("RESTART", 0)
         monitor.poll_once()
-        assert job(monitor, "32").is_submitted
+        assert (job(monitor, "32").is_submitted, job(monitor, "32").attempt_index) == (True, 1)
     assert [(index, node) for index, _, node in attempts(state)] == [(0, "n2")]
 
 
@@ -279,6 +287,18 @@ def test_a_token_that_is_replaced_costs_no_verdict(slurm, monitor_of, tmp_path, 
         slurm.all_say(slurm_job("34", root / "a.out", "FAILED"))
         monitor.poll_once()
         assert (job(monitor, "34").tries, job(monitor, "34").is_done) == (0, False)
+        job(monitor, "34").looks = 478
+        monitor.poll_once()
+        assert (job(monitor, "34").looks, job(monitor, "34").is_done) == (479, False)
+        lasting = monitor_of(service.endpoint, token_file=str(tokens[1]))
+        lasting.state.jobs["35"] = MonitoredJob("35", "u", "n", str(root / "a.out"))
+        lasting.state.jobs["35"].is_terminal_submitted = lasting.state.jobs["35"].has_ended = True
+        lasting.state.jobs["35"].looks = 479
+        lasting.poll_once()
+        assert (job(lasting, "35").is_done, "480 looks" in job(lasting, "35").problem) == (
+            True,
+            True,
+        )
         tokens[1].write_text("second")
         job(monitor, "34").is_terminal_submitted = False
         monkeypatch.undo()
@@ -293,6 +313,8 @@ def test_two_monitors_share_no_state(slurm, service, monitor_of, tmp_path):
     with pytest.raises(ConfigError, match="another process uses"):
         monitor_of(state_file=state)
     first.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError):
+        monitor_of(state_file=state, port=taken.getsockname()[1])
     monitor_of(state_file=state)
 
 

@@ -22,7 +22,12 @@ from nvidia_resiliency_ext.attribution._live.replies import (
     recommendation_of,
     reply_of,
 )
-from nvidia_resiliency_ext.attribution._live.sessions import LogSession, SessionTimes
+from nvidia_resiliency_ext.attribution._live.sessions import (
+    FileState,
+    LogSession,
+    SessionTimes,
+    state_of,
+)
 from nvidia_resiliency_ext.attribution.coalescing.coalescer import RequestCoalescer
 from nvidia_resiliency_ext.attribution.orchestration.config import (
     DEFAULT_COMPUTE_TIMEOUT_SECONDS,
@@ -148,6 +153,7 @@ class Analyzer:
         self._complete: set[str] = set()
         self._evidence: dict[str, tuple[str, ...]] = {}
         self._failures: dict[str, str] = {}
+        self._rested: dict[str, tuple[FileState | None, engine.Verdict]] = {}
         self._background: set[asyncio.Task[Any]] = set()
 
     async def submit(  # noqa: PLR0913 - the fields of a submission
@@ -255,10 +261,15 @@ class Analyzer:
             return self._result(job, key, number, failed_reply(self._failures[key]))
         session = self._sessions.get(key)
         if not wait:
-            if session is None:
+            rested = None if key in self._ended else self._rested.get(key)
+            if session is not None:
+                verdict = await session.candidate()
+            elif rested is not None:
+                verdict = rested[1]
+            else:
                 status = "in_flight" if key in self._ended else "pending"
                 return self._result(job, key, number, {"result": None, "status": status})
-            candidate = recommendation_of(await session.candidate())
+            candidate = recommendation_of(verdict)
             value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
             return self._result(job, key, number, value)
         if session is not None and key not in self._ended and not await self._wait_for_end(session):
@@ -382,6 +393,9 @@ class Analyzer:
             for key in _keys(job):
                 self._ended.discard(key)
                 self._failures.pop(key, None)
+                self._rested.pop(key, None)
+            if self._journal is not None:
+                self._journal.end(job.path)
 
     def _is_read(self, key: str) -> bool:
         return key in self._tasks or self.coalescer.is_running(key)
@@ -411,6 +425,7 @@ class Analyzer:
             self.coalescer.forget(job.path)
             self._ended.discard(job.path)
             self._failures.pop(job.path, None)
+            self._rested.pop(job.path, None)
 
     def _end(self, key: str, job: Job, evidence: tuple[str, ...], *, is_complete: bool) -> None:
         self._ended.add(key)
@@ -419,6 +434,7 @@ class Analyzer:
         if self._is_outdated(key):
             self.coalescer.forget(key)
         self._failures.pop(key, None)
+        self._rested.pop(key, None)
         if self.coalescer.peek(key) is None:
             evidence = self._evidence.setdefault(key, evidence)
         session = self._sessions.get(key)
@@ -440,6 +456,8 @@ class Analyzer:
     def _grow(self, key: str, job: Job) -> None:
         if key in self._sessions or self.coalescer.peek(key) is not None or key in self._ended:
             return
+        if key in self._rested and self._rested[key][0] == state_of(key):
+            return  # what it says is known
         if len(self._sessions) >= self._max_growing:
             if self._max_growing:
                 count = len(self._sessions)
@@ -485,6 +503,9 @@ class Analyzer:
         def forget(_: object) -> None:
             self._sessions.pop(key, None)
             self._tasks.pop(key, None)
+            self._rested.pop(key, None)
+            if session.rested is not None and key not in self._ended:
+                self._rested[key] = session.rested
 
         task.add_done_callback(forget)
         return task

@@ -76,7 +76,8 @@ class SubmissionJournal:
         self.close()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o600)
-        self._large_bytes = 2 * os.fstat(self._file).st_size + _REWRITE_BYTES
+        large = 2 * os.fstat(self._file).st_size + _REWRITE_BYTES
+        self._large_bytes = min(large, _LIMIT_BYTES - _REWRITE_BYTES)  # a larger one is not read
 
     def _append(self, value: dict[str, Any]) -> None:
         try:

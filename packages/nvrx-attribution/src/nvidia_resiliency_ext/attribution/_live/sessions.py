@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.attribution._live.history import JobHistory
 
-__all__ = ["LogSession", "SessionTimes"]
+__all__ = ["FileState", "LogSession", "SessionTimes", "state_of"]
+
+FileState = tuple[int, int, int, int]
 
 _CHUNKS_AT_ONCE = 8
 _DIGEST_BYTES = 4096
@@ -47,6 +49,15 @@ class SessionTimes:
     idle_s: float = 900.0
 
 
+def state_of(path: str) -> FileState | None:
+    """Return what changes when a file is written to or replaced; None: there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class LogSession:
     """Read one log into a scanner.
 
@@ -67,6 +78,7 @@ class LogSession:
     Attributes:
         dump_path: Where the dumps are, once it is known.
         evidence: Lines that follow the log's last when the verdict is made.
+        rested: The verdict about a log that was idle for too long, and the state of the file.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a service meet here
@@ -86,6 +98,7 @@ class LogSession:
         self.job = job
         self.dump_path: str | None = None
         self.evidence: tuple[str, ...] = ()
+        self.rested: tuple[FileState | None, engine.Verdict] | None = None
         self._root = allowed_root
         self._history = history
         self._times = times
@@ -106,7 +119,7 @@ class LogSession:
         self._is_closed = False
 
     def end(self, *, is_complete: bool) -> None:
-        """Take note that the job has ended.
+        """End the wait for the job: what its log still says is read.
 
         Args:
             is_complete: Nothing more will be written.
@@ -139,6 +152,8 @@ class LogSession:
                 if self._terminal_s is not None and (is_complete or self._is_silent(now)):
                     return await loop.run_in_executor(self._pool, self._finish)
                 if self._terminal_s is None and now - self._last_growth_s > self._times.idle_s:
+                    state = state_of(self.path)
+                    self.rested = state, await loop.run_in_executor(self._pool, self._look)
                     return None
                 await self._wait()
         finally:
@@ -150,7 +165,8 @@ class LogSession:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._look)
 
     def _look(self) -> engine.Verdict:
-        self._read()
+        while self._read():
+            pass
         with self._lock:
             self._scanner.set_history(self._earlier())
             return self._scanner.snapshot()

@@ -43,7 +43,7 @@ class GrowingLog:
         self._find = find
         self._tail = b""
         self._is_partial = False
-        self._owes_newline = False
+        self._needs_newline = False
         self.descriptor = -1
         self.offset = 0
         self.starts = 0
@@ -84,13 +84,19 @@ class GrowingLog:
         data = self._take()  # written between the last look and the replacement
         if data:
             return data
+        try:
+            descriptor = self._opener()
+        except FileNotFoundError:
+            return b""
         self.close()
-        return self._take() if self.open() else b""
+        self.descriptor = descriptor
+        self.start_over()
+        return self._take()
 
     def start_over(self) -> None:
         """Read the open log from its beginning: what stands there now is new."""
         self.starts += 1
-        self._owes_newline = self._is_partial
+        self._needs_newline = self._is_partial
         self.move(0)
         # A writer that does not append leaves a hole of its old size before what it writes.
         with contextlib.suppress(OSError):
@@ -110,8 +116,8 @@ class GrowingLog:
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         self._is_partial = not data.endswith(b"\n")
         # The rest of a line that was cut off never comes.
-        before = b"\n" if self._owes_newline else b""
-        self._owes_newline = False
+        before = b"\n" if self._needs_newline else b""
+        self._needs_newline = False
         return before + data
 
     def _is_cut(self) -> bool:
@@ -124,12 +130,13 @@ class GrowingLog:
         return os.pread(self.descriptor, size, self.offset - size) != self._tail
 
     def _is_replaced(self) -> bool:
+        """Tell whether another file has the name and was written to; a writer may keep the old."""
         try:
             now = self._find()
         except OSError:
             return False  # moved away; the next file has not come
         ours = os.fstat(self.descriptor)
-        return (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino)
+        return now.st_size > 0 and (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino)
 
 
 class LogFollower:
@@ -155,7 +162,7 @@ class LogFollower:
             raise UnreadableInputError(parent, error.strerror or str(error)) from None
         self._log = GrowingLog(self._open, self._find)
         self._notices = DirectoryNotices(self._directory)
-        self._is_reported = False
+        self._is_on_local = False
 
     def chunks(self, quiet_s: float | None = None) -> Iterator[bytes]:
         """Yield data as it comes, and empty bytes once when none has come for `settle_s`.
@@ -207,17 +214,21 @@ class LogFollower:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
             raise UnreadableInputError(self._path, "not a regular file")
-        # Of a file that is reached through a link the directory is told nothing.
-        real = os.readlink(f"/proc/self/fd/{file}")
-        here = os.readlink(f"/proc/self/fd/{self._directory}")
-        self._is_reported = os.path.dirname(real) == here and _is_local(file)
+        self._is_on_local = _is_local(file)
         return file
+
+    def _is_reported(self) -> bool:
+        """Tell whether the directory is told of growth: not of a file moved away or linked to."""
+        if not self._is_on_local:
+            return False
+        real = os.readlink(f"/proc/self/fd/{self._log.descriptor}")
+        return os.path.dirname(real) == os.readlink(f"/proc/self/fd/{self._directory}")
 
     def _find(self) -> os.stat_result:
         return os.stat(self._name, dir_fd=self._directory)
 
     def _wait(self, seconds: float | None) -> None:
-        is_told = self._notices.are_there and (self._log.descriptor < 0 or self._is_reported)
+        is_told = self._notices.are_there and (self._log.descriptor < 0 or self._is_reported())
         if not is_told:
             seconds = _LOOK_S if seconds is None else min(_LOOK_S, seconds)
         poll = select.poll()

@@ -292,7 +292,7 @@ class AttributionTools:
         return found
 
     async def _follow(self, arguments: dict[str, Any]) -> tuple[Analyzer, str]:
-        """Have a log read while it grows, also one that was let go because it rested."""
+        """Have a log read while it grows, also when reading ended since it did not grow."""
         if self._analyzer is None:
             self._analyzer = Analyzer(self._root, use_lib_log_analysis=False)
         submitted = await self._analyzer.submit(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["AttributionHttpAdapter", "create_app"]
 
 _BODY_BYTES = 64 << 10
-_BODY_S = 10.0  # for each part of it
+_BODY_S = 10.0  # for all of it
 _OPEN_ROUTES = frozenset({"/", ROUTE_HEALTHZ})
 _MOST_INDENT = 8
 _MOST_EVIDENCE = 16
@@ -290,9 +290,10 @@ class _Guard:
         body = bytearray()
         is_large = not length.isdigit() or int(length[:12]) > _BODY_BYTES
         more = scope["method"] not in {"GET", "HEAD"}
+        deadline_s = time.monotonic() + _BODY_S
         while more and not is_large:
             try:
-                message = await asyncio.wait_for(receive(), _BODY_S)
+                message = await asyncio.wait_for(receive(), deadline_s - time.monotonic())
             except (asyncio.TimeoutError, TimeoutError):
                 text = f"the body did not come within {_BODY_S:g} s"
                 await _answer(send, 408, _error("request_timeout", text))

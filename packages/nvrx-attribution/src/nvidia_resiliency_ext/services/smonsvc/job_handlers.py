@@ -44,6 +44,7 @@ class ServiceClient:
 
     Attributes:
         is_reachable: Whether the last request was answered.
+        is_refused: Whether it had no reply, or one that may change: 401, 429 or a failure.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ServiceClient:
         self._pause_s = 0.0
         self._next_s = 0.0
         self.is_reachable = True
+        self.is_refused = False
 
     def is_alive(self) -> bool:
         """Return whether the service answers at all."""
@@ -99,10 +101,11 @@ class ServiceClient:
         except (OSError, http.client.HTTPException, ValueError) as error:
             status, reply = 0, f"{type(error).__name__}: {error}"
         self.is_reachable = status > 0
+        self.is_refused = _is_for_now(status)
         # The service says that it is asked too often: each time, wait twice as long.
-        is_refused = status == _TOO_MANY
+        is_too_often = status == _TOO_MANY
         longer_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
-        self._pause_s = longer_s if is_refused else 0.0
+        self._pause_s = longer_s if is_too_often else 0.0
         self._next_s = time.monotonic() + max(self._gap_s, self._pause_s)
         return status, reply
 

@@ -147,6 +147,7 @@ class MonitoredJob:
         is_terminal_submitted: Whether the service was told of its end.
         misses: How often Slurm knew nothing of it after it had left the queue.
         tries: How often its result was asked for.
+        looks: Looks since its end at which the service replied and had no result.
         action: The verdict: STOP, RESTART, ... ; empty: there is none yet.
         reason: Why.
         problem: What kept its log from being analysed.
@@ -167,6 +168,7 @@ class MonitoredJob:
     is_terminal_submitted: bool = False
     misses: int = 0
     tries: int = 0
+    looks: int = 0
     action: str = ""
     reason: str = ""
     problem: str = ""

@@ -40,6 +40,7 @@ logger = logging.getLogger("nvrx")
 
 _MOST_TRIES = 10
 _MOST_MISSES = 3
+_MOST_LOOKS = 480  # a day at the default interval
 _RESULT_PAUSE_S = 2.0
 
 
@@ -104,12 +105,16 @@ class SlurmJobMonitor:
         self._lock = -1
         self._ended = threading.Event()
         self._client = ServiceClient(JsonConnection(endpoint, timeout, token), self._ended)
-        if state_file is not None:
-            self._load(state_file)
         self._server: StatusServer | None = None
-        if port is not None:
-            self._server = StatusServer(self.state, port, host, status_token_file)
-            logger.info("counts and jobs are shown at http://%s:%d", host, self._server.port)
+        try:
+            if state_file is not None:
+                self._load(state_file)
+            if port is not None:
+                self._server = StatusServer(self.state, port, host, status_token_file)
+                logger.info("counts and jobs are shown at http://%s:%d", host, self._server.port)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self) -> None:
         """Look again and again until `stop` is called."""
@@ -146,6 +151,7 @@ class SlurmJobMonitor:
         if is_reachable:
             self._submit_ended()
             self._fetch()
+            self._give_up_old()
         elif self.state.is_reachable:
             logger.warning("the attribution service does not answer; logs are submitted later")
         with self.state.lock:
@@ -172,7 +178,6 @@ class SlurmJobMonitor:
             for job_id, job in known.items()
             if job_id in here and not job.has_ended and _is_another_run(job, here[job_id])
         ]
-        over |= {job.job_id for job in missed}
         new = [job for job in here.values() if job.job_id not in known or job.job_id in over]
         open_jobs = [job for job in self.state.open_jobs() if job.job_id not in over]
         pathless = [job for job in open_jobs if job.job_id in here and not job.log_path]
@@ -187,11 +192,6 @@ class SlurmJobMonitor:
         records = self._slurm.records(asked)
         requeued = [job for job in gone if _was_requeued(job, records.get(job.job_id))]
         runs = self._slurm.earlier_runs([job.job_id for job in (*missed, *requeued)])
-        for job in (*missed, *requeued):
-            self._end_run(job, runs.get((job.job_id, job.started)))
-        for job in missed:
-            if submits and job.log_path and not job.is_done:
-                self._submit(job, INTENT_TERMINAL)
         for seen in new:
             job = MonitoredJob(
                 *(seen.job_id, seen.user, seen.name),
@@ -207,7 +207,13 @@ class SlurmJobMonitor:
             record = records.get(job.job_id)
             if record is not None:
                 job.log_path = expand_path(record.log_path, here[job.job_id])
-        for job in self.state.open_jobs():
+        for job in requeued:
+            job.log_path = job.log_path or records[job.job_id].log_path
+        # The next run of a job takes its place when this one's verdict is there.
+        for job in (*missed, *requeued):
+            self._end_run(job, runs.get((job.job_id, job.started)))
+        running = [job for job in self.state.open_jobs() if not job.has_ended]
+        for job in running:
             if submits and job.job_id in here and job.log_path and not job.is_submitted:
                 job.is_done = self._submit(job, INTENT_PROGRESSIVE) is False
         for job in gone:
@@ -215,7 +221,7 @@ class SlurmJobMonitor:
                 self._end(job, records.get(job.job_id))
 
     def _end_run(self, job: MonitoredJob, record: JobRecord | None) -> None:
-        """Take note of how a run of a job ended after which it was requeued."""
+        """Store the end of a job's run after which it was requeued, as accounting gives it."""
         job.state = JobState.REQUEUED.value if record is None else record.state.value
         job.evidence = [] if record is None else list(record.evidence())
         job.has_ended = job.awaits_run = True
@@ -243,7 +249,7 @@ class SlurmJobMonitor:
             self._end(run, record)
 
     def _end(self, job: MonitoredJob, record: JobRecord | None) -> None:
-        """Take note of how a job ended that is not in the queue any more."""
+        """Store the end of a job that is not in the queue any more."""
         if record is None or record.state is JobState.UNKNOWN:
             job.misses += 1
             if job.misses < _MOST_MISSES:
@@ -280,14 +286,19 @@ class SlurmJobMonitor:
                 job.is_done = True
 
     def _fetch(self) -> None:
-        """Ask for the results of all jobs that have ended, 10 times each at most."""
+        """Ask for the results of all jobs that have ended, 10 times each at most.
+
+        A reply that may change, such as 401 or 503, ends this until the next look.
+        """
         for _ in range(_MOST_TRIES):
             waiting = [job for job in self.state.open_jobs() if job.is_terminal_submitted]
             for job in waiting:
                 if self._ended.is_set():
                     return
                 result = fetch_results(self._client, job)
-                if not self._client.is_reachable:
+                if self._client.is_refused:
+                    with self.state.lock:  # another job is asked about first next time
+                        self.state.jobs[job.job_id] = self.state.jobs.pop(job.job_id)
                     return
                 if result is not None:
                     log_attribution_result(job, result)
@@ -297,6 +308,14 @@ class SlurmJobMonitor:
                     self._give_up(job, "the service has no result")
             if all(job.is_done for job in waiting) or self._ended.wait(_RESULT_PAUSE_S):
                 return
+
+    def _give_up_old(self) -> None:
+        """Give up jobs whose end brought no result in a day of looks with a reply."""
+        for job in self.state.open_jobs():
+            if job.has_ended:
+                job.looks += 1
+                if job.looks >= _MOST_LOOKS:
+                    self._give_up(job, f"no result after {job.looks} looks; see the service's log")
 
     def _give_up(self, job: MonitoredJob, why: str) -> None:
         job.problem, job.is_done = why, True
