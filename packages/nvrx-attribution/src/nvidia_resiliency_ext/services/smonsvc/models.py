@@ -147,12 +147,12 @@ class MonitoredJob:
         is_terminal_submitted: Whether the service was told of its end.
         misses: How often Slurm knew nothing of it after it had left the queue.
         tries: How often its result was asked for.
-        looks: Looks since its end at which the service replied and had no result.
         action: The verdict: STOP, RESTART, ... ; empty: there is none yet.
         reason: Why.
         problem: What kept its log from being analysed.
         is_done: Whether nothing is left to do for it.
         awaits_run: Whether the job was requeued and its next run has not been seen.
+        looks: Looks since its end at which the service replied and had no result.
     """
 
     job_id: str
@@ -168,12 +168,12 @@ class MonitoredJob:
     is_terminal_submitted: bool = False
     misses: int = 0
     tries: int = 0
-    looks: int = 0
     action: str = ""
     reason: str = ""
     problem: str = ""
     is_done: bool = False
     awaits_run: bool = False
+    looks: int = 0
 
 
 @dataclass
