@@ -116,3 +116,11 @@ def test_an_estimate_that_is_not_withdrawn_is_not_put_off(session, caplog):
         assert caplog.text.count("agreed on 16 iterations later") == 1
         assert answer(failed) == NEVER
     assert caplog.text.count("straggler reports end here") == 1
+
+
+def test_what_is_withdrawn_stays_withdrawn():
+    """A rank that has withdrawn, and is asked again after its thread has voted, has not joined."""
+    exchange = worker_module.Exchange(lambda _: None, 1.0)
+    assert exchange.withdraw()
+    assert not exchange.vote()
+    assert exchange.withdraw()
