@@ -27,7 +27,6 @@ __all__ = [
     "checkpoint_items",
     "require_whole",
     "verify_checkpoint",
-    "verify_option",
 ]
 
 _METADATA = ".metadata"
@@ -164,21 +163,6 @@ def require_whole(path: str, *, on_progress: Callable[[int, int], None] = lambda
     report = verify_checkpoint(path, on_progress=on_progress)
     if report.problems:
         raise DamagedCheckpointError(path, "; ".join(report.problems))
-
-
-def verify_option(*, default: bool) -> bool:
-    """Return whether what is loaded is compared with its checksums.
-
-    Args:
-        default: Where `NVRX_CKPT_VERIFY_ON_LOAD` is not set.
-
-    Raises:
-        ValueError: The variable is neither 0 nor 1.
-    """
-    text = os.environ.get("NVRX_CKPT_VERIFY_ON_LOAD", "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"NVRX_CKPT_VERIFY_ON_LOAD={text!r}: allowed are 0 and 1")
-    return text == "1" if text else default
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,6 @@ class SlurmJobMonitor:
         """
         here = {job.job_id: job for job in queue if self._pattern.search(job.name)}
         known = self.state.jobs
-        self._see_runs_between(here)
         # A job that was requeued is in the queue again after its end, which may have been missed.
         over = {job_id for job_id, job in known.items() if job.is_done and job.has_ended}
         missed = [
@@ -192,6 +191,7 @@ class SlurmJobMonitor:
         records = self._slurm.records(asked)
         requeued = [job for job in gone if _was_requeued(job, records.get(job.job_id))]
         runs = self._slurm.earlier_runs([job.job_id for job in (*missed, *requeued)])
+        self._see_runs_between(waiting, records)
         for seen in new:
             job = MonitoredJob(
                 *(seen.job_id, seen.user, seen.name),
@@ -228,12 +228,10 @@ class SlurmJobMonitor:
         if not job.log_path:
             self._give_up(job, "Slurm does not say where its output is")
 
-    def _see_runs_between(self, here: Mapping[str, SlurmJob]) -> None:
+    def _see_runs_between(
+        self, waiting: Sequence[MonitoredJob], records: Mapping[str, JobRecord]
+    ) -> None:
         """Take over the next runs of requeued jobs that began and ended between two looks."""
-        jobs = self.state.jobs
-        waiting = [job for job in jobs.values() if job.awaits_run and job.is_done]
-        waiting = [job for job in waiting if job.job_id not in here]
-        records = self._slurm.records([job.job_id for job in waiting])
         for job in waiting:
             record = records.get(job.job_id)
             if record is not None and not record.state.is_terminal:
@@ -244,8 +242,8 @@ class SlurmJobMonitor:
             run = MonitoredJob(*(job.job_id, job.user, job.name, job.log_path))
             run.attempt_index = max(record.restarts, job.attempt_index + 1)
             with self.state.lock:
-                jobs.pop(job.job_id)
-                jobs[job.job_id] = run
+                self.state.jobs.pop(job.job_id)
+                self.state.jobs[job.job_id] = run
             self._end(run, record)
 
     def _end(self, job: MonitoredJob, record: JobRecord | None) -> None:

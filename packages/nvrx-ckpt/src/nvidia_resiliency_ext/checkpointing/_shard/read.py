@@ -7,7 +7,7 @@ import contextlib
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from nvidia_resiliency_ext.checkpointing._checksum import crc32
@@ -151,14 +151,31 @@ def read_record(
         DamagedCheckpointError: The bytes have changed since they were written.
         OSError: They cannot be read.
     """
-    value = 0
-    for start in range(0, record.nbytes, _CHUNK_BYTES):
-        piece = target[start : min(start + _CHUNK_BYTES, record.nbytes)]
-        source.read_into(record.offset + start, piece)
+    whole = target[: record.nbytes]
+    pieces = (
+        whole[start : start + _CHUNK_BYTES] for start in range(0, record.nbytes, _CHUNK_BYTES)
+    )
+    _read_pieces(source, record, pieces, verify=verify, on_progress=on_progress)
+
+
+def _read_pieces(
+    source: ShardSource,
+    record: Record,
+    pieces: Iterable[memoryview],
+    *,
+    verify: bool,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Fill pieces, which together are as long as a record, and compare its checksum."""
+    position, value = record.offset, 0
+    for piece in pieces:
+        source.read_into(position, piece)
+        position += piece.nbytes
         value = crc32(piece, value) if verify else 0
         on_progress(piece.nbytes)
     if verify and value != record.crc32:
-        raise DamagedCheckpointError(source.name, _change_of(record))
+        title = f"{record.tensor} ({record.name})" if record.tensor else f"record {record.name}"
+        raise DamagedCheckpointError(source.name, f"{title} has changed: wrong checksum")
 
 
 def damage_of(
@@ -173,14 +190,12 @@ def damage_of(
     """
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for record in manifest.records:
-        value = 0
-        for start in range(0, record.nbytes, _CHUNK_BYTES):
-            piece = buffer[: min(_CHUNK_BYTES, record.nbytes - start)]
-            source.read_into(record.offset + start, piece)
-            value = crc32(piece, value)
-            on_progress(piece.nbytes)
-        if value != record.crc32:
-            yield _change_of(record)
+        lefts = range(record.nbytes, 0, -_CHUNK_BYTES)
+        pieces = (buffer[:left] for left in lefts)  # one after the other, in the same memory
+        try:
+            _read_pieces(source, record, pieces, verify=True, on_progress=on_progress)
+        except DamagedCheckpointError as error:
+            yield error.problem
     with contextlib.suppress(ShardFormatError):
         for position, frame in frames(manifest):
             if (
@@ -198,8 +213,3 @@ def _read(source: ShardSource, position: int, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     source.read_into(position, memoryview(data))
     return bytes(data)
-
-
-def _change_of(record: Record) -> str:
-    title = f"{record.tensor} ({record.name})" if record.tensor else f"record {record.name}"
-    return f"{title} has changed: wrong checksum"

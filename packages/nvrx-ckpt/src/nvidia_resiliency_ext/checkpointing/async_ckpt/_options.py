@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of queues and writers: arguments first, then the environment, then defaults."""
+"""Options of queues, writers and loads: arguments first, then the environment, then defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["IO_MODES", "QueueOptions", "io_mode_option", "path_text", "staging_dir_option"]
+__all__ = [
+    "IO_MODES",
+    "QueueOptions",
+    "io_mode_option",
+    "path_text",
+    "staging_dir_option",
+    "verify_option",
+]
 
 IO_MODES = ("auto", "buffered", "direct")
 _ON_ERROR = ("raise", "warn")
@@ -91,6 +98,18 @@ def staging_dir_option(given: str | os.PathLike[str] | None) -> str | None:
     return os.path.abspath(text) if text else None
 
 
+def verify_option(*, default: bool) -> bool:
+    """Return whether what is loaded is compared with its checksums.
+
+    Args:
+        default: Where `NVRX_CKPT_VERIFY_ON_LOAD` is not set.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    return _given(None, "NVRX_CKPT_VERIFY_ON_LOAD", _flag, default)
+
+
 def path_text(path: str | os.PathLike[str]) -> str:
     """Return a path as text.
 
@@ -113,6 +132,12 @@ def _given(value: _T | None, variable: str, parse: Callable[[str], _T], default:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{variable}={text!r}: {error}") from None
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("allowed are 0 and 1")
+    return text == "1"
 
 
 def _positive(text: str) -> float:

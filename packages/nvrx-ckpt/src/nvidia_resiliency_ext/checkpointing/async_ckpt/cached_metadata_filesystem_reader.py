@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nvidia_resiliency_ext.checkpointing._progress import ProgressBar
-from nvidia_resiliency_ext.checkpointing._verify import require_whole, verify_option
+
+from ._options import verify_option
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -62,6 +63,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             DamagedCheckpointError: `verify` is set, and a file is missing, short or altered.
         """
         if self._verify:
+            from nvidia_resiliency_ext.checkpointing._verify import require_whole
+
             with ProgressBar.of_load() as bar:
                 require_whole(os.fspath(self.path), on_progress=bar.show)
         if not self._cache_metadata:

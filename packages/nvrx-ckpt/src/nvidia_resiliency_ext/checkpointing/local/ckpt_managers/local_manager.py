@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerSource
 from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
 from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
 from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent
-from nvidia_resiliency_ext.checkpointing._verify import verify_option
+from nvidia_resiliency_ext.checkpointing.async_ckpt._options import verify_option
 from nvidia_resiliency_ext.checkpointing.local._load import load_state
 from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict

@@ -191,12 +191,12 @@ class ExchangeWorker:
         """End the thread and the connections to other ranks.
 
         A thread that waits for a rank that never comes is left behind, with its connections: to
-        close them would wait for the collective. False then.
+        close them would wait for the collective. False then, and in a forked child, whose parent
+        has the thread and the connections.
         """
         thread, self._thread = self._thread, None
         self.end("the detector is shut down")
         if os.getpid() != self._pid:
-            # In a forked child the connections are the parent's, and their threads are not here.
             _of_parents.append(self._peers)
             return False
         if thread is not None:
