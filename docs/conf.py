@@ -24,6 +24,7 @@ exclude_patterns = ["_build", "_ext"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["nvrx.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
 # Drawings and output have no language; by default they would be coloured as Python.
 highlight_language = "text"
 _ROOT = HERE.parent / "packages/nvrx-common/src/nvidia_resiliency_ext/__init__.py"

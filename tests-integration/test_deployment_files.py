@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files for Kubernetes fit the published schemas, and their command lines fit the launcher."""
+"""Files for Kubernetes fit the published schemas, and images run and install what there is."""
 
+import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +13,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-FOLDER = Path(__file__).parents[1] / "packages" / "nvrx-ft" / "examples" / "kubernetes"
+PACKAGES = Path(__file__).parents[1] / "packages"
+FOLDER = PACKAGES / "nvrx-ft" / "examples" / "kubernetes"
 KINDS = {
     "JobSet": models.jobset_v1alpha2_job_set.JobsetV1alpha2JobSet,
     "TrainingRuntime": models.trainer_v1alpha1_training_runtime.TrainerV1alpha1TrainingRuntime,
@@ -95,3 +98,20 @@ def test_grace_times_fit(document):
     given = list(found(document, "terminationGracePeriodSeconds"))
     if grace and given:
         assert min(given) > max(grace) + 15
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGES.glob("*/examples/container/Dockerfile")), ids=str)
+def test_an_image_installs_and_runs_what_there_is(path):
+    """Its command is a program of a distribution that it installs, with extras that exist."""
+    text = path.read_text()
+    wanted = re.findall(
+        r"(nvrx-[a-z]+)(?:\[([a-z]+)\])?", text.partition("RUN ")[2].partition("\n\n")[0]
+    )
+    assert wanted
+    programs = set()
+    for name, extra in wanted:
+        distribution = importlib.metadata.distribution(name)
+        assert not extra or extra in distribution.metadata.get_all("Provides-Extra")
+        programs |= {entry.name for entry in distribution.entry_points}
+    command = json.loads(re.search(r"^CMD (.*)", text, re.MULTILINE)[1])
+    assert command[0] in programs

@@ -46,11 +46,11 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(tree: Path, test: str) -> tuple[int, str]:
+def run(tree: Path, test: str, what: str = "nvrx-a") -> tuple[int, str]:
     """Give nvrx-a this test module, run the tool and return its exit code and output."""
     (tree / "packages" / "nvrx-a" / "tests" / "test_a.py").write_text(test)
     result = subprocess.run(
-        [sys.executable, str(TOOL), str(tree / "dist"), "nvrx-a", "--root", str(tree)],
+        [sys.executable, str(TOOL), str(tree / "dist"), what, "--root", str(tree)],
         env=os.environ | {"NVRX_TEST_WORKERS": "1"},
         capture_output=True,
         text=True,
@@ -91,6 +91,15 @@ def test_failure_is_named(tree: Path, test: str, reason: str) -> None:
     code, said = run(tree, test)
     assert code == 1
     assert f"alone: nvrx-a: {reason}" in said or f"alone: nvrx-a: has {reason}" in said
+
+
+def test_all_together_is_a_task_of_its_own(tree: Path) -> None:
+    """The pipeline tests packages one by one, and what only shows with all of them once."""
+    make_wheel(tree / "dist", "nvrx-b", {"a.py": ""}, "nvrx-common")
+    code, said = run(tree, "def test_a(): assert False\n", "together")
+    assert code == 1
+    assert f"together: {NAMESPACE}/a.py is in nvrx_a-1.0" in said
+    assert "alone:" not in said
 
 
 def test_two_versions_of_one_wheel_are_refused(tree: Path) -> None:

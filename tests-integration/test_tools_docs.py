@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from browser import Browser, find_browser
 from fault_jobs import MARK, marked, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import cli_args
@@ -38,6 +39,20 @@ def test_a_block_marked_clone_finds_what_a_clone_has(tmp_path: Path) -> None:
     assert run(tmp_path)[0] == 0
     (tmp_path / "README.md").write_text(block.format(mark=""))
     assert run(tmp_path)[0] == 1
+
+
+def test_links_of_package_readmes_work_on_an_index(tmp_path: Path) -> None:
+    """A relative link, and one into the repository that leads nowhere, are errors."""
+    repository = "https://github.com/nvrx/nvrx/blob/main"
+    page = tmp_path / "packages" / "one" / "README.md"
+    page.parent.mkdir(parents=True)
+    page.write_text(f"[a]({repository}/packages/one/README.md#x) [b](https://example.org/b)\n")
+    assert run(tmp_path)[0] == 0
+    page.write_text(f"[a](../../docs/a.md) [b]({repository}/docs/b.md)\n")
+    code, said = run(tmp_path)
+    assert code == 1
+    assert "packages/one/README.md: ../../docs/a.md is no whole address" in said
+    assert f"{repository}/docs/b.md is not in the repository" in said
 
 
 def test_marked_blocks_run_and_others_do_not(tmp_path: Path) -> None:
@@ -263,3 +278,30 @@ def test_blocks_that_do_not_run_here_are_well_formed() -> None:
                     problems += [f"{page}: {program} {flag}" for flag in flags if flag not in known]
     assert not problems
     assert commands > 10
+
+
+CODE = """<link rel=stylesheet href="{static}/nvrx.css">
+<p>Text.</p><div class="highlight"><pre><span class="gp">&gt;&gt;&gt; </span>one()
+<span class="go">1</span></pre></div>
+<div class="highlight"><pre>two</pre></div>
+<script>navigator.clipboard.writeText = (text) => {{ window.copied = text; }}</script>
+<script src="{static}/copy.js"></script>
+"""
+
+
+@pytest.mark.browser
+def test_code_is_copied_without_prompts_and_output(tmp_path: Path) -> None:
+    """Each block has a button, and what it copies is what the reader types."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no browser is installed: tools/install_browser.sh does it")
+    page = tmp_path / "page.html"
+    page.write_text(CODE.format(static=(ROOT / "docs" / "_static").as_uri()))
+    shown = Browser(program, tmp_path / "profile", page.as_uri())
+    try:
+        assert shown.run("document.querySelectorAll('.highlight > .copy').length") == 2
+        shown.click(".copy")
+        assert shown.run("window.copied").strip() == "one()"
+        assert shown.run("document.querySelector('.copy').textContent") == "copied"
+    finally:
+        shown.close()

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/gen_reference.py`: tables of the reference pages as text that can be read anywhere."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event, Thread, active_count
+
+import pytest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -90,3 +94,16 @@ def test_a_programs_commands_have_tables(tmp_path: Path) -> None:
     for command in ("verify", "list", "diff"):
         assert f"### `python -m nvidia_resiliency_ext.checkpointing {command}`" in written
     assert "| `--json` |" in written
+
+
+def test_the_main_class_of_a_module_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opens a module's section of the reference meets the class that can do most."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    in_order = importlib.import_module("nvrx_reference").in_order
+    items = {"fail": OSError, "Thread": Thread, "Event": Event, "active_count": active_count}
+    assert list(in_order(items).items()) == [
+        ("Thread", "autoclass"),
+        ("Event", "autoclass"),
+        ("active_count", "autofunction"),
+        ("fail", "autoexception"),
+    ]

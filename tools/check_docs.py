@@ -4,6 +4,9 @@
 Each block is a program of its own: it runs in an empty folder, with the interpreter that runs this
 first on PATH, under a deadline, and whatever it started is ended with it. The folder of a block
 marked ``test clone`` has links to what a clone of the repository has.
+
+A package's README is shown by package indexes, which have no other file of the repository. So its
+links are whole addresses, and those that begin with ``REPOSITORY`` name what is in this checkout.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ PAGES = ("README.md", "packages/*/README.md", "docs/*.md", "docs/guides/*.md")
 DEADLINE_S = 120.0
 TAIL_LINES = 40
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<info>[^`]*)$")
+LINK = re.compile(r"\]\(([^)\s#]+)")
+REPOSITORY = "https://github.com/nvrx/nvrx/blob/main/"
 CLONE = ("packages", "tests-integration", "tools")
 COMMANDS = {"python": [sys.executable, "-W", "error"], "sh": ["sh", "-eu"]}
 SUFFIXES = {"python": ".py", "sh": ".sh"}
@@ -66,6 +71,18 @@ def blocks_of(path: Path) -> list[Block]:
     if opened is not None:
         raise SystemExit(f"{path}:{start - 1}: this code block has no end")
     return found
+
+
+def bad_links(root: Path) -> list[str]:
+    """Return the links of the packages' READMEs that an index could not follow."""
+    return [
+        f"{path.relative_to(root)}: {target} "
+        + ("is not in the repository" if "://" in target else "is no whole address")
+        for path in sorted(root.glob("packages/*/README.md"))
+        for target in LINK.findall(path.read_text())
+        if "://" not in target
+        or (target.startswith(REPOSITORY) and not (root / target[len(REPOSITORY) :]).exists())
+    ]
 
 
 def run(block: Block, deadline_s: float) -> str | None:
@@ -115,6 +132,8 @@ def main() -> int:
     options = parser.parse_args()
     root: Path = options.root
     pages = options.pages or [path for glob in PAGES for path in sorted(root.glob(glob))]
+    wrong = bad_links(root)
+    print("".join(f"{each}\n" for each in wrong), end="", flush=True)
     failed = count = 0
     for block in [block for page in pages for block in blocks_of(page)]:
         started = time.monotonic()
@@ -125,7 +144,7 @@ def main() -> int:
         count += 1
         failed += problem is not None
     print(f"docs: {count - failed} of {count} code blocks work")
-    return 1 if failed else 0
+    return 1 if failed or wrong else 0
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ COMMANDS = {
     " --hostile: with what a careless shell leaves",
     "integration": "the integration scenarios; arguments go to pytest",
     "check": "lint, boundaries, types and generated files: what needs no test run",
-    "alone": "build every wheel and test each one alone, or only the named distributions",
+    "alone": "build every wheel and test each one alone, then all together; or only the named ones",
     "docs": "build the documentation and run its code blocks",
     "fix": "format the code and fix what the linter can fix",
     "proto": "generate the protobuf modules again",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,19 +67,41 @@ class Modules(SphinxDirective):
                 else:
                     elsewhere.append(f"``{item}`` (see ``{home}``)")
             lines = [f".. automodule:: {name}"]
-            split = [item for item in own if has_private_parts(getattr(module, item), homes)]
-            whole = [item for item in own if item not in split]
-            lines += [f"   :members: {', '.join(whole)}"] if whole else []
-            for item in split:
-                stops = ", ".join(documented_bases(getattr(module, item), homes))
-                lines += ["", f".. autoclass:: {name}.{item}", "   :members:"]
-                lines += [f"   :inherited-members: {stops}"]
+            values = {item: getattr(module, item) for item in own}
+            called = in_order({item: value for item, value in values.items() if is_shown(value)})
+            others = [item for item in own if item not in called]
+            lines += [f"   :members: {', '.join(others)}"] if others else []
+            for item, directive in called.items():
+                lines += ["", f".. {directive}:: {name}.{item}"]
+                lines += ["   :members:"] if directive != "autofunction" else []
+                if has_private_parts(values[item], homes):
+                    stops = ", ".join(documented_bases(values[item], homes))
+                    lines += [f"   :inherited-members: {stops}"]
             lines += ["", *([f"Also exports {', '.join(elsewhere)}.", ""] if elsewhere else [])]
             section = nodes.section(ids=[nodes.make_id(name)], names=[name])
             section += nodes.title(text=name.removeprefix(PACKAGE))
             section += self.parse_text_to_nodes("\n".join(lines))
             sections.append(section)
         return sections
+
+
+def is_shown(value: object) -> bool:
+    """Return whether a directive of its own documents it: a class or function with a docstring."""
+    return (isinstance(value, type) or inspect.isfunction(value)) and bool(value.__doc__)
+
+
+def in_order(values: dict[str, Any]) -> dict[str, str]:
+    """Return the directive of each class and function: the class that can do most comes first."""
+    order = ("autoclass", "autofunction", "autoexception")
+    places: dict[str, tuple[int, int]] = {}
+    for name, value in values.items():
+        if isinstance(value, type):
+            methods = [each for each in dir(value) if callable(getattr(value, each, None))]
+            public = sum(not each.startswith("_") for each in methods)
+            places[name] = (2 if issubclass(value, BaseException) else 0, -public)
+        else:
+            places[name] = (1, 0)
+    return {name: order[places[name][0]] for name in sorted(values, key=places.__getitem__)}
 
 
 def documented_bases(value: type, homes: dict[int, str]) -> list[str]:
@@ -135,4 +158,4 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("nvrx-modules", Modules)
     app.connect("env-check-consistency", drop_false_modules)
     app.connect("html-page-context", drop_dead_links)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+    return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -125,6 +126,43 @@ def test_body_that_does_not_come(service):
     with socket.create_connection((host, int(port)), timeout=LIMIT_S) as client:
         client.sendall(b"POST /logs HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: "])
+def test_connections_that_ask_nothing(tmp_path, said):
+    """More connections than descriptors that ask nothing, or half of it, keep no request out."""
+    log = tmp_path / "a.log"
+    log.write_text(OOM)
+    with (
+        ports.claimed() as port,
+        running(tmp_path, f"127.0.0.1:{port}") as service,
+        contextlib.ExitStack() as held,
+    ):
+        resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (512, 512))
+        asked = time.monotonic()
+        for _ in range(800):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_S))
+            client.sendall(said)
+        assert service.post(log, **ENDED)[0] == 200
+        assert service.get(log)[1]["recommendation"]["action"] == "STOP"
+        assert time.monotonic() - asked < 30
+        assert client.recv(1) == b""  # the last of them is let go in the end, too
+
+
+def test_crowd_that_connects_at_once(service):
+    """200 clients get a connection however busy the service is, and each its answer."""
+    where = service.endpoint.removeprefix("http://").split(":")
+    service.process.send_signal(signal.SIGSTOP)
+    try:
+        crowd = [socket.create_connection((where[0], int(where[1])), 10) for _ in range(200)]
+    finally:
+        service.process.send_signal(signal.SIGCONT)
+    for client in crowd:
+        client.settimeout(LIMIT_S)
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    for client in crowd:
+        with client:
+            assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def test_pipe_in_the_place_of_a_read_log(service):

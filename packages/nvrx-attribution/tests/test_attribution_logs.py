@@ -124,8 +124,9 @@ def test_overlay(tmp_path):
     registry = engine.load_registry(write_rules(tmp_path / "site.json", SITE))
     assert verdict_of("a gremlin in bay 7\n", registry=registry).reason_code == "storage.io_error"
     assert registry.version.endswith("+site.1")
-    off = write_rules(tmp_path / "off.json", {"id": "gpu.oom", "disable": True})
-    assert verdict_of(OOM, registry=engine.load_registry(off)).reason_code != "gpu.oom"
+    off = write_rules(tmp_path / "off.json", {"id": "user.import_error", "disable": True})
+    found = verdict_of("ImportError: x\n", registry=engine.load_registry(off))
+    assert found.reason_code == "user.exception"
     for change, message in (
         ({"code": "gpu.gremlin"}, "not a known reason code"),
         ({"pattern": "(a+)+b"}, "repeats what repeats"),
@@ -141,6 +142,9 @@ def test_overlay(tmp_path):
         ({"source": "moon"}, "source 'moon' is none of any"),
         ({"phase": "lunch"}, "phase 'lunch' is none of startup"),
         ({"needs_block": "yes"}, "needs_block is not true or false"),
+        ({"frames": [["gpu.oom"]]}, "frames is not a list of pairs"),
+        ({"frames": [["gpu.gremlin", "x"]]}, "not a known reason code"),
+        ({"frames": [["gpu.oom", "("]]}, "site.gremlin"),
         ({"since": 1}, "since is not a text"),
         ({"confirms": ["gpu.gremlin"]}, "'gpu.gremlin' is not a known"),
         ({"entity": "shelf"}, "entity 'shelf' is no group"),
@@ -149,6 +153,26 @@ def test_overlay(tmp_path):
     ):
         with pytest.raises(RegistryError, match=message):
             engine.load_registry(write_rules(tmp_path / "bad.json", {**SITE, **change}))
+
+
+@pytest.mark.parametrize(
+    ("function", "early", "late"),
+    [
+        ("validate_args", ("user.config_error", "STOP"), ("user.exception", "RESTART")),
+        ("save_checkpoint", ("ckpt.save_failed", "RESTART"), ("ckpt.save_failed", "RESTART")),
+        ("train", ("user.exception", "RESTART"), ("user.exception", "RESTART")),
+    ],
+)
+def test_functions_tell_the_code(function, early, late):
+    """Where an exception came from tells its code, and a configuration is wrong from the start."""
+    text = (
+        "[rank1]: Traceback (most recent call last):\n"
+        f'[rank1]:   File "/app/run.py", line 3, in {function}\n'
+        "[rank1]: AssertionError: seven is odd\n"
+    )
+    for before, expected in (("", early), (STEPS, late)):
+        found = verdict_of(before + text)
+        assert (found.reason_code, found.action) == expected
 
 
 def test_overlay_names_rank_node_and_data(tmp_path):
@@ -316,7 +340,7 @@ def test_reworded_failures(case):
     found = verdict_of(text)
     assert found.reason_code in case["codes"]
     assert found.action in case["actions"]
-    assert case["rank"] in {None, found.first_fault.rank}
+    assert case["rank"] in {None, found.first_fault and found.first_fault.rank}
 
 
 HEALTHY = (Path(__file__).parent / "healthy_lines.txt").read_text().splitlines()

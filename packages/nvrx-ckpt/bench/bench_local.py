@@ -7,8 +7,9 @@ Prints one JSON line per figure, with the load average. Limits are measured by t
 same time: a plain write that removes the file before, as a save does; a read into fresh memory, as
 a load needs it, and into memory that was used before; plain TCP in both directions at once; and
 `copy`: TCP in both directions while each end writes its own file and the one that arrives, without
-checksums. The time of a write that runs beside training counts from the end of the calls. The last
-line compares stalls: saves without copies and with them take turns.
+checksums. `write_used` and `copy_used` write over files that are there, as saves do from the third
+on. The time of a write that runs beside training counts from the end of the calls. The last line
+compares stalls: saves without copies and with them take turns.
 """
 
 import argparse
@@ -92,6 +93,33 @@ def timed(dist: Any, function: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
+def transport_between(rank: int, dist: Any, data: Any) -> Callable[..., None]:
+    """Connect both ranks; return what sends the data both ways at once, into a file if named."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ports = [None] * WORLD
+    dist.all_gather_object(ports, listener.getsockname()[1])
+    out = socket.create_connection(("127.0.0.1", ports[1 - rank]))
+    inward, _ = listener.accept()
+
+    def transport(to: str = os.devnull, mode: str = "wb") -> None:
+        def receive() -> None:
+            view, left = memoryview(bytearray(MIB)), len(data)
+            with open(to, mode, buffering=0) as file:
+                while left:
+                    count = inward.recv_into(view[: min(left, MIB)])
+                    if to != os.devnull:
+                        file.write(view[:count])
+                    left -= count
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        for start in range(0, len(data), CHUNK):
+            out.sendall(data[start : start + CHUNK])
+        thread.join()
+
+    return transport
+
+
 def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
     """Measure plain write, read and TCP on all ranks at once; return seconds."""
     torch, dist = join(rank, options.port)
@@ -105,6 +133,11 @@ def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
             os.fsync(file.fileno())
         os.replace(f"{to}.new", to)
 
+    def write_used(to: str = path) -> None:
+        with open(to, "r+b", buffering=0) as file:
+            file.writelines(data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
+            os.fsync(file.fileno())
+
     def read_used() -> None:
         read(target)
 
@@ -114,36 +147,19 @@ def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
             for start in range(0, len(fresh), CHUNK):
                 file.readinto(fresh[start : start + CHUNK])
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    ports = [None] * WORLD
-    dist.all_gather_object(ports, listener.getsockname()[1])
-    out = socket.create_connection(("127.0.0.1", ports[1 - rank]))
-    inward, _ = listener.accept()
+    transport = transport_between(rank, dist, data)
 
-    def transport(to: str = os.devnull) -> None:
-        def receive() -> None:
-            view, left = memoryview(bytearray(MIB)), len(data)
-            with open(to, "wb", buffering=0) as file:
-                while left:
-                    count = inward.recv_into(view[: min(left, MIB)])
-                    if to != os.devnull:
-                        file.write(view[:count])
-                    left -= count
-
-        thread = threading.Thread(target=receive)
+    def copy(own: Callable[[], None] = write, mode: str = "wb") -> None:
+        thread = threading.Thread(target=own)
         thread.start()
-        for start in range(0, len(data), CHUNK):
-            out.sendall(data[start : start + CHUNK])
+        transport(f"{path}.copy", mode)
         thread.join()
 
-    def copy() -> None:
-        thread = threading.Thread(target=write)
-        thread.start()
-        transport(f"{path}.copy")
-        thread.join()
+    def copy_used() -> None:
+        copy(write_used, "r+b")
 
     found = {}
-    for function in (write, read, read_used, transport, copy):
+    for function in (write, write_used, read, read_used, transport, copy, copy_used):
         function()
         times = [timed(dist, function) for _ in range(options.repeats)]
         found[function.__name__] = statistics.median(times)
@@ -314,6 +330,7 @@ def main() -> None:
                 ranks=WORLD,
                 **{name: round(value, 3) for name, value in found.items()},
                 save_of_limit=round(limit["copy" if repl else "write"] / writing, 2),
+                save_of_limit_used=round(limit["copy_used" if repl else "write_used"] / writing, 2),
                 load_of_limit=round(limit["read"] / found["load"], 2),
                 replication_of_transport=round(limit["transport"] / writing, 2) if repl else None,
             )

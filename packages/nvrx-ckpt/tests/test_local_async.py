@@ -48,7 +48,7 @@ def save_three(rank, world, root, persistent, repl):
         queue.maybe_finalize_async_calls(blocking=True)
     m.wait_for_cleanup()
     queue.close()
-    return sorted(os.listdir(m.local_ckpt_dir))
+    return sorted(path.name for path in m.local_ckpt_dir.glob("iter_*"))
 
 
 @pytest.mark.no_second_try
@@ -83,7 +83,7 @@ def replaced_save(rank, world, root, how, repl):
         except CheckpointingException as error:
             text = str(error)
     queue.close()
-    return text, sorted(os.listdir(m.local_ckpt_dir))
+    return text, sorted(path.name for path in m.local_ckpt_dir.glob("iter_*"))
 
 
 @pytest.mark.no_second_try
@@ -113,7 +113,7 @@ def fill_up(rank, world, root, small, repl):
             texts.append(str(error))
     queue.close()
     m.wait_for_cleanup()
-    return texts, sorted(os.listdir(m.local_ckpt_dir))
+    return texts, sorted(path.name for path in m.local_ckpt_dir.glob("iter_*"))
 
 
 @pytest.mark.no_second_try
@@ -157,7 +157,7 @@ def kill_worker(rank, world, root):
     queue.maybe_finalize_async_calls(blocking=True)
     m.wait_for_cleanup()
     queue.close()
-    return failed, found, sorted(os.listdir(m.local_ckpt_dir))
+    return failed, found, sorted(path.name for path in m.local_ckpt_dir.glob("iter_*"))
 
 
 @pytest.mark.no_second_try

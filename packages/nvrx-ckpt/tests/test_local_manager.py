@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving, finding and loading local checkpoints on one rank and on two."""
 
+import contextlib
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import random
@@ -48,13 +50,19 @@ def two_ranks():
 
 def saved(folder, *iterations, **options):
     manager = LocalCheckpointManager(folder, **options)
-    for iteration in iterations:
-        manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+    save_more(manager, *iterations)
     return manager
 
 
+def save_more(manager, *iterations):
+    for iteration in iterations:
+        manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+
+
 def files(folder, rank=0):
-    return sorted(path.name for path in (folder / str(rank)).iterdir())
+    """Return the names of all files but the spare ones."""
+    names = (path.name for path in (folder / str(rank)).iterdir())
+    return sorted(name for name in names if not name.startswith(".spare_"))
 
 
 def test_a_saved_state_is_found_and_loaded(tmp_path):
@@ -98,6 +106,68 @@ def test_iterations_must_grow(tmp_path):
     manager = saved(tmp_path, 5)
     with pytest.raises(AssertionError, match="iteration 5"):
         manager.save(BasicTensorAwareStateDict({}), 5)
+
+
+def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):
+    """The third save needs no new file, and whatever its length what it wrote is loaded."""
+    manager = LocalCheckpointManager(tmp_path)
+    inodes = []
+    for iteration, elements in enumerate((5_000, 400_000, 5_000, 300), start=1):
+        state = BasicTensorAwareStateDict(state_of(0, iteration, elements))
+        manager.save(state, iteration)
+        path = tmp_path / "0" / f"iter_{iteration:07d}_0_local.pt"
+        inodes.append(path.stat().st_ino)
+        assert len(list((tmp_path / "0").iterdir())) == min(iteration, 2)
+        latest = LocalCheckpointManager(tmp_path)
+        assert latest.find_latest() == iteration
+        assert is_state(latest.load()[0], 0, iteration, elements)
+    assert inodes[2:] == inodes[:2]
+    assert inodes[0] != inodes[1]
+
+
+@pytest.mark.parametrize("how", ["opened", "mapped", "linked"])
+def test_a_file_that_somebody_uses_is_not_written_over(tmp_path, how):
+    """Who has an old shard open or mapped while others are saved, or has linked it, keeps it."""
+    manager = saved(tmp_path / "c", 1, 2)
+    path = tmp_path / "c" / "0" / "iter_0000002_0_local.pt"
+    before = path.read_bytes()
+    with contextlib.ExitStack() as stack:
+        if how == "linked":
+            (tmp_path / "linked").hardlink_to(path)
+            file = stack.enter_context((tmp_path / "linked").open("rb"))
+            file.close()
+        else:
+            file = stack.enter_context(path.open("rb"))
+        if how == "mapped":
+            mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            file.close()
+        save_more(manager, 3, 4, 5)
+        if how == "opened":
+            after = file.read()
+        else:
+            after = mapped[:] if how == "mapped" else (tmp_path / "linked").read_bytes()
+    assert after == before
+    assert find_and_load(0, 1, tmp_path / "c")[0] == 5
+
+
+def test_a_shard_does_not_inherit_what_others_may_do_with_an_old_one(tmp_path):
+    """A file that was opened to other users is not used again for a shard of ours."""
+    manager = saved(tmp_path, 1)
+    (tmp_path / "0" / "iter_0000001_0_local.pt").chmod(0o644)
+    save_more(manager, 2, 3)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "0").iterdir()]
+    assert modes == [0o600, 0o600]
+
+
+def test_a_save_that_fails_gives_the_spare_files_up(tmp_path):
+    """What space they took is there for the next attempt."""
+    manager = saved(tmp_path, 1, 2)
+    folder = tmp_path / "0"
+    (folder / ".spare_7").write_bytes(b"of a rank whose copies went elsewhere since")
+    with pytest.raises(CheckpointingException):
+        manager.save(BasicTensorAwareStateDict({"bad": threading.Lock()}), 3)
+    assert [path.name for path in folder.iterdir()] == ["iter_0000002_0_local.pt"]
+    manager.close()
 
 
 def test_older_iterations_are_kept_on_request(tmp_path):
@@ -315,7 +385,7 @@ def fails_on_one_rank(rank, world, root, how):
             text = str(error)
         else:
             text = "no error"
-    return text, sorted(os.listdir(manager.local_ckpt_dir))
+    return text, files(manager.local_ckpt_dir.parent, rank)
 
 
 @pytest.mark.no_second_try
@@ -469,7 +539,7 @@ def load_and_save_again(rank, world, root):
     m.find_latest()
     _, (loaded, _, _) = m.load()
     m.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4)
-    return loaded, sorted(os.listdir(m.local_ckpt_dir))
+    return loaded, files(m.local_ckpt_dir.parent, rank)
 
 
 def test_a_damaged_iteration_does_not_count_as_kept(two_ranks, tmp_path):

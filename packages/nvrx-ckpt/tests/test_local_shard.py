@@ -313,7 +313,7 @@ def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
     """When the directory cannot be synced after the rename, what is left only says why."""
     directory = RankDirectory(tmp_path, "", 0)
     shard = directory.create(1, 0)
-    os.write(shard.descriptor, b"content")
+    shard.write(0, memoryview(b"content"))
     real = os.fsync
 
     def fail_for_directories(descriptor):

@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,16 @@ def test_the_dataclass_writes_its_fields_as_the_table_does() -> None:
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
     written = [node.target.id for node in body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
     assert written == [option.field for option in OPTIONS]
+
+
+def test_defaults_are_shown_as_one_writes_them(tmp_path: Path) -> None:
+    """A file with every default as help and reference show it gives the default configuration."""
+    shown = {option.field: option.default_text for option in OPTIONS}
+    path = tmp_path / "ft.yaml"
+    lines = [f"  {field}: {text}\n" for field, text in shown.items()]
+    path.write_text("fault_tolerance:\n" + "".join(lines))
+    assert FaultToleranceConfig.from_yaml_file(str(path)) == FaultToleranceConfig()
+    assert (shown["log_level"], shown["rank_termination_signal"]) == ("INFO", "SIGKILL")
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)

@@ -164,6 +164,16 @@ def test_wrong_nesting_is_refused_and_unknown_names_are_ignored():
     assert path.view().open_sections == {}
 
 
+@pytest.mark.parametrize("name", [5, None, b"step"])
+def test_a_name_that_is_no_text_is_a_type_error(name):
+    """Whatever is opened or closed by it, the error says what a name is, and nothing is open."""
+    path = Path()
+    for call in (path.start_section, path.end_section, lambda it: path.section(it).__enter__()):
+        with pytest.raises(TypeError, match=f"a section's name is a text, not {name!r}"):
+            call(name)
+    path.start_section("step")
+
+
 def test_a_name_without_a_limit_is_told_once(caplog):
     """A misspelt section is one warning with the likely name; another one is only information."""
     path = Path()

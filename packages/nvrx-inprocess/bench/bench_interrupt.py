@@ -33,7 +33,7 @@ block = min(timeit.repeat("with atomic(): pass", number=number, repeat=3,
 print(json.dumps({"case": "atomic block", "us": (block - empty) / number * 1e6}))
 
 def stay():
-    with interrupter.inside():
+    with interrupter:
         pass
 
 stays = min(timeit.repeat(stay, number=500)) / 500
@@ -58,7 +58,7 @@ for name, function in cases.items():
         thread = threading.Thread(target=interrupt)
         thread.start()
         try:
-            with interrupter.inside():
+            with interrupter:
                 function()
         except RankShouldRestart:
             taken.append(time.perf_counter() - begun[0])

@@ -100,6 +100,14 @@ def test_who_waits_in_backward_is_kept(tmp_path: Path) -> None:
         assert threads <= 6
 
 
+def test_a_group_that_cannot_be_made_again_gets_a_hint(tmp_path: Path) -> None:
+    """A group that fails in a later iteration is told with what to do about old keys; once each."""
+    (end,) = jobs.run_calls(tmp_path, 1, "no_group")
+    assert (end.code, end.results) == (0, [2]), end.text[-3000:]
+    assert end.text.count("in init_process_group") >= 2
+    assert end.text.count("give init_process_group store=PrefixStore(str(call.iteration)") == 1
+
+
 def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
     """Ranks are killed, rank 0 among them, and one leaves with its own code; the rest go on."""
     ended = jobs.run_calls(tmp_path, 4, "losses")

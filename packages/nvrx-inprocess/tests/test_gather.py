@@ -168,7 +168,7 @@ def test_names_of_the_same_iteration_stay():
     def one(rank):
         store = dist.PrefixStore("", common)
         for _ in range(3):
-            gather.gather(store, gather.Caller(rank, rank, 7), ["k"], range(2), _WAIT)
+            gather.gather(store, State(rank, 3, iteration=7), ["k"], range(2), _WAIT)
 
     on_ranks(one, range(2))
     store = dist.PrefixStore("", common)
@@ -234,7 +234,7 @@ def test_record_is_written_by_those_who_wait_if_the_last_rank_dies(monkeypatch):
     monkeypatch.setattr(gather, "_LOOK_EVERY_S", 0.02)
     store = dist.HashStore()
     store.append("rank_assignment/0/0/entries", gather.entry(1, ["b"]))
-    runs = gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], _WAIT)
+    runs = gather.gather(store, State(0, 3, iteration=0), ["a"], [0, 1], _WAIT)
     assert runs == [(("a",), range(1)), (("b",), range(1, 2))]
 
 
@@ -244,7 +244,7 @@ def test_long_record_is_left_to_the_list(monkeypatch):
     common = dist.HashStore()
 
     def one(rank):
-        caller, store = gather.Caller(rank, rank, 0), dist.PrefixStore("", common)
+        caller, store = State(rank, 3, iteration=0), dist.PrefixStore("", common)
         return gather.gather(store, caller, ["k"], range(3), _WAIT)
 
     assert set(map(str, on_ranks(one, range(3)).values())) == {"[(('k',), range(0, 3))]"}
@@ -363,12 +363,12 @@ def test_foreign_bytes_are_reported():
     store = dist.HashStore()
     store.set("rank_assignment/0/0/entries", "\xff\xfe\n")
     with pytest.raises(ForeignValueError, match="rank_assignment/0/0/entries"):
-        gather.gather(store, gather.Caller(0, 0, 0), ["a"], [0, 1], timedelta(seconds=0.05))
+        gather.gather(store, State(0, 3, iteration=0), ["a"], [0, 1], timedelta(seconds=0.05))
 
 
 def test_keys_have_a_limit():
     """Keys beyond the limit are refused on the rank that has them, before anything is written."""
     store = dist.HashStore()
     with pytest.raises(ValueError, match="at most 4096"):
-        gather.gather(store, gather.Caller(0, 0, 0), ["a" * 5000], [0, 1], _WAIT)
+        gather.gather(store, State(0, 3, iteration=0), ["a" * 5000], [0, 1], _WAIT)
     assert store.num_keys() == 0

@@ -181,7 +181,7 @@ def test_random_interruptions(
             helper.interrupt(draw.uniform(0.0, LATEST_S))
             raised: tuple[object, ...] | None = None
             try:
-                with interrupter.inside():
+                with interrupter:
                     function()
             except RankShouldRestart as error:
                 raised = error.args
@@ -270,7 +270,7 @@ def test_blocking_calls_are_left(
 ) -> None:
     """A main thread that waits in the kernel is out within a fraction of a second."""
     with contextlib.contextmanager(BLOCKING[call])() as function:
-        with pytest.raises(RankShouldRestart, match="because"), interrupter.inside():
+        with pytest.raises(RankShouldRestart, match="because"), interrupter:
             helper.interrupt(0.01)
             function()
         result = helper.result()
@@ -283,7 +283,7 @@ def test_a_thread_that_blocks_signals_is_left(
     interrupter: MainThreadInterrupter, helper: Helper
 ) -> None:
     """Even when the function has blocked all signals, its bytecode is interrupted."""
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         start = time.perf_counter()
         try:
@@ -302,7 +302,7 @@ def test_signals_blocked_at_the_entry(interrupter: MainThreadInterrupter, helper
     try:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         start = time.perf_counter()
-        with pytest.raises(RankShouldRestart), interrupter.inside():
+        with pytest.raises(RankShouldRestart), interrupter:
             helper.interrupt(0.01)
             time.sleep(30)
         assert time.perf_counter() - start < 25
@@ -317,7 +317,7 @@ def test_function_that_swallows_is_raised_in_again(
 ) -> None:
     """It is raised again after the quiet time, then with pauses that grow from 10 ms."""
     seen: list[float] = []
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         helper.interrupt(quiet_s=0.05)
         while len(seen) < 5:
             try:
@@ -339,7 +339,7 @@ def test_first_unwinding_is_left_in_peace(
 ) -> None:
     """What the function does in its clean-up is not interrupted within the quiet time."""
     cleaned_up = False
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         try:
             helper.interrupt()
             spin(30)
@@ -365,7 +365,7 @@ def test_lost_in_a_destructor(
             spin(30)
 
     start = time.perf_counter()
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         try:
             Stuck()
             spin(30)
@@ -380,7 +380,7 @@ def test_lost_in_a_destructor(
 
 def test_interruption_takes_the_place_of_an_exception(interrupter: MainThreadInterrupter) -> None:
     """An exception that the abort has brought about does not hide the interruption."""
-    with pytest.raises(RankShouldRestart) as caught, interrupter.inside():
+    with pytest.raises(RankShouldRestart) as caught, interrupter:
         interrupted = threading.Event()
 
         def interrupt() -> None:
@@ -399,7 +399,7 @@ def test_leaving_goes_before_the_interruption(
     interrupter: MainThreadInterrupter, leaving: type[BaseException]
 ) -> None:
     """What ends the wrapper on this rank is not turned into a restart."""
-    with pytest.raises(leaving), interrupter.inside():
+    with pytest.raises(leaving), interrupter:
         interrupter._entry.message = "because"
         raise leaving
 
@@ -407,10 +407,10 @@ def test_leaving_goes_before_the_interruption(
 def test_nobody_inside(interrupter: MainThreadInterrupter, lock: AtomicLock) -> None:
     """Who interrupts when nobody is inside is told so, and nothing is raised then or later."""
     assert interrupt_main_thread(interrupter, "because", QUIET_S, lock) is None
-    with interrupter.inside():
+    with interrupter:
         pass
     assert interrupt_main_thread(interrupter, "because", QUIET_S, lock) is None
-    with interrupter.inside():
+    with interrupter:
         spin(0.001)
 
 
@@ -418,7 +418,7 @@ def test_atomic_block_is_not_interrupted(
     interrupter: MainThreadInterrupter, lock: AtomicLock, helper: Helper
 ) -> None:
     """The interruption waits for the end of the block, and then comes."""
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         with lock, lock:
             helper.interrupt()
             spin(0.05)
@@ -443,7 +443,7 @@ def test_atomic_block_is_not_interrupted_later_either(
         results.append(interruption.see_out(0.02, lock))
 
     thread = threading.Thread(target=interrupt)
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         try:
             thread.start()
             spin(30)
@@ -495,7 +495,7 @@ def test_main_thread_waits_for_the_lock(
         interruption.see_out(QUIET_S, lock)
 
     thread = threading.Thread(target=hold)
-    with pytest.raises(RankShouldRestart), interrupter.inside():
+    with pytest.raises(RankShouldRestart), interrupter:
         thread.start()
         is_held.wait()
         with lock:
@@ -511,11 +511,11 @@ def test_no_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nvidia_resiliency_ext.shared_utils.unused_signal._taken", lambda: ~0)
     hook = sys.unraisablehook
     interrupter = MainThreadInterrupter()
-    with pytest.raises(RuntimeError, match="real-time signal"), interrupter.inside():
+    with pytest.raises(RuntimeError, match="real-time signal"), interrupter:
         pytest.fail("entered without a signal")
     assert sys.unraisablehook is hook
     monkeypatch.undo()
-    with interrupter.inside():
+    with interrupter:
         pass
 
 
@@ -542,7 +542,7 @@ def test_what_the_function_put_there_stays(interrupter: MainThreadInterrupter) -
         """Do nothing."""
 
     try:
-        with interrupter.inside():
+        with interrupter:
             assert signal.getsignal(number) == interrupter._on_signal
             signal.signal(number, its_own)
             sys.unraisablehook = its_own
@@ -560,7 +560,7 @@ def test_restored_on_every_way_out(
     """Hook and handler are back, whatever leaves the block, which can be entered again."""
     hook, number = sys.unraisablehook, unused_realtime_signal()
     for _ in range(3):
-        with pytest.raises(error), interrupter.inside():
+        with pytest.raises(error), interrupter:
             raise error("out")
         assert sys.unraisablehook is hook
         assert unused_realtime_signal() == number
@@ -575,7 +575,7 @@ def test_exit_that_a_handler_prevents(interrupter: MainThreadInterrupter) -> Non
     before = signal.signal(signal.SIGUSR1, fail)
     try:
         # One call that has a signal sent and then fails: Python sees to signals only after it.
-        with pytest.raises(KeyboardInterrupt), interrupter.inside():
+        with pytest.raises(KeyboardInterrupt), interrupter:
             list(map(_thread.interrupt_main, (signal.SIGUSR1, "no number")))  # type: ignore[arg-type]
         assert interrupter._entry is not None
         interrupter.leave()
@@ -604,7 +604,7 @@ def test_other_threads_are_refused() -> None:
 
 def test_entered_twice(interrupter: MainThreadInterrupter) -> None:
     """A second entry is refused and the first one is not harmed."""
-    with interrupter.inside():
+    with interrupter:
         with pytest.raises(RuntimeError, match="already inside"):
             interrupter.enter()
         assert interrupter._entry is not None
@@ -630,7 +630,7 @@ def test_nothing_is_kept_of_the_exception(
         spin(30)
         del model
 
-    with contextlib.suppress(RankShouldRestart), interrupter.inside():
+    with contextlib.suppress(RankShouldRestart), interrupter:
         function()
     helper.result()
     gc.collect()
@@ -642,7 +642,7 @@ def test_requests_are_notified_apart() -> None:
     outer, inner, lock = MainThreadInterrupter(), MainThreadInterrupter(), AtomicLock()
     helper = Helper(outer, lock)
     try:
-        with pytest.raises(RankShouldRestart) as caught, outer.inside(), inner.inside():
+        with pytest.raises(RankShouldRestart) as caught, outer, inner:
             helper.interrupt()
             while True:
                 time.sleep(0.01)

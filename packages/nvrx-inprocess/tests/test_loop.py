@@ -87,7 +87,7 @@ def call_of(
     """Make the loop of a call; `arguments` are those of `Wrapper`."""
     arguments = {"rank_assignment": ShiftRanks(), **arguments}
     page, monitor, nothing = ProgressPage.create(), monitor or Monitor(), Nothing()
-    events: EventQueue[Any] = EventQueue(1.0, page.stamp_auto)
+    events = EventQueue(1.0, page.stamp_auto)
     parts = Parts(
         base_store=nothing,
         link=monitor,

@@ -4,19 +4,14 @@
 import dataclasses
 import math
 import random
-import signal
 
 import pytest
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, Stamps
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import (
-    AskForStacks,
+    Effect,
     Evaluation,
-    GiveUp,
-    HardTimeout,
-    SendSignals,
-    SoftTimeout,
     Watch,
     evaluate,
 )
@@ -29,8 +24,7 @@ LIMITS = MonitorSettings(
     termination_grace_s=5.0,
     interval_s=1.0,
 )
-TERM = SendSignals((signal.SIGCONT, signal.SIGTERM))
-KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
+TERM, KILL = Effect.TERM, Effect.KILL
 
 
 def stamps(auto_s=1000.0, manual_s=None, *, protected=True, phase=Phase.GUARDED, epoch=1):
@@ -65,9 +59,9 @@ def test_stuck_rank_is_asked_then_killed() -> None:
     rank = Rank()
     rank.run(lambda _: stamps(1000.0), 1096.0)
     assert rank.effects == [
-        (1060.0, SoftTimeout()),
-        (1090.0, AskForStacks()),
-        (1090.5, HardTimeout()),
+        (1060.0, Effect.SOFT_TIMEOUT),
+        (1090.0, Effect.ASK_FOR_STACKS),
+        (1090.5, Effect.HARD_TIMEOUT),
         (1090.5, TERM),
         (1095.5, KILL),
     ]
@@ -77,10 +71,14 @@ def test_a_rank_that_stamps_when_asked_for_its_stacks_is_left_alone() -> None:
     """The signal may end the system call that held it; asked again, it writes them again."""
     rank = Rank()
     rank.run(lambda now: stamps(1000.0 if now < 1090.2 else now), 1200.0)
-    assert [effect for _, effect in rank.effects] == [SoftTimeout(), AskForStacks()]
+    assert [effect for _, effect in rank.effects] == [Effect.SOFT_TIMEOUT, Effect.ASK_FOR_STACKS]
     rank.run(lambda _: stamps(1200.0), 1295.0)
     asked, ended = (at for at, effect in rank.effects[2:] if effect != TERM)
-    assert rank.effects[2:] == [(asked, AskForStacks()), (ended, HardTimeout()), (ended, TERM)]
+    assert rank.effects[2:] == [
+        (asked, Effect.ASK_FOR_STACKS),
+        (ended, Effect.HARD_TIMEOUT),
+        (ended, TERM),
+    ]
     assert ended - asked >= 0.5
 
 
@@ -90,7 +88,7 @@ def test_unkillable_rank_is_given_up_once() -> None:
     rank.run(lambda _: stamps(1000.0), 1110.0)
     kills = [at for at, effect in rank.effects if effect == KILL]
     assert kills[:3] == [1095.5, 1096.5, 1097.5]
-    assert [at for at, effect in rank.effects if effect == GiveUp()] == [1096.5]
+    assert [at for at, effect in rank.effects if effect == Effect.GIVE_UP] == [1096.5]
 
 
 def test_fresh_stamps_are_never_judged() -> None:
@@ -106,14 +104,14 @@ def test_pings_count_from_the_first() -> None:
     rank.run(stamps, 1200.0)
     assert rank.effects == []
     rank.run(lambda now: stamps(now, 1200.0), 1261.0)
-    assert rank.effects == [(1260.0, SoftTimeout())]
+    assert rank.effects == [(1260.0, Effect.SOFT_TIMEOUT)]
 
 
 def test_pings_alone_do_not_suffice() -> None:
     """A thread that pings does not hide a main thread that is stuck."""
     rank = Rank()
     rank.run(lambda now: stamps(1000.0, now), 1061.0)
-    assert rank.effects == [(1060.0, SoftTimeout())]
+    assert rank.effects == [(1060.0, Effect.SOFT_TIMEOUT)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_no_time_passes_without_protection(calm: Stamps) -> None:
     rank.run(lambda _: stamps(1000.0), 1559.5)
     assert rank.effects == []
     rank.run(lambda _: stamps(1000.0), 1562.0)
-    assert [effect for _, effect in rank.effects] == [SoftTimeout()]
+    assert [effect for _, effect in rank.effects] == [Effect.SOFT_TIMEOUT]
 
 
 def test_who_is_stuck_at_the_barrier_is_killed_at_the_hard_timeout() -> None:
@@ -139,7 +137,7 @@ def test_who_is_stuck_at_the_barrier_is_killed_at_the_hard_timeout() -> None:
     assert rank.effects == []
     last = rank.now
     rank.run(lambda _: stamps(last, phase=Phase.AT_BARRIER), last + 91.0)
-    asked, hard = (last + 90.0, AskForStacks()), (last + 90.5, HardTimeout())
+    asked, hard = (last + 90.0, Effect.ASK_FOR_STACKS), (last + 90.5, Effect.HARD_TIMEOUT)
     assert rank.effects == [asked, hard, (last + 90.5, TERM)]
 
 
@@ -148,7 +146,7 @@ def test_interrupted_rank_is_not_asked_again_but_killed_when_stuck() -> None:
     rank = Rank()
     rank.watch = Watch(epoch=1, looked_s=1000.0, interrupted_s=1000.0)
     rank.run(lambda _: stamps(1000.0), 1091.0)
-    asked, hard = (1090.0, AskForStacks()), (1090.5, HardTimeout())
+    asked, hard = (1090.0, Effect.ASK_FOR_STACKS), (1090.5, Effect.HARD_TIMEOUT)
     assert rank.effects == [asked, hard, (1090.5, TERM)]
 
 
@@ -165,7 +163,7 @@ def test_new_iteration_starts_afresh() -> None:
     """After a rearm even a stale look is no reason for anything."""
     rank = Rank()
     rank.run(lambda _: stamps(1000.0, 1000.0), 1070.0)
-    assert [effect for _, effect in rank.effects] == [SoftTimeout()]
+    assert [effect for _, effect in rank.effects] == [Effect.SOFT_TIMEOUT]
     rank.effects.clear()
     rank.run(lambda _: stamps(1000.0, 1000.0, epoch=2), 1128.0)
     assert rank.effects == []
@@ -183,7 +181,11 @@ def test_time_in_which_we_were_held_up_does_not_count() -> None:
     rank.look(stamps(1010.0))
     rank.now = 2100.5
     rank.look(stamps(1010.0))
-    assert [effect for _, effect in rank.effects] == [AskForStacks(), HardTimeout(), TERM]
+    assert [effect for _, effect in rank.effects] == [
+        Effect.ASK_FOR_STACKS,
+        Effect.HARD_TIMEOUT,
+        TERM,
+    ]
 
 
 def test_killing_goes_on_whatever_the_page_says() -> None:
@@ -228,14 +230,14 @@ def test_random_walks(seed: int) -> None:
         found = rank.look(seen)
         new = [effect for _, effect in rank.effects[count:]]
         oldest = min(auto_s, manual_s if manual_s is not None else math.inf)
-        if SoftTimeout() in new:
+        if Effect.SOFT_TIMEOUT in new:
             assert rank.now - oldest >= limits.soft_timeout_s
             assert protected
             assert phase is not Phase.IDLE
-        if HardTimeout() in new:
+        if Effect.HARD_TIMEOUT in new:
             assert not was_killing
             assert rank.now - oldest >= limits.hard_timeout_s
-            assert new == [HardTimeout(), TERM]
+            assert new == [Effect.HARD_TIMEOUT, TERM]
         if KILL in new:
             assert was_killing
         assert found.due_s >= rank.now

@@ -86,7 +86,7 @@ def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        with pytest.raises(RankShouldRestart), interrupter.inside():
+        with pytest.raises(RankShouldRestart), interrupter:
             function()
     finally:
         # If the test's timeout came at the exit, the exception would be raised in pytest itself.

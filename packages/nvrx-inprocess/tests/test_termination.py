@@ -66,7 +66,7 @@ class Scene:
 def test_order_of_a_termination() -> None:
     """Abort, then the watchdog's pause, then the exception; each phase is told."""
     scene = Scene()
-    with pytest.raises(RankShouldRestart, match="because"), scene.interrupter.inside():
+    with pytest.raises(RankShouldRestart, match="because"), scene.interrupter:
         try:
             scene.start()
             spin()
@@ -83,7 +83,7 @@ def test_order_of_a_termination() -> None:
 def test_nothing_begins_during_an_atomic_block() -> None:
     """The abort waits for the end of the block, and the next block for the interruption."""
     scene = Scene()
-    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter:
         with scene.lock:
             scene.start()
             await_waiter(scene.lock)
@@ -102,7 +102,7 @@ def test_failing_abort() -> None:
     def fail(_state: FrozenState) -> FrozenState:
         raise OSError("broken")
 
-    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter:
         scene.start(fail)
         spin()
     scene.thread.join()
@@ -119,7 +119,7 @@ def test_abort_that_cannot_be_run(caplog: pytest.LogCaptureFixture) -> None:
             raise OSError("broken")
 
     scene = Scene()
-    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter:
         scene.start(object.__new__(Broken))
         spin()
     scene.thread.join()
@@ -142,7 +142,7 @@ def test_atomic_blocks_while_unwinding() -> None:
     """The clean-up of the function may enter atomic blocks: the lock is free again."""
     scene = Scene()
     entered = False
-    with pytest.raises(RankShouldRestart), scene.interrupter.inside():
+    with pytest.raises(RankShouldRestart), scene.interrupter:
         try:
             scene.start()
             spin()

@@ -43,6 +43,7 @@ class KernelTimes:
     """Stands for the extension's profiler on a GPU: one kernel that becomes slow after a while."""
 
     reports = 0
+    dropped_records = 0
 
     def __init__(self, **_options):
         self.initialize = self.shutdown = self.start = self.stop = self.reset = lambda: None
@@ -51,7 +52,7 @@ class KernelTimes:
         KernelTimes.reports += 1
         us = 5.0 if KernelTimes.reports < 3 else 10.0
         times = {"min": us, "max": us, "median": us, "avg": us, "stddev": 0.0, "num_calls": 10}
-        return {"matmul": SimpleNamespace(**times)}
+        return {"matmul": SimpleNamespace(total_time_us=10 * us, **times)}
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from pathlib import Path
 import fake_cupti
 import pytest
 
-from nvidia_resiliency_ext.attribution.straggler import Detector, _cupti_library
+import nvidia_resiliency_ext
+from nvidia_resiliency_ext.attribution.straggler import Detector, Statistic, _cupti_library
 from nvidia_resiliency_ext.attribution.straggler.cupti import CuptiManager
 
 extension = pytest.importorskip("nvrx_cupti_module", reason="the extension was not built")
@@ -207,9 +208,10 @@ def test_reused_name_pointer_is_another_kernel(fake, profiler):
 
 
 def test_records_without_times_are_skipped(fake, profiler):
-    """A record whose start is 0 is no sample."""
+    """A record whose start or end is 0 is no sample."""
     profiler.start()
     fake.fake_run(0, 1, 4, -1, 0)
+    fake.fake_run(0, 1, 4, -1000, 0)  # from 1000 to 0
     assert profiler.get_stats() == {}
 
 
@@ -251,6 +253,16 @@ def test_kernels_of_nested_sections_are_captured(fake):
     assert Detector.cupti_manager.started_cnt == 0
     names = Detector.generate_report().local_kernel_summaries
     assert list(names) == [key_of(0), key_of(1), key_of(2)]
+
+
+def test_the_detector_keeps_8192_samples_of_a_kernel(fake):
+    """The window of a kernel holds its newest 8192 samples; all calls count for its weight."""
+    Detector.initialize(control=False)
+    with Detector.detection_section("s"):
+        fake.fake_run(0, 1, 9000, 1_000, 0)
+    report = Detector.generate_report()
+    assert report.local_kernel_summaries[key_of(0)][Statistic.NUM] == 8192
+    assert report.details[0].compute_us == pytest.approx(9000.0)
 
 
 def test_manager_counts_starts(fake):
@@ -448,6 +460,50 @@ def test_extension_needs_nothing_but_the_c_library():
     assert needed
     assert {name.partition("-")[0] for name in needed} <= {"libc", "libm", "libdl", "ld",
                                                           "libpthread"}  # fmt: skip
+
+
+LOADS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import nvrx_cupti_module
+stats = nvrx_cupti_module.KernelStats()
+stats.median, stats.num_calls = 2.5, 3
+profiler = nvrx_cupti_module.CuptiProfiler(bufferSize=1 << 16)
+try:
+    profiler.initialize()
+except RuntimeError as error:
+    print(str(error)[:27])
+from nvidia_resiliency_ext.attribution.straggler import _cli
+print(*sys.version_info[:2], stats, _cli.main(["status", "--run-dir", "/absent"]))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_one_binary_loads_on_each_python(minor):
+    """The extension, and what goes without torch, loads on each Python that this machine has."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    found = [shutil.which(f"python3.{minor}"), *pyenv.glob(f"3.{minor}.*/bin/python")]
+    ask = ["-c", "import sys; print(*sys.version_info[:2])"]
+    pythons = [
+        python
+        for python in filter(None, found)
+        # What pyenv puts into the path may name a Python that is switched off.
+        if subprocess.run([python, *ask], capture_output=True, text=True, timeout=60, check=False)
+        .stdout.strip() == f"3 {minor}"
+    ]  # fmt: skip
+    if not pythons:
+        pytest.skip(f"no Python 3.{minor} here")
+    folders = [str(Path(extension.__file__).parent)]
+    folders += [str(Path(folder).parent) for folder in nvidia_resiliency_ext.__path__]
+    result = subprocess.run(
+        [pythons[0], "-c", LOADS, *folders],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.stdout.splitlines() == [
+        "no usable libcupti was foun",
+        f"3 {minor} KernelStats(min=nan, max=nan, median=2.5, avg=nan, stddev=nan, num_calls=3) 2",
+    ], result.stderr
 
 
 def test_cupti_is_never_finalized():

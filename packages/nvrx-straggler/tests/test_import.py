@@ -14,13 +14,16 @@ before = set(sys.modules)
 import {first} as one
 one.Detector, one.CallableId
 brought = sorted(set(sys.modules) - before)
-import {second} as two
-import {second}.reporting as reporting
-import nvidia_resiliency_ext.attribution
 names = "reporting statistics straggler name_mapper interval_tracker dist_utils cupti".split()
+attributes = [getattr(one, name).__name__ for name in names]
+import importlib
+import {second} as two
+import nvidia_resiliency_ext.attribution
+pairs = [[importlib.import_module(f"{{path}}.{{name}}") for path in ("{first}", "{second}")]
+         for name in names]
 print(json.dumps({{
-    "same": one is two and one.reporting is reporting and one.Detector is two.Detector,
-    "attributes": all(hasattr(one, name) for name in names),
+    "same": one is two and all(a is b for a, b in pairs),
+    "attributes": attributes == [f"{new}.{{name}}" for name in names],
     "generator": one.reporting.ReportGenerator.__name__,
     "new": sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
     "attribution": [n for n in sys.modules if n == "nvidia_resiliency_ext.attribution._api"],
@@ -36,7 +39,7 @@ OLD = "nvidia_resiliency_ext.straggler"
 def test_paths_are_one_module(first, second):
     """Both paths give the same module objects, whichever comes first, without heavy packages."""
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM.format(first=first, second=second)],
+        [sys.executable, "-W", "error", "-c", PROGRAM.format(first=first, second=second, new=NEW)],
         capture_output=True,
         text=True,
         timeout=180,

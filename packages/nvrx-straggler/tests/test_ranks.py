@@ -74,11 +74,22 @@ def test_no_common_kernel_gives_nan_with_a_reason(tmp_path, measured):
 
 
 def test_steady_report_is_two_collectives(tmp_path):
-    """A report with nothing new takes two collectives, one with a new name at most six."""
+    """A report with nothing new takes two collectives, one with a new name at most six.
+
+    The first of ranks that run the same kernels takes three: the names of nodes are added.
+    """
     for counts in ranks.run(ranks.collectives_of_reports, 2, tmp_path):
-        assert counts[1:3] == [2, 2]
-        assert counts[0] <= 6
+        assert counts[:3] == [3, 2, 2]
         assert counts[3] <= 6
+
+
+def test_names_travel_once(tmp_path):
+    """Of ranks with the same new names one sends them, and a new name goes without the others."""
+    found = ranks.run(ranks.bytes_of_names, 3, tmp_path)
+    (_, shared), _, (_, own) = found
+    for (first, second), _ in found:
+        assert first == shared + own
+        assert second < 40
 
 
 def test_individual_scores_alone_take_no_collective(tmp_path):
@@ -108,9 +119,10 @@ def test_restarted_rank_gets_the_tables_back(tmp_path):
     assert nodes == {0: "node0", 1: "moved"}
 
 
-def test_rank_with_broken_data_does_not_hold_up_the_others(tmp_path):
-    """A rank that cannot build its window has no score, the others are compared without it."""
-    found = ranks.run(ranks.broken_data, 3, tmp_path)
+@pytest.mark.parametrize("part", ["summaries", "scores"])
+def test_rank_with_broken_data_does_not_hold_up_the_others(tmp_path, part):
+    """A rank that cannot build its window or scores has none, the others are compared without."""
+    found = ranks.run(ranks.broken_data, 3, tmp_path, part)
     scores, explanation = found[0]
     assert (scores[0], scores[2]) == (1.0, 0.5)
     assert math.isnan(scores[1])
@@ -255,6 +267,13 @@ def test_detectors_find_together_in_new_process_groups(tmp_path):
     assert found == [[False] + [True] * 5, [False] * 5]
 
 
+def test_ranks_that_change_places_are_known(tmp_path):
+    """A detector that goes on in a world with other numbers of its ranks names nodes rightly."""
+    found = ranks.run(ranks.swapped_ranks, 3, tmp_path)
+    nodes = [{0: "node0", 1: f"node{first}", 2: f"node{3 - first}"} for first in (1, 2)]
+    assert found == [nodes, [None, None], [None, None]]
+
+
 def test_detectors_of_a_group_do_not_count_for_others(tmp_path):
     """Ranks that have reported in a group of some ranks find together with all ranks."""
     found = ranks.run(ranks.group_then_all, 3, tmp_path)
@@ -391,8 +410,14 @@ def test_names_survive_the_message():
     mapper.gather_and_assign_ids(["c", "a"], [])
     assert mapper.kernel_name_to_id == {"b": 0, "a": 1, "c": 2}
     assert mapper.id_to_section_name == {0: "s"}
-    with pytest.raises(KeyError):
-        mapper.get_kernel_id("absent")
+    for get, absent in (
+        (mapper.get_kernel_id, "absent"),
+        (mapper.get_section_id, "a"),
+        (mapper.get_kernel_name, 3),
+        (mapper.get_section_name, 1),
+    ):
+        with pytest.raises(KeyError):
+            get(absent)
     kept = pickle.loads(pickle.dumps(mapper))
     assert (kept.get_kernel_id("c"), kept.get_section_name(0)) == (2, "s")
 

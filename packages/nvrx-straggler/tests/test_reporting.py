@@ -11,6 +11,7 @@ from straggler_ranks import summary
 
 from nvidia_resiliency_ext.attribution.straggler import Report, Statistic, StragglerId
 from nvidia_resiliency_ext.attribution.straggler._scores.scoring import BestTimes, ScoringOptions
+from nvidia_resiliency_ext.attribution.straggler._scores.views import RankScores
 from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator
 
 NAN = float("nan")
@@ -32,6 +33,15 @@ def test_individual_scores_compare_with_the_own_past():
     assert score(a=0.5) == (1.0, 1.0)
     assert score(a=1.0)[0] == 0.5
     assert generator.name_mapper.kernel_counter == generator.name_mapper.section_counter == 0
+
+
+def test_a_kernel_without_a_count_weighs_one_call():
+    """A kernel whose summary has no count counts for the GPU score, with its mean time."""
+    generator = ReportGenerator("individual_perf_scores", gather_on_rank0=False)
+    for median, score in ((1.0, 1.0), (2.0, 0.5)):
+        kernels = {"a": {Statistic.MED: median, Statistic.AVG: median}}
+        report = generator.generate_report({}, kernels)
+        assert report.gpu_individual_perf_scores[0] == score
 
 
 @pytest.mark.parametrize("gather", [True, False])
@@ -113,13 +123,14 @@ def report_of(scores, **more):
     return Report(scores, {}, {}, {}, nodes, {}, {}, 1.0, True, 0, **more)
 
 
-def test_thresholds_are_strict_and_nan_is_nobody():
+@pytest.mark.parametrize("kind", [dict, lambda scores: RankScores(np.array([*scores.values()]))])
+def test_thresholds_are_strict_and_nan_is_nobody(kind):
     """A rank is a straggler below the threshold, not at it, and never for a NaN score."""
     report = Report(
-        {0: 0.75, 1: 0.74, 2: NAN},
-        {"s": {0: 1.0, 1: 0.5, 2: NAN}, "t": {0: 1.0, 1: 1.0, 2: 1.0}},
-        {0: 0.1},
-        {"s": {0: 0.2}},
+        kind({0: 0.75, 1: 0.74, 2: NAN}),
+        {"s": kind({0: 1.0, 1: 0.5, 2: NAN}), "t": kind({0: 1.0, 1: 1.0, 2: 1.0})},
+        kind({0: 0.1}),
+        {"s": kind({0: 0.2})},
         {0: "a", 1: "b", 2: "c"},
         {},
         {},
@@ -207,6 +218,16 @@ def test_explanation_names_kernels_sections_and_communication():
     assert str(report_of({0: 1.0}).explain()) == "no rank is below a threshold"
     with pytest.raises(KeyError):
         report.explain(rank=9)
+
+
+def test_the_kernels_that_cost_most_come_first():
+    """Of many slow kernels the three that lose the most time are named, the costliest first."""
+    generator = ReportGenerator("individual_perf_scores")
+    kernels = {f"k{i}": summary(1.0) for i in range(6)}
+    generator.generate_report({}, kernels)
+    slow = {f"k{i}": summary(1.0 + cost) for i, cost in enumerate((0.1, 5, 0, 3, 4, 2))}
+    (found,) = generator.generate_report({}, slow).explain()
+    assert [kernel.name for kernel in found.kernels] == ["k1", "k4", "k3"]
 
 
 @pytest.mark.parametrize("call", [Report.table, Report.summary, lambda r, k: r.explain(k=k)])

@@ -4,6 +4,7 @@
 import asyncio
 import copy
 import functools
+import itertools
 import logging
 import math
 import pickle
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from nvidia_resiliency_ext.attribution.straggler import CallableId, Detector, Statistic
-from nvidia_resiliency_ext.attribution.straggler._measure import kernel_capture
+from nvidia_resiliency_ext.attribution.straggler._measure import kernel_capture, sections
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -125,6 +126,70 @@ def test_exception_leaves_no_sample(start):
         raise error
     assert caught.value is error
     assert samples("s") == []
+    with Detector.detection_section("other"):
+        pass
+    assert list(Detector.generate_report().local_section_summaries) == ["other"]
+
+
+@pytest.mark.parametrize("has_capture", [False, True])
+@pytest.mark.parametrize("kind", ["section", "call", "coroutine", "generator"])
+def test_every_kind_of_entry_is_measured_alike(start, monkeypatch, kind, has_capture):
+    """Sections and wrapped calls of any kind leave milliseconds of every third entry.
+
+    A body that raises leaves none.
+    """
+    start(profiling_interval=3)
+    on = []
+    capture = types.SimpleNamespace(start=lambda: not on.append(1), stop=on.pop)
+    monkeypatch.setattr(Detector._registry, "capture", capture if has_capture else None)
+    clock = itertools.count(0.0, 0.25)
+    monkeypatch.setattr(sections, "perf_counter", lambda: next(clock))
+    model = types.SimpleNamespace()
+
+    def call(fails):
+        assert len(on) == (has_capture and Detector._registry.capture is capture and is_measured)
+        if fails:
+            raise KeyError
+
+    async def coroutine(fails):
+        call(fails)
+
+    def generator(fails):
+        yield call(fails)
+
+    model.call, model.coroutine, model.generator = call, coroutine, generator
+    Detector.wrap_callables([CallableId(model, name) for name in vars(model)])
+
+    def section(fails):
+        with Detector.detection_section("SimpleNamespace.section"):
+            call(fails)
+
+    run = {
+        "section": section,
+        "call": model.call,
+        "coroutine": lambda fails: asyncio.run(model.coroutine(fails)),
+        "generator": lambda fails: list(model.generator(fails)),
+    }[kind]
+    for number in range(7):
+        is_measured = number % 3 == 0
+        if number == 3:
+            with pytest.raises(KeyError):
+                run(True)
+        else:
+            run(False)
+        assert on == []
+    assert samples(f"SimpleNamespace.{kind}") == [250.0, 250.0]
+
+
+def test_a_report_begins_a_new_window(start):
+    """What is in one report is not in the next."""
+    start()
+    for count in (3, 2):
+        for _ in range(count):
+            with Detector.detection_section("s"):
+                pass
+        summary = Detector.generate_report().local_section_summaries["s"]
+        assert summary[Statistic.NUM] == count
     assert Detector.generate_report().local_section_summaries == {}
 
 
@@ -134,13 +199,23 @@ def test_one_name_at_two_places_is_said_once(start, caplog):
     for _ in range(4):
         with Detector.detection_section("s"):
             pass
-        with Detector.detection_section("s"):
-            pass
-    assert len(samples("s")) == 8
+        for _ in range(2):  # the place of entry n is looked at if n is a power of two
+            with Detector.detection_section("s"):
+                pass
+    assert len(samples("s")) == 12
     assert [r.levelname for r in caplog.records if "'s' is entered at" in r.message] == ["WARNING"]
 
 
-def test_sections_nest_cross_and_run_in_threads(start):
+@pytest.fixture
+def often_switching():
+    """Let threads take turns after a few instructions."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_sections_nest_cross_and_run_in_threads(start, often_switching):
     """Nested, crossing and concurrent entries lose no sample, also while reports are made."""
     start()
     outer = Detector.detection_section("outer")
@@ -152,9 +227,11 @@ def test_sections_nest_cross_and_run_in_threads(start):
         crossing.__exit__(None, None, None)
     assert [len(samples(name)) for name in ("outer", "inner", "crossing")] == [1, 2, 1]
     Detector.generate_report()
-    count, threads = 2000, 4
+    count, threads = 2000, 4  # no more than a window holds
+    begin = threading.Barrier(threads + 1)
 
     def work():
+        begin.wait(60)
         for _ in range(count):
             with Detector.detection_section("shared"):
                 pass
@@ -163,6 +240,7 @@ def test_sections_nest_cross_and_run_in_threads(start):
     for worker in workers:
         worker.start()
     counted = 0
+    begin.wait(60)
     while any(worker.is_alive() for worker in workers):
         summary = Detector.generate_report().local_section_summaries.get("shared", {})
         counted += summary.get(Statistic.NUM, 0)
@@ -191,6 +269,23 @@ def test_nothing_waits_for_the_gpu_but_a_report(start, monkeypatch):
     assert waits == []
     Detector.generate_report()
     assert waits == [1]
+
+
+def test_a_device_that_fails_costs_the_data_and_not_the_report(start, monkeypatch, caplog):
+    """Where kernels cannot be waited for, the report has no data of this rank, and the log why."""
+
+    def fail():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    start()
+    monkeypatch.setattr(Detector._session, "capture", types.SimpleNamespace(
+        status="ok", close=lambda: None))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    report = Detector.generate_report()
+    assert report.details[0].cuda_profiling_status == "failed"
+    assert "device-side assert" in caplog.text
 
 
 def test_nodes_are_named_after_the_host(start):

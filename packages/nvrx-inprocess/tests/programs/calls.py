@@ -348,6 +348,20 @@ def in_init_as_host() -> Any:
 
 
 @call
+def no_group() -> Any:
+    """The groups of the first two iterations cannot be made."""
+
+    @inprocess.Wrapper(**QUICK)
+    def function(wrapper: inprocess.CallWrapper | None = None) -> int:
+        assert wrapper is not None
+        if wrapper.iteration < 2:
+            dist.init_process_group("gloo", rank=0, world_size=-2)
+        return wrapper.iteration
+
+    return function()
+
+
+@call
 def in_atomic() -> Any:
     """An interruption waits for the end of an atomic block; progress is reported by hand."""
 

@@ -13,6 +13,7 @@ import queue
 import tempfile
 import time
 import types
+import zlib
 from multiprocessing.connection import wait as wait_for_sentinels
 from pathlib import Path
 
@@ -128,12 +129,17 @@ def without_pickle(rank):
         raise AssertionError("pickle was used between ranks")
 
     generator = ReportGenerator("all", node_name="n")
-    kept = pickle.loads, pickle.dumps, pickle.Pickler, pickle.Unpickler
-    pickle.loads = pickle.dumps = pickle.Pickler = pickle.Unpickler = refuse
+    # Those of torch.distributed are its own names for the classes of pickle.
+    places = [(pickle, name) for name in ("loads", "dumps", "Pickler", "Unpickler")]
+    places += [(dist.distributed_c10d, name) for name in ("_pickler", "_unpickler")]
+    kept = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, refuse)
     try:
         report = generator.generate_report({"s": summary(1.0)}, {"k": summary(1.0 + rank)})
     finally:
-        pickle.loads, pickle.dumps, pickle.Pickler, pickle.Unpickler = kept
+        for (module, name), value in zip(places, kept, strict=True):
+            setattr(module, name, value)
     return None if report is None else dict(report.gpu_relative_perf_scores)
 
 
@@ -153,11 +159,15 @@ def count_collectives():
 
 
 def collectives_of_reports(rank):
-    """Count collectives of the first report, of steady ones, and with one new kernel somewhere."""
+    """Count collectives of the first report, of steady ones, and with one new kernel somewhere.
+
+    The ranks have the same kernels, in an order of their own.
+    """
     generator = ReportGenerator("all", node_name="n")
     counts = []
     called = count_collectives()
-    kernels = {f"k{i}": summary(1.0) for i in range(50)}
+    order = range(50) if rank == 0 else reversed(range(50))
+    kernels = {f"k{i}": summary(1.0) for i in order}
     for number in range(4):
         called.clear()
         if number == 3 and rank == 1:
@@ -165,6 +175,28 @@ def collectives_of_reports(rank):
         generator.generate_report({"s": summary(1.0)}, kernels)
         counts.append(len(called))
     return counts
+
+
+def bytes_of_names(rank):
+    """Return the bytes of names that are exchanged when two ranks of three have the same new ones,
+    and then when one rank has one more.
+    """
+    generator = ReportGenerator("all", node_name="n")
+    sent = []
+    all_reduce = dist_utils.all_reduce
+
+    def note(tensor, **options):
+        if tensor.dtype == torch.uint8:
+            sent.append(len(tensor))
+        return all_reduce(tensor, **options)
+
+    dist_utils.all_reduce = note
+    names = [f"{'shared' if rank < 2 else 'own'}{i}" for i in range(100)]
+    for more in ([], ["new"] if rank == 1 else []):
+        generator.generate_report({}, {name: summary(1.0) for name in [*names, *more]})
+    dist_utils.all_reduce = all_reduce
+    packed = zlib.compress(straggler.name_mapper.encode_names(names, []), 1)
+    return sent, len(packed)
 
 
 def individual_alone(rank):
@@ -195,10 +227,14 @@ def every_collective(rank):
 
 
 def initialized_before_the_group(rank):
-    """Start the detector while there is no process group; returns nodes, and whose group it is."""
+    """Make a detector and a generator while there is no process group, and report with both.
+
+    Returns nodes, and whether the detector has a group of its own.
+    """
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()  # the other rank is connected, too
     dist.destroy_process_group()
+    generator = ReportGenerator("all", node_name=f"node{rank}")
     Detector.initialize(cuda_profiling="off", control=False, node_name=f"node{rank}")
     with Detector.detection_section("s"):
         pass
@@ -206,6 +242,8 @@ def initialized_before_the_group(rank):
     report = Detector.generate_report()
     has_own_group = Detector.reporter.group not in (None, dist.group.WORLD)
     Detector.shutdown()
+    direct = generator.generate_report({"s": summary(1.0)}, {})
+    assert (generator.rank, generator.world_size, direct is None) == (rank, 2, rank == 1)
     return None if report is None else dict(report.rank_to_node), has_own_group
 
 
@@ -224,10 +262,14 @@ def restarted_rank(rank):
     return before, dict(generator.name_mapper.kernel_name_to_id), scores, nodes
 
 
-def broken_data(rank):
-    """Rank 1 has summaries that cannot be read; the others are compared without it."""
+def broken_data(rank, part):
+    """Rank 1 cannot read its summaries or compute scores; the others are compared without it."""
     generator = ReportGenerator("all", node_name=f"node{rank}")
-    kernels = {"k": summary(1.0 if rank == 0 else 2.0)} if rank != 1 else {"k": 7}
+    kernels = {"k": summary(1.0 if rank == 0 else 2.0)}
+    if rank == 1 and part == "summaries":
+        kernels = {"k": 7}
+    elif rank == 1:
+        generator._score = lambda *_: 1 / 0
     report = generator.generate_report({}, kernels)
     return None if report is None else (
         dict(report.gpu_relative_perf_scores), str(report.explain(1)[0])
@@ -470,6 +512,21 @@ def new_process_groups(rank):
                 Detector.shutdown()
     Detector.shutdown()
     return found
+
+
+def swapped_ranks(rank):
+    """Report before and after ranks 1 and 2 have changed places; returns the nodes of both."""
+    store = dist.distributed_c10d._get_default_store()
+    Detector.initialize(cuda_profiling="off", control=False, node_name=f"node{rank}")
+    reports = [Detector.generate_report()]
+    dist.barrier()
+    dist.destroy_process_group()
+    swapped = dist.PrefixStore("swapped", store)
+    now = (0, 2, 1)[rank]
+    dist.init_process_group("gloo", store=swapped, rank=now, world_size=3)
+    reports.append(Detector.generate_report())
+    Detector.shutdown()
+    return [report and dict(report.rank_to_node) for report in reports]
 
 
 def group_then_all(rank):

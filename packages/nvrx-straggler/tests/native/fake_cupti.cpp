@@ -221,7 +221,7 @@ EXPORT int fake_run(int first, int kernels, int records, int64_t duration_ns, in
       continue;
     }
     const uint64_t duration = duration_ns + i * step_ns;
-    const uint64_t start = duration_ns < 0 ? 0 : 1000;
+    const uint64_t start = duration_ns == -1 ? 0 : 1000;
     std::lock_guard<std::mutex> guard(s.lock);
     if (s.buffer == nullptr) continue;  // a flush came first
     write_record(s.buffer + s.used, first + i % kernels, start, 1000 + duration, s.record_size);

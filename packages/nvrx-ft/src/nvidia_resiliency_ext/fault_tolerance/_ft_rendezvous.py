@@ -83,8 +83,8 @@ class RendezvousSettings:
 class FtRendezvousHandler(StoreRendezvousHandler):
     """A job's rounds over a caller's store: all nodes work that come, up to `max_nodes`.
 
-    The store host opens the next round when fewer than `min_nodes` nodes are healthy or done, and
-    ends the job when none is healthy and enough are done.
+    The rendezvous host opens the next round when fewer than `min_nodes` nodes are healthy or done,
+    and ends the job when none is healthy and enough are done.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
@@ -179,18 +179,18 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         if wanted is not records.WorkerState.HEALTHY:
             what = f"workers of host {self._member.host} are {wanted.value}"
             cause = self._cause("worker", what)
-        self._tell(placed.entry.round, wanted, cause)
+        self._send_state(placed.entry.round, wanted, cause)
         return state
 
-    def _tell(self, round_: int, state: records.WorkerState, cause: Cause | None) -> None:
-        def tell(session: NodeSession) -> None:
+    def _send_state(self, round_: int, state: records.WorkerState, cause: Cause | None) -> None:
+        def send(session: NodeSession) -> None:
             if state is records.WorkerState.SUCCEEDED:
                 session.succeeded(round_)
             else:
                 session.send(Kind.STATE, state=state, cause=cause)
 
         try:
-            self._member.ask(tell)
+            self._member.ask(send)
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from None
 

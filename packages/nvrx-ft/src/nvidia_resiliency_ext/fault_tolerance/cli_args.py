@@ -85,7 +85,7 @@ def _help_text(flag: Flag) -> str:
     text = flag.help
     default = flag.shown_default if flag.default is None else flag.default
     # By identity: a default of 0 is one worth showing, and equals False.
-    has_default = default is not None and default is not False and default not in ("", [], {})
+    has_default = default is not None and default is not False and default not in ("", "false", [])
     if has_default:
         text += f" Default: {getattr(default, 'name', default)}."
     return text.replace("%", "%%")

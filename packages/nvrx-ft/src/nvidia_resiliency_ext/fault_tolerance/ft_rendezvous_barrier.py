@@ -240,9 +240,9 @@ def create_handler(
     `heartbeat_timeout` (seconds), `segment`, `replacement_group_size`, `nproc_per_node`,
     `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
     `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck`,
-    `storage_healthcheck_paths` and `segment_health_check_dir`; on the store host `cycle_info_dir`,
-    `cycle_log_prefix`, `attribution_endpoint` and `attribution_enforce_stop`. Others are for other
-    parts.
+    `storage_healthcheck_paths` and `segment_health_check_dir`; on the rendezvous host
+    `cycle_info_dir`, `cycle_log_prefix`, `attribution_endpoint` and
+    `attribution_enforce_stop`. Others are for other parts.
 
     Args:
         store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What unblocks a main thread after an interruption; how is in `_abort/`."""
+"""What unblocks a main thread after an interruption; how is in `_unblock/`."""
 
 from __future__ import annotations
 

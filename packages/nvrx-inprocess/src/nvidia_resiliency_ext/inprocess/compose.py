@@ -111,19 +111,20 @@ class Compose:
     __hash__ = object.__hash__
 
 
+def members_of(*callbacks: Any) -> Iterator[Any]:
+    """Yield callbacks in the order given, with the members of each `Compose` in its place."""
+    for callback in callbacks:
+        if isinstance(callback, Compose):
+            yield from members_of(*callback.instances)
+        else:
+            yield callback
+
+
 def _common_ancestors(instances: tuple[object, ...]) -> Iterator[type]:
-    members = tuple(_leaves(instances))
+    members = tuple(members_of(*instances))
     for candidate in type(members[0]).__mro__:
         if all(isinstance(member, candidate) for member in members):
             yield candidate
-
-
-def _leaves(instances: tuple[object, ...]) -> Iterator[object]:
-    for instance in instances:
-        if isinstance(instance, Compose):
-            yield from _leaves(instance.instances)
-        else:
-            yield instance
 
 
 def _make(cls: type[Compose], instances: tuple[object, ...]) -> Compose:

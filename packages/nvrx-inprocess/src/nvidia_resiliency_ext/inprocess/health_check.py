@@ -226,11 +226,7 @@ class ChainedNicHealthCheck(_ChainedHealthCheck):
 
 
 def checks_of_each_restart(device_index: int) -> tuple[HealthCheck, ...]:
-    """Return the checks of a rank's devices that nobody asked for: skipped, they say so at DEBUG.
-
-    Args:
-        device_index: Local rank.
-    """
+    """Return the device checks that nobody asked for; where skipped, they say so at DEBUG."""
     return (_GPU(device_index), _NVLink(device_index), _Nic(device_index))
 
 

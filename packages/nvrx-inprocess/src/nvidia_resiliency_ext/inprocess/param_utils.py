@@ -42,13 +42,7 @@ class _Unknown:
 
 
 def means_class(annotation: object, cls: type, scope: Mapping[str, object]) -> bool:
-    """Say whether an annotation is the class, or a union with it.
-
-    Args:
-        annotation: Of a parameter.
-        cls: The class.
-        scope: What names in a text mean.
-    """
+    """Say whether an annotation is the class, or a union with it; `scope` has a text's names."""
     return any(
         member.name == cls.__name__ if isinstance(member, _Unknown) else member is cls
         for member in _members(annotation, scope)
@@ -56,15 +50,11 @@ def means_class(annotation: object, cls: type, scope: Mapping[str, object]) -> b
 
 
 def is_open(annotation: object, scope: Mapping[str, object]) -> bool:
-    """Say whether an annotation is missing, `Any` or `Optional[Any]`.
-
-    Args:
-        annotation: Of a parameter.
-        scope: What names in a text mean.
-    """
+    """Say whether an annotation is missing, `Any` or `Optional[Any]`."""
     if annotation is inspect.Parameter.empty:
         return True
-    members = [each for each in _members(annotation, scope) if not _is_none(each)]
+    found = _members(annotation, scope)
+    members = [each for each in found if each is not None and each is not types.NoneType]
     return bool(members) and all(map(_is_any, members))
 
 
@@ -108,10 +98,6 @@ def _plain_function(function: Any) -> types.FunctionType | None:
         if isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__"):
             return function
     return None
-
-
-def _is_none(member: object) -> bool:
-    return member is None or member is types.NoneType
 
 
 def _is_any(member: object) -> bool:

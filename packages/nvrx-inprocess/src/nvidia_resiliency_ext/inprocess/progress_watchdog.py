@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -67,25 +67,23 @@ class ProgressWatchdog:
 
     def stamp_auto(self) -> None:
         """Note that the main thread runs bytecode, and send it."""
-        with self._lock:
-            self._timestamp = Timestamp(time.monotonic(), self._timestamp.manual)
-            self._receiver.send_timestamp(self._timestamp)
+        self._send(auto=time.monotonic())
 
     def ping(self) -> None:
         """Note that the function makes progress, and send it."""
-        with self._lock:
-            self._timestamp = Timestamp(self._timestamp.auto, time.monotonic())
-            self._receiver.send_timestamp(self._timestamp)
+        self._send(manual=time.monotonic())
 
     def reset(self) -> None:
         """Begin anew: the function need not call `ping` until it has called it again."""
-        with self._lock:
-            self._timestamp = Timestamp(time.monotonic())
-            self._receiver.send_timestamp(self._timestamp)
+        self._send(auto=time.monotonic(), manual=None)
 
     def send(self) -> None:
         """Send the last stamp again."""
+        self._send()
+
+    def _send(self, **changes: float | None) -> None:
         with self._lock:
+            self._timestamp = replace(self._timestamp, **changes)
             self._receiver.send_timestamp(self._timestamp)
 
     def pause_and_synchronize(self) -> None:

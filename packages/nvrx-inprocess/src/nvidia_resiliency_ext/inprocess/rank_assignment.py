@@ -121,9 +121,8 @@ class _Renumber(RankAssignment):
         if rank is None:
             raise RankDiscarded(f"rank {old} was terminated")
         if rank != old:
-            logger.info(
-                "rank %d of %d is now %d of %d", old, ctx.state.world_size, rank, world_size
-            )
+            moved = (old, ctx.state.world_size, rank, world_size)
+            logger.info("rank %d of %d is now %d of %d", *moved)
         ctx.state = dataclasses.replace(
             ctx.state,
             rank=rank,
@@ -260,7 +259,7 @@ class FilterCountGroupedByKey(RankFilter):
         if _rank_of(state) not in terminated:
             living = [rank for rank in range(state.world_size) if rank not in terminated]
             keys = [_key_of(self.key_or_fn, state)]
-            runs = gather.gather(ctx.store, _caller(state), keys, living, self.timeout)
+            runs = gather.gather(ctx.store, state, keys, living, self.timeout)
             ctx.terminated_ranks = set(terminated) | failing(runs, self.condition)
         return ctx
 
@@ -377,7 +376,7 @@ class Tree(RankAssignment):
             initial_ranks: Sequence[int] = range(state.world_size)
             if state.rank != state.initial_rank:
                 raise InternalError("a Tree gives numbers itself; it stands in no Compose")
-            runs = gather.gather(store, _caller(state), keys, initial_ranks, _TREE_TIMEOUT)
+            runs = gather.gather(store, state, keys, initial_ranks, _TREE_TIMEOUT)
             layout = Layout(len(self.layers), runs)
         else:
             initial_ranks, all_keys = _exchange(store, state, keys)
@@ -426,10 +425,6 @@ def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentC
     return ctx
 
 
-def _caller(state: State) -> gather.Caller:
-    return gather.Caller(_rank_of(state), _initial_rank_of(state), state.iteration)
-
-
 def _key_of(key_or_fn: str | Callable[[State], str], state: State) -> str:
     return str(key_or_fn(state) if callable(key_or_fn) else key_or_fn)
 
@@ -438,10 +433,6 @@ def _rank_of(state: Any) -> int:
     if state.rank is None:
         raise InternalError(f"{state} has no rank")
     return int(state.rank)
-
-
-def _initial_rank_of(state: Any) -> int:
-    return _rank_of(state) if state.initial_rank is None else int(state.initial_rank)
 
 
 def _reference(store: Any) -> weakref.ref[Any] | None:

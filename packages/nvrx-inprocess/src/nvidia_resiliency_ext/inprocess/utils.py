@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
@@ -93,12 +93,12 @@ def format_rank_set_brief(ranks: Iterable[int], max_show: int = 8) -> str:
     """
     if max_show < 2:  # noqa: PLR2004 - the first and the last
         raise ValueError(f"the first and the last rank are always shown, so not {max_show=}")
-    numbers = sorted(set(ranks))
+    numbers = [str(rank) for rank in sorted(set(ranks))]
     if len(numbers) <= max_show:
-        return _braced(numbers)
+        return f"{{{', '.join(numbers)}}}"
     last = max_show // 2
     first = max_show - last
-    shown = f"{_joined(numbers[:first])} ... {_joined(numbers[-last:])}"
+    shown = f"{', '.join(numbers[:first])} ... {', '.join(numbers[-last:])}"
     return f"{{{shown}}} (total: {len(numbers)})"
 
 
@@ -190,11 +190,3 @@ def _safe_repr(exc: BaseException) -> str:
     except Exception:  # noqa: BLE001 - of a foreign class; a log line is no reason to fail
         text = f"{type(exc).__name__}(?)"
     return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}..."
-
-
-def _braced(numbers: Collection[int]) -> str:
-    return f"{{{_joined(numbers)}}}"
-
-
-def _joined(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, numbers))

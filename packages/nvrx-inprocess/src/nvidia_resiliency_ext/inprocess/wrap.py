@@ -27,7 +27,7 @@ from ._monitor.page import ProgressPage, StackDump
 from ._monitor.start import ensure_started
 from .abort import Abort, AbortTorchDistributed
 from .completion import Completion
-from .compose import Compose
+from .compose import Compose, members_of
 from .exception import InternalError
 from .finalize import Finalize
 from .health_check import HealthCheck, checks_of_each_restart
@@ -44,13 +44,7 @@ logger = logging.getLogger("nvrx")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LAZY = (
-    inspect.iscoroutinefunction,
-    inspect.isgeneratorfunction,
-    inspect.isasyncgenfunction,
-)
-
-
+_LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
 
 
@@ -185,19 +179,11 @@ class Wrapper:
 
 def _restart_health_check(check: HealthCheck | None) -> Any:
     """Return the user's checks and those of this rank's devices; None when there are neither."""
-    members: tuple[Any, ...] = () if check is None else tuple(_flat(check))
+    members: tuple[Any, ...] = () if check is None else tuple(members_of(check))
     index = _inputs.optional_number("LOCAL_RANK")
     if index is not None:
         members += checks_of_each_restart(index)
     return Compose(*members) if members else None
-
-
-def _flat(check: Any) -> Iterator[Any]:
-    if isinstance(check, Compose):
-        for member in check.instances:
-            yield from _flat(member)
-    else:
-        yield check
 
 
 class CallWrapper:
@@ -248,7 +234,7 @@ class CallWrapper:
             interrupter = MainThreadInterrupter()
             interval_s = settings.progress_watchdog_interval.total_seconds()
             watchdog = Watchdog(page.stamp_auto, interval_s)
-            events: EventQueue[Any] = EventQueue(interval_s, page.stamp_auto)
+            events = EventQueue(interval_s, page.stamp_auto)
             stack.callback(events.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
             record = RestartRecord(rendezvous.call)

@@ -324,7 +324,9 @@ def _ranks_of_places(scan: ScanResult) -> dict[tuple[str | None, int], int]:
     known = set(scan.node_map.seen.values()) | set(scan.node_map.given.values())
     highest = max((local for locals_ in by_node.values() for local in locals_), default=0)
     others = max(scan.ranks, default=0)
-    is_one_node = (scan.world_size or 0) <= highest + 1 and others <= highest
+    # Nodes have one, two, four, eight... devices: so many ranks may be one node's.
+    size = 1 << highest.bit_length()
+    is_one_node = (scan.world_size or 0) <= size and others < size
     if len(by_node) == 1 and len(known) <= 1 and is_one_node:
         return {(node, local): local for node, locals_ in by_node.items() for local in locals_}
     if None in by_node or not by_node:

@@ -41,6 +41,7 @@ _PREFIXES = tuple(
         ("0", r"(?P<rank>\d{1,7}): ?"),
         ("[ ", r"\s*\[default(?P<local>\d{1,3})\]:\s?"),
         ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3})\]:?\s?"),
+        ("[", r"\[\d{1,9},(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?:? ?"),
         (
             "[ ",
             r"\s*\[[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})(?: \d+)? [^\]\s]{1,80}\]\s?",
@@ -62,7 +63,8 @@ _PREFIXES = tuple(
             r"\s*\[?(?:DEBUG|INFO|NOTICE|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
-        ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62})\]:?\s(?=\S)"),
+        ("[", r"\[(?P<node>(?=[^\]]*\d)[A-Za-z][\w.-]{0,62})\]:?\s(?=\S)"),
+        ("[", r"\[[a-z][\w.-]{0,62}\]\s(?=\S)"),
         ("[", r"\[(?:rank|RANK|Rank)[ =:](?P<rank>\d{1,7})\]\s*:?\s?"),
         ("A", r"(?:rank|Rank) ?(?P<rank>\d{1,7})\s?[:|]\s"),
         ("-", r"- (?=\S)"),

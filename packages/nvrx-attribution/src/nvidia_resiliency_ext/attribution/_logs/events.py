@@ -323,6 +323,9 @@ class EventTable:
         event.phase = rule.phase or event.phase
         self._describe(event, line, place)
         event.entity = found.entity or event.entity
+        stops = self._registry.code(event.code).action == "STOP"
+        if rule.early and event.steps_before and stops:
+            event.code = "user.exception"
         if rule.needs_block and not event.in_traceback:
             event.role = "either"
         return event
@@ -359,6 +362,10 @@ class EventTable:
         event.in_traceback = bool(frames)
         own = [frame for frame in frames if not _LIBRARY.search(frame[1])]
         event.frame = own[0][1] if own else ""
+        for code, pattern in event.rule.frames:
+            if any(re.search(pattern, frame) for _, frame, _ in frames):
+                event.code = code
+                break
         quotes = [(at, text) for at, _, text in reversed(frames[:_QUOTES])]
         event.evidence = [*quotes, *event.evidence]
 

@@ -50,6 +50,8 @@ _KEYS: dict[str, tuple[type, tuple[str, ...]]] = {
     "phase": (str, PHASES),
     "since": (str, ()),
     "needs_block": (bool, ()),
+    "early": (bool, ()),
+    "frames": (tuple, ()),
     "examples": (list, ()),
     "counterexamples": (list, ()),
     "disable": (bool, ()),
@@ -127,6 +129,9 @@ class Rule:
         specificity: Higher ones win.
         confirms: Codes whose symptom this line explains.
         needs_block: It is a cause only below a traceback.
+        early: A code of it that stops the job does so only before a completed step; after one it
+            is `user.exception`.
+        frames: (code, pattern): a frame `function (file)` of the traceback that gives another code.
         phase: Of the job; None: as the log says.
         rank_group: Group of the pattern that names the rank.
         node_group: Group of the pattern that names the node.
@@ -147,6 +152,8 @@ class Rule:
     specificity: int = _DEFAULT_SPECIFICITY
     confirms: tuple[str, ...] = ()
     needs_block: bool = False
+    early: bool = False
+    frames: tuple[tuple[str, str], ...] = ()
     phase: str | None = None
     rank_group: str = "rank"
     node_group: str = "node"
@@ -344,12 +351,13 @@ def _checked(value: dict[str, Any], where: str, registry: Registry) -> Rule:
             raise RegistryError(f"{where}: {key} is missing")
     for key, item in value.items():
         _check_value(key, item, where)
-    for code in (value["code"], *value.get("confirms", ())):
+    frames = value.get("frames", ())
+    for code in (value["code"], *value.get("confirms", ()), *(code for code, _ in frames)):
         if code not in registry.codes:
             raise RegistryError(f"{where}: code {code!r} is not a known reason code")
     if not value["anchors"]:
         raise RegistryError(f"{where}: anchors is empty")
-    for pattern in (value["pattern"], *value.get("unless", ())):
+    for pattern in (value["pattern"], *value.get("unless", ()), *(text for _, text in frames)):
         try:
             groups = re.compile(pattern).groupindex
         except (re.error, RecursionError, OverflowError) as error:
@@ -373,6 +381,13 @@ def _check_value(key: str, value: object, where: str) -> None:
     if kind is list:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise RegistryError(f"{where}: {key} is not a list of texts")
+    elif kind is tuple:
+        pairs = value if isinstance(value, list) else [()]
+        if not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)  # noqa: PLR2004
+            for pair in pairs
+        ):
+            raise RegistryError(f"{where}: {key} is not a list of pairs of a code and a pattern")
     elif kind is float:
         if not is_number or not 0 <= float(value) <= 1:  # type: ignore[arg-type]
             raise RegistryError(f"{where}: {key} {value!r} is no number from 0 to 1")
@@ -392,6 +407,7 @@ def _rule(value: dict[str, Any], origin: str) -> Rule:
     }
     for key in ("since", "disable"):
         kept.pop(key, None)
+    kept["frames"] = tuple((code, pattern) for code, pattern in kept.get("frames", ()))
     return Rule(**kept, origin=origin)
 
 

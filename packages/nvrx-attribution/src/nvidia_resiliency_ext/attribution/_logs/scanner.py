@@ -189,7 +189,8 @@ class Scanner:
                 if template not in marked:
                     continue
                 if steps:
-                    self._newest_step(raw, templates, steps, looked_at, index)
+                    end = index + (template in steps)
+                    self._newest_step(raw, templates, steps, looked_at, end)
                     steps = {step for step in steps if self._hot[step].is_step}
                 looked_at = index
                 known = self._hot[template]

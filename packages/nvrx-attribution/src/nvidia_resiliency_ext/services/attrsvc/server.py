@@ -8,10 +8,12 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,9 +29,13 @@ __all__ = ["main", "setup"]
 logger = logging.getLogger("nvrx")
 
 _EXIT_USAGE = 2
-_BACKLOG = 512
+_BACKLOG = 1024
+_ACCEPTS = 64
 _GRACE_S = 2
 _PROBE_S = 1.0
+_MUTE_S = 10.0
+_MOST_MUTE = 1024
+_MUTE_SHARE = 2
 
 
 def setup(environ: Mapping[str, str] | None = None) -> Settings:
@@ -80,6 +86,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(app: Any, listener: socket.socket, settings: Settings) -> int:
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    mute = _Mute()
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            mute.close(self.connections)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(_BACKLOG)  # asyncio has made it as short as what it accepts at once
+
+        async def on_tick(self, counter: int) -> bool:
+            mute.close(self.server_state.connections)
+            return await super().on_tick(counter)
 
     config = uvicorn.Config(
         app,
@@ -88,9 +111,11 @@ def _serve(app: Any, listener: socket.socket, settings: Settings) -> int:
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         server_header=False,
+        http=Protocol,
+        backlog=_ACCEPTS,  # so many are accepted before others are looked at
     )
     logger.info("listening at %s; logs below %s", settings.service_endpoint, settings.allowed_root)
-    server = uvicorn.Server(config)
+    server = Server(config)
 
     def end(*_: object) -> None:
         server.should_exit = True
@@ -101,6 +126,33 @@ def _serve(app: Any, listener: socket.socket, settings: Settings) -> int:
         signal.signal(number, end)
     server.run(sockets=[listener])
     return 0 if server.started else _EXIT_USAGE
+
+
+class _Mute:
+    """Let go of connections that ask nothing: those without a request, or after one was answered.
+
+    Each may wait `_MUTE_S` seconds, and all have a part of the descriptors: the oldest go first.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Any, tuple[object, float]] = {}
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = min(descriptors // _MUTE_SHARE, _MOST_MUTE)
+
+    def close(self, connections: Any) -> None:
+        """Look at all connections; called for each new one, and many times a second."""
+        now_s = time.monotonic()
+        mute = [c for c in connections if c.cycle is None or c.cycle.response_complete]
+        known = self._since
+        self._since = {}
+        for one in mute:
+            cycle, since_s = known.get(one, (one.cycle, now_s))
+            self._since[one] = (one.cycle, since_s if cycle is one.cycle else now_s)
+        oldest = sorted(mute, key=lambda one: self._since[one][1])
+        for index, one in enumerate(oldest):
+            is_late = now_s - self._since[one][1] > _MUTE_S
+            if one.transport is not None and (is_late or len(oldest) - index > self._most):
+                one.transport.abort()
 
 
 @contextlib.contextmanager

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
+import signal
 import stat
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +25,11 @@ __all__ = ["DirectoryLock", "RankDirectory", "ShardInProgress", "ShardName", "sh
 DIRTY = ".dirty"
 DAMAGED = ".damaged"
 _PATTERN = re.compile(r"iter_(\d{7,})_(\d+)_local(\.dirty|\.damaged)?\.pt")
+_SPARE = ".spare_"
 _FAILURE_MAGIC = b"NVRX save failed: "
 _FAILURE_LIMIT_BYTES = 4096
 _CREATE_ATTEMPTS = 5
+_MODE = 0o600
 
 
 def shard_file_name(iteration: int | str, owner: int | str, extra_suffix: str = "") -> str:
@@ -176,6 +181,24 @@ class RankDirectory:
         if problem is not None:
             raise problem
 
+    def keep_as_spare(self, shards: list[ShardName]) -> None:
+        """Keep the files of shards that nobody needs, for the next shards of their owners.
+
+        All other spare files are removed.
+
+        Raises:
+            OSError: One cannot be renamed or removed.
+        """
+        with self.open() as directory:
+            if directory is None:
+                return
+            spare = {_SPARE + str(name.owner): str(name) for name in shards}
+            for name in os.listdir(directory):
+                if name.startswith(_SPARE) and name not in spare:
+                    os.unlink(name, dir_fd=directory)
+            for aside, name in spare.items():
+                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+
     def set_aside(self, name: ShardName) -> None:
         """Rename a damaged shard, so that nobody takes it for a whole one again."""
         with self.open() as directory, contextlib.suppress(FileNotFoundError):
@@ -238,6 +261,8 @@ os.register_at_fork(after_in_child=_leave_locks)
 class ShardInProgress:
     """A file that is being written; it is locked, so that others see that its writer lives.
 
+    A spare file of the same owner is written over, which spares the system the pages.
+
     Args:
         path: Path of the directory, for messages.
         directory: Its descriptor.
@@ -250,8 +275,18 @@ class ShardInProgress:
         self._name = name
         self._dirty = shard_file_name(name.iteration, name.owner, DIRTY)
         self.path = os.path.join(path, str(name))
-        self.descriptor = _create_locked(self._dirty, directory)
+        self._descriptor = _create_from_spare(_SPARE + str(name.owner), self._dirty, directory)
         self._directory = os.dup(directory)
+        self._growing = threading.Lock()
+        self.written_bytes = 0
+
+    def write(self, position: int, data: memoryview) -> None:
+        """Write bytes at a position; several threads may do so."""
+        while data:
+            written = os.pwrite(self._descriptor, data, position)
+            position, data = position + written, data[written:]
+        with self._growing:
+            self.written_bytes = max(self.written_bytes, position)
 
     def publish(self) -> None:
         """Make the file durable and give it its final name.
@@ -262,7 +297,8 @@ class ShardInProgress:
         name, folder = str(self._name), self._directory
         action, is_named = "fsync", False
         try:
-            os.fsync(self.descriptor)
+            self._end_here()
+            os.fsync(self._descriptor)
             action = "rename"
             os.rename(self._dirty, name, src_dir_fd=folder, dst_dir_fd=folder)
             action, is_named = "fsync", True
@@ -271,38 +307,39 @@ class ShardInProgress:
             if is_named:
                 with contextlib.suppress(OSError):
                     os.rename(name, self._dirty, src_dir_fd=folder, dst_dir_fd=folder)
-            nbytes = self.written_bytes()
+            nbytes = self.written_bytes
             raise CheckpointWriteError.from_os(error, self.path, nbytes, action) from error
         self._close()
 
-    def written_bytes(self) -> int:
-        """Return how long the file is so far."""
-        return os.fstat(self.descriptor).st_size
+    def _end_here(self) -> None:
+        """Cut off what a longer shard has left behind the last byte that was written."""
+        os.ftruncate(self._descriptor, self.written_bytes)
 
     def source(self) -> FileSource:
-        """Open it for reading."""
+        """Open what was written for reading."""
+        self._end_here()
         source = FileSource(self._dirty, self._directory)
         source.name = self.path
         return source
 
     def discard(self, note: str = "") -> None:
         """Give the file up; with a note, what is left says why until the leftovers are removed."""
-        if self.descriptor < 0:
+        if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):
-            os.ftruncate(self.descriptor, 0)
+            os.ftruncate(self._descriptor, 0)
             if note:
                 data = _FAILURE_MAGIC + note.encode(errors="replace")[-_FAILURE_LIMIT_BYTES:]
-                os.pwrite(self.descriptor, data, 0)
+                os.pwrite(self._descriptor, data, 0)
         if not note:
             with contextlib.suppress(OSError):
                 os.unlink(self._dirty, dir_fd=self._directory)
         self._close()
 
     def _close(self) -> None:
-        os.close(self.descriptor)
+        os.close(self._descriptor)
         os.close(self._directory)
-        self.descriptor = -1
+        self._descriptor = -1
 
 
 def _open_trusted(path: str) -> int:
@@ -330,7 +367,7 @@ def _create_locked(name: str, directory: int) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_CREATE_ATTEMPTS):
         try:
-            descriptor = os.open(name, flags, 0o600, dir_fd=directory)
+            descriptor = os.open(name, flags, _MODE, dir_fd=directory)
         except FileExistsError:
             try:
                 _remove_dead(name, directory)
@@ -353,6 +390,45 @@ def _create_locked(name: str, directory: int) -> int:
     raise OSError(errno.EBUSY, "others keep removing it", name)
 
 
+def _create_from_spare(spare: str, name: str, directory: int) -> int:
+    """Make and lock the file with that name: of the spare one if it is fit, else a new one."""
+    descriptor = _create_locked(name, directory)
+    try:
+        # Whoever renames it has it: nobody else can take it, or put another in its place.
+        os.rename(spare, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        return descriptor
+    os.close(descriptor)
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        descriptor = os.open(name, flags, dir_fd=directory)
+        stack.callback(os.close, descriptor)
+        lock_file(descriptor)
+        if _is_only_ours(descriptor, name, directory):
+            stack.pop_all()
+            return descriptor
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+    return _create_locked(name, directory)
+
+
+def _is_only_ours(descriptor: int, name: str, directory: int) -> bool:
+    """Return whether only we may use a file, and nobody has linked, opened or mapped it.
+
+    Raises:
+        OSError: Somebody has it open, or the system does not tell.
+    """
+    status = os.fstat(descriptor)
+    # The system gives a lease only on a file that nobody else has open. Who opens it before the
+    # lease is given back causes a signal, which must not be one that ends this process.
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    is_private = status.st_uid == os.geteuid() and status.st_mode == stat.S_IFREG | _MODE
+    is_there = os.path.samestat(status, os.lstat(name, dir_fd=directory))
+    return is_private and is_there and status.st_nlink == 1
+
+
 def _remove_dead(name: str, directory: int) -> str:
     """Remove a file in progress and return its note.
 
@@ -370,6 +446,8 @@ def _remove_dead(name: str, directory: int) -> str:
         return ""
     try:
         lock_file(descriptor)
+        if not os.path.samestat(os.fstat(descriptor), os.lstat(name, dir_fd=directory)):
+            raise BlockingIOError(errno.EAGAIN, "a writer has just replaced it", name)
         os.unlink(name, dir_fd=directory)
         head = os.read(descriptor, len(_FAILURE_MAGIC) + _FAILURE_LIMIT_BYTES)
     finally:

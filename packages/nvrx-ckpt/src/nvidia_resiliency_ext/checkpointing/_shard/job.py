@@ -14,11 +14,7 @@ from nvidia_resiliency_ext.checkpointing._shard.directory import (
     ShardName,
 )
 from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerError, PeerTarget
-from nvidia_resiliency_ext.checkpointing._shard.write import (
-    ShardContent,
-    file_sink,
-    write_content,
-)
+from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write_content
 
 __all__ = ["SaveJob", "run_save_job"]
 
@@ -66,7 +62,7 @@ def run_save_job(job: SaveJob, storages: Sequence[Any]) -> str:
     except OSError as error:
         problem = error
         if not isinstance(error, (CheckpointWriteError, PeerError)):
-            nbytes = shard.written_bytes()
+            nbytes = shard.written_bytes
             problem = CheckpointWriteError.from_os(error, shard.path, nbytes, "write")
         shard.discard(note=str(problem))
         return str(problem)
@@ -88,7 +84,7 @@ def _write_everywhere(job: SaveJob, storages: Sequence[Any], shard: ShardInProgr
     try:
         for peer in job.peers:
             targets.append(PeerTarget(peer, name))  # noqa: PERF401 - all made so far are closed
-        write_content(job.content, storages, [file_sink(shard.descriptor), *targets])
+        write_content(job.content, storages, shard.write, targets)
         for target in targets:
             target.finish()
     finally:

@@ -36,7 +36,6 @@ from nvidia_resiliency_ext.checkpointing._shard.protocol import (
     set_options,
 )
 from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_manifest
-from nvidia_resiliency_ext.checkpointing._shard.write import file_sink
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
@@ -221,9 +220,9 @@ class PeerServer:
         self, connection: socket.socket, shard: ShardInProgress, name: ShardName
     ) -> str:
         """Write what arrives; return what is wrong with it."""
-        intake = _Intake(connection, shard.descriptor)
+        intake = _Intake(connection, shard)
         pieces = intake.run()
-        if intake.received != shard.written_bytes():
+        if intake.received != shard.written_bytes:
             return "the copy has gaps, or parts that were sent twice"
         source = shard.source()
         try:
@@ -269,16 +268,16 @@ class _Intake:
 
     Args:
         connection: Where they come from.
-        descriptor: The file.
+        shard: The file.
 
     Attributes:
         received: Bytes that arrived.
     """
 
-    def __init__(self, connection: socket.socket, descriptor: int) -> None:
+    def __init__(self, connection: socket.socket, shard: ShardInProgress) -> None:
         self.received = 0
         self._connection = connection
-        self._write = file_sink(descriptor)
+        self._write = shard.write
         self._turn = threading.Lock()
         self._position = self._left = 0
         self._over = False

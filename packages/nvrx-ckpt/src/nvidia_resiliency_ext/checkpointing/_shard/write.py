@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import os
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nvidia_resiliency_ext.checkpointing._checksum import crc32
+from nvidia_resiliency_ext.checkpointing._checksum import combine, crc32
 from nvidia_resiliency_ext.checkpointing._shard.layout import (
     Manifest,
     Record,
@@ -21,9 +22,9 @@ from nvidia_resiliency_ext.checkpointing._shard.layout import (
     place_records,
 )
 
-__all__ = ["ShardContent", "Sink", "bytes_of", "file_sink", "frames", "write_content"]
+__all__ = ["ShardContent", "Sink", "bytes_of", "frames", "write_content"]
 
-_CHUNK_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
 
 # Takes bytes for a position of the file; positions may come in any order.
 Sink = Callable[[int, memoryview], None]
@@ -69,17 +70,19 @@ def bytes_of(buffer: Any) -> memoryview:
 
 
 def write_content(
-    content: ShardContent, storages: Sequence[Any], sinks: Sequence[Sink]
+    content: ShardContent, storages: Sequence[Any], file: Sink, copies: Sequence[Sink] = ()
 ) -> Manifest:
     """Hand all bytes of a shard to each sink; the same content always gives the same bytes.
 
-    Each sink runs in a thread of its own, and so do the checksums. The frames between the
-    records hold the checksums, so they come last.
+    Two threads take turns to compute the checksum of a piece and to write it while it is in the
+    cache; each copy has a thread of its own. The frames between the records hold the checksums, so
+    they come last.
 
     Args:
         content: What the shard holds.
         storages: The bytes of the storages: uint8 tensors or other buffers.
-        sinks: Who takes the bytes. The first error of one stops the others.
+        file: Takes the bytes, from two threads at once.
+        copies: Take the bytes as well. The first error of any sink stops the others.
 
     Raises:
         ValueError: A storage has another length than the content says.
@@ -91,10 +94,15 @@ def write_content(
         raise ValueError("the storages are not as long as the content says")
     data = [memoryview(content.skeleton), memoryview(_BYTE_ORDER), *views, memoryview(_VERSION)]
     feed = _Feed(content, data)
-    with ThreadPoolExecutor(1 + len(sinks), thread_name_prefix="nvrx-shard") as pool:
-        pool.submit(feed.compute_checksums)
-        running = [pool.submit(feed.fill, sink) for sink in sinks[1:]]
-        feed.fill(sinks[0])
+    with (
+        ThreadPoolExecutor(1 + len(copies), thread_name_prefix="nvrx-shard") as pool,
+        feed.failing(),
+    ):
+        other = pool.submit(feed.write, file)
+        running = [pool.submit(feed.fill, copy) for copy in copies]
+        feed.write(file)
+        wait([other])
+        feed.finish(file)
         wait(running)
     if feed.error is not None:
         raise feed.error
@@ -108,45 +116,61 @@ class _Feed:
         self.error: BaseException | None = None
         self.manifest: Future[Manifest] = Future()
         self._content = content
-        self._data = data
         self._records = content.records()
+        self._pieces = [
+            (number, record.offset + start, view[start : start + _PIECE_BYTES])
+            for number, (record, view) in enumerate(zip(self._records, data, strict=True))
+            for start in range(0, record.nbytes, _PIECE_BYTES)
+        ]
+        self._crcs = [0] * len(self._pieces)
+        self._next = itertools.count()
 
-    def compute_checksums(self) -> None:
-        """Compute the manifest; stop early when a sink has failed."""
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Keep what is raised, for `write_content`, and let everybody stop."""
         try:
-            self.manifest.set_result(self._manifest())
-        # The sinks wait for the manifest, and `write_content` raises what happened here.
+            yield
+        # Also KeyboardInterrupt: it is raised when the other threads have ended.
         except BaseException as error:  # noqa: BLE001
             if self.error is None:
                 self.error = error
-            self.manifest.set_exception(error)
+            if not self.manifest.done():
+                self.manifest.set_exception(error)
 
-    def _manifest(self) -> Manifest:
-        records = []
-        for record, view in zip(self._records, self._data, strict=True):
-            value = 0
-            for start in range(0, record.nbytes, _CHUNK_BYTES):
-                if self.error is not None:
-                    break
-                value = crc32(view[start : start + _CHUNK_BYTES], value)
-            records.append(replace(record, crc32=value))
-        return Manifest(self._content.identity, self._content.state_class, tuple(records))
+    def write(self, file: Sink) -> None:
+        """Check and write one piece after the other; several threads share the pieces."""
+        with self.failing():
+            # The counter hands out each number once, to one thread.
+            while (number := next(self._next)) < len(self._pieces) and self.error is None:
+                _, position, data = self._pieces[number]
+                self._crcs[number] = crc32(data)
+                file(position, data)
 
-    def fill(self, sink: Sink) -> None:
-        """Hand all bytes to a sink; keep what it raises, and let the other sinks stop."""
-        try:
-            self._fill(sink)
-        # Also on KeyboardInterrupt: `write_content` raises it when the other threads have ended.
-        except BaseException as error:  # noqa: BLE001
-            if self.error is None:
-                self.error = error
+    def finish(self, file: Sink) -> None:
+        """Write what lies between the records, now that all pieces are written."""
+        with self.failing():
+            if self.error is not None:
+                return
+            values = [0] * len(self._records)
+            for (number, _, data), value in zip(self._pieces, self._crcs, strict=True):
+                values[number] = combine(values[number], value, data.nbytes)
+            records = (replace(r, crc32=v) for r, v in zip(self._records, values, strict=True))
+            content = self._content
+            self.manifest.set_result(
+                Manifest(content.identity, content.state_class, tuple(records))
+            )
+            self._write_frames(file)
 
-    def _fill(self, sink: Sink) -> None:
-        for record, view in zip(self._records, self._data, strict=True):
-            for start in range(0, record.nbytes, _CHUNK_BYTES):
+    def fill(self, copy: Sink) -> None:
+        """Hand all bytes to a sink."""
+        with self.failing():
+            for _, position, data in self._pieces:
                 if self.error is not None:
                     return
-                sink(record.offset + start, view[start : start + _CHUNK_BYTES])
+                copy(position, data)
+            self._write_frames(copy)
+
+    def _write_frames(self, sink: Sink) -> None:
         for position, piece in frames(self.manifest.result()):
             if self.error is None:
                 sink(position, memoryview(piece))
@@ -163,14 +187,3 @@ def frames(manifest: Manifest) -> Iterator[tuple[int, bytes]]:
         begin = record.offset + record.nbytes
     yield last.offset, encoded
     yield begin, frame_after(records)
-
-
-def file_sink(descriptor: int) -> Sink:
-    """Return a sink that writes to an open file."""
-
-    def write(position: int, data: memoryview) -> None:
-        while data:
-            written = os.pwrite(descriptor, data, position)
-            position, data = position + written, data[written:]
-
-    return write

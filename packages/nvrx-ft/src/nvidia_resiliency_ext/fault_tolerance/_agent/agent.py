@@ -537,13 +537,13 @@ class NodeAgent:
             self._admission.prepare()
         if self._node.outcome is machine.Outcome.SIGNALLED and self._workers.started:
             logger.warning(
-                "workers get %s, and SIGKILL after %g s; a second signal kills them at once",
+                "workers get %s, and SIGKILL after %g s; SIGINT (Ctrl-C) now kills them at once",
                 *(signal.Signals(effect.signum).name, effect.grace_s),
             )
         self._workers.stop(effect.signum, effect.grace_s)
 
     def _kill_workers(self, _effect: machine.KillWorkers) -> None:
-        logger.warning("asked a second time: all workers are killed now")
+        logger.warning("SIGINT: all workers are killed now")
         self._workers.kill()
 
     def _report_fault(self, effect: machine.ReportFault) -> None:

@@ -14,7 +14,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    NextRoundOpened           FINISHED   [LeaveRendezvous | CloseRendezvous], Finish(1)
                                                     (a rank has asked for it)
     JOINING    Preempted                 FINISHED   LeaveRendezvous, Finish
-    JOINING    Preempted (store host)    JOINING    ReportPreempted, StartGrace (ranks save first)
+    JOINING    Preempted (rdzv. host)    JOINING    ReportPreempted, StartGrace (ranks save first)
     JOINING    GraceOver                 FINISHED   CloseRendezvous, Finish
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
     RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
@@ -196,7 +196,7 @@ def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
 
 
 def _alone(node: Node, event: StoreLost | JoinTimedOut) -> Decision:
-    """Leave, as nobody is there; without its store host there is no job to come to later."""
+    """Leave, as nobody is there; without its rendezvous host there is no job to come to later."""
     ends: tuple[Effect, ...] = ()
     if isinstance(event, JoinTimedOut) and node.policy.is_store_host:
         cause = Cause("join_timeout", event.what, host=node.policy.host, detected_by="rendezvous")
@@ -393,7 +393,7 @@ def _exited(node: Node, event: WorkerExited) -> Decision:
 
 
 def _tolerated(node: Node, cause: Cause) -> Decision:
-    """Leave the survivors alone: the store host decides whether enough nodes are healthy."""
+    """Leave the survivors alone: the rendezvous host decides whether enough nodes are healthy."""
     first = node.cause is None
     node = dataclasses.replace(node, cause=node.cause or cause)
     report: tuple[Effect, ...] = (ReportFault(cause, Outcome.TOLERATED, restarts_left(node)),)

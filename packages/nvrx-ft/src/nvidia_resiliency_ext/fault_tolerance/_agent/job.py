@@ -28,10 +28,8 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
-from nvidia_resiliency_ext.fault_tolerance._health.admission import (
-    make_admission_check,
-    open_bad_node_hook,
-)
+from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
+from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,

@@ -79,7 +79,7 @@ LEASES_BETWEEN_PROBES = 0.2
 # While torch connects nobody hears that the machine refuses, and the lease grows old: a node that
 # comes back stops at two leases.
 SHORTEST_PATIENCE_S = 1.0
-# The job's host says it with its first word; a node that comes back must not miss its lease for it.
+# The rendezvous host says it first; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
 LEASES_FOR_LOG_TOKEN = 0.5
 
@@ -150,7 +150,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the store host decides by. Raises ConfigError."""
+    """Return what the rendezvous host decides by. Raises ConfigError."""
     config, conf = plan.fault_tolerance, plan.rdzv_configuration
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
@@ -394,6 +394,6 @@ def _connect(
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the job's host says of log servers; it does so before it decides anything."""
+    """Fetch what the rendezvous host says of log servers; it does so before it decides anything."""
     if records.asks_for_log_server:
         records.log_server_said(store.wait_for(keys.LOG_TOKEN, wait_s))

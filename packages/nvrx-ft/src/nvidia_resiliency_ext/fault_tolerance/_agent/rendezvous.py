@@ -54,7 +54,7 @@ class Rendezvous:
         """Tell the others that all workers of this node ended well; `poll` tells the rest."""
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        """Tell the store host that workers of this node failed and that it leaves it at that."""
+        """Tell the rendezvous host that workers of this node failed, and that it goes on."""
 
     def leave(self, cause: Cause) -> None:
         """Tell the others that this node takes part no longer."""

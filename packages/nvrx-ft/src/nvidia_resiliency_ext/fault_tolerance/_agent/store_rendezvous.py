@@ -86,7 +86,7 @@ class StoreRendezvous(Rendezvous):
     Args:
         connect: Makes a connection to the job's store; called in a thread, with what to call
             whenever it is certain that nobody serves one.
-        host: The thread of the store host, when it is here.
+        host: The thread of the rendezvous host, when it is here.
         stop: Ends the waiting of `connect`.
         on_lease: Called with the time (monotonic s) until which this node may train at most.
     """

@@ -25,7 +25,7 @@ _BIND_ALL = frozenset({"0.0.0.0", "::", "*", "[::]", ""})  # noqa: S104 - refuse
 
 
 def is_managed(endpoint: str) -> bool:
-    """Return whether the store host runs the service itself."""
+    """Return whether the rendezvous host runs the service itself."""
     return endpoint == MANAGED
 
 
@@ -103,7 +103,7 @@ class AttributionConfig:
     """A launcher's settings for attribution.
 
     Args:
-        endpoint: `localhost`: the store host runs the service; else its address; None: off.
+        endpoint: `localhost`: the rendezvous host runs the service; else its address; None: off.
         applog_dir: The directory of the cycle logs; the service reads nothing else.
         log_file: Where the output of a managed service goes.
         startup_timeout: How long a managed service may take to answer.
@@ -154,7 +154,7 @@ class AttributionConfig:
 
     @property
     def is_managed(self) -> bool:
-        """Whether the store host runs the service."""
+        """Whether the rendezvous host runs the service."""
         return self.endpoint is not None and is_managed(self.endpoint)
 
     @property

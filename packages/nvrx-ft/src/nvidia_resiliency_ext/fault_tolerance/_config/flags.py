@@ -207,7 +207,7 @@ def _flag_of(option: table.Option) -> Flag:
         option.group,
         option.help,
         dest="ft_" + option.field,
-        shown_default=option.default,
+        shown_default=None if option.default in (None, "", {}) else option.default_text,
     )
 
 

@@ -53,6 +53,8 @@ class Option(NamedTuple):
             return "none" if self.default is None else '""'
         if isinstance(self.default, bool):
             return str(self.default).lower()
+        if self.kind is v.LOG_LEVEL:
+            return v.log_level_name(self.default)
         return getattr(self.default, "name", None) or str(self.default)
 
     @property

@@ -163,6 +163,11 @@ def _log_level(raw: Any) -> int:
     return value
 
 
+def log_level_name(level: object) -> str:
+    """Return a level as one writes it."""
+    return next((name for name, each in _LOG_LEVELS.items() if each == level), str(level))
+
+
 def _sections(raw: Any) -> dict[str, float | None]:
     if isinstance(raw, str):
         pairs = [part.rpartition(":") for part in raw.split(",") if part.strip()]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
-from nvidia_resiliency_ext.fault_tolerance._health.admission import open_bad_node_hook
+from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,

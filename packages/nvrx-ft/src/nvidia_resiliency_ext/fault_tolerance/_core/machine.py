@@ -313,7 +313,7 @@ class ReportSuccess:
 
 @dataclass(frozen=True, slots=True)
 class ReportBroken:
-    """Tell the store host that workers of this node failed; it decides what follows."""
+    """Tell the rendezvous host that workers of this node failed; it decides what follows."""
 
     cause: Cause
     all_gone: bool

@@ -20,7 +20,6 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -214,25 +213,6 @@ def _service_at(endpoint: str) -> NodeHealthCheck:
     from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
 
     return NodeHealthCheck(endpoint=endpoint)
-
-
-def open_bad_node_hook(
-    command: str | None,
-    environ: Mapping[str, str],
-    stack: ExitStack,
-    *,
-    job: str,
-    host: str,
-    clock: Clock,
-) -> Callable[[Cause], None]:
-    """Return what reports a bad node to the site's command, if there is one; `stack` ends it."""
-    if command is None:
-        return lambda _: None
-    from .bad_node import BadNodeHook
-
-    hook = BadNodeHook(command, environ, job=job, host=host, clock=clock)
-    stack.callback(hook.close)
-    return hook.report
 
 
 CLOSE_WAIT_S = 0.2

@@ -14,9 +14,9 @@ import logging
 import os
 import shlex
 import signal
-import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -149,6 +149,8 @@ class BadNodeHook:
     def _run(self, report: BadNode) -> str:
         """Run the command; return what went wrong, or an empty text."""
         # Files and not pipes: a command that reads or writes nothing, or all day, blocks nobody.
+        import tempfile  # slow, and few jobs have a bad node
+
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as said:
             stdin.write(report.to_json().encode())
             stdin.seek(0)
@@ -175,3 +177,20 @@ def _end_of(said: IO[bytes]) -> str:
     said.seek(max(0, size - MAX_END_BYTES))
     text = said.read().decode(errors="replace").strip()
     return f": {text}" if text else ""
+
+
+def open_bad_node_hook(
+    command: str | None,
+    environ: Mapping[str, str],
+    stack: ExitStack,
+    *,
+    job: str,
+    host: str,
+    clock: Clock,
+) -> Callable[[Cause], None]:
+    """Return what reports a bad node to the site's command, if there is one; `stack` ends it."""
+    if command is None:
+        return lambda _: None
+    hook = BadNodeHook(command, environ, job=job, host=host, clock=clock)
+    stack.callback(hook.close)
+    return hook.report

@@ -51,7 +51,7 @@ class AttributionMissingError(NvrxError):
 
 
 class AttributionManager:
-    """The service that the store host runs, or the address of another one.
+    """The service that the rendezvous host runs, or the address of another one.
 
     Args:
         cfg: Endpoint, port and limits of the service.
@@ -260,7 +260,7 @@ LAST_WORDS_S = 0.3
 
 
 class AttributionWatch:
-    """Follows the cycles of a job on its store host. `begin` and `ended` may come from any thread.
+    """Follows a job's cycles on its rendezvous host. `begin` and `ended` come from any thread.
 
     Args:
         manager: Where the service is; it is started here, if this launcher runs it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the processes of the log servers on the store host: one, or leaves and a root above them.
+"""Owns the log servers' processes on the rendezvous host: one, or leaves and a root above them.
 
 One that ends is started again; its clients keep their lines meanwhile.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store host decides about a job: when a round closes, opens, or the job is over. Pure.
+"""What the rendezvous host decides: when a round closes, opens, or the job is over. Pure.
 
 `decide(rules, memory, view, now)` looks at all that the store says and returns one decision. It is
 asked again whenever something may have changed, so no single event can be missed or come twice.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nodes and the store host tell each other through the store. Pure.
+"""What nodes and the rendezvous host tell each other through the store. Pure.
 
 Every value is one of a closed set of messages, of bounded size: who can reach the store's port can
 write to it, so what is read is untrusted until it has passed `decode`.
@@ -53,7 +53,7 @@ class WorkerState(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a message to the store host is about."""
+    """What a message to the rendezvous host is about."""
 
     ARRIVED = "arrived"
     STATE = "state"

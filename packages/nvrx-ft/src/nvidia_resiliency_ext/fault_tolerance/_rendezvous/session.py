@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
@@ -310,9 +310,19 @@ class NodeSession:
             until=lambda now: now.phase is Phase.OVER,
         )
 
-    def send(self, kind: Kind, **fields: Any) -> None:
-        """Leave a message for the host; `fields` are those of `NodeMessage`."""
-        self._append(NodeMessage(kind, self.node, **fields), self._present().round)
+    def send(
+        self,
+        kind: Kind,
+        *,
+        arrival: Arrival | None = None,
+        state: WorkerState | None = None,
+        cause: Cause | None = None,
+        text: str = "",
+        calls: int = 0,
+    ) -> None:
+        """Leave a message for the host, with those fields of `NodeMessage`."""
+        message = NodeMessage(kind, self.node, arrival, state, cause, text, calls=calls)
+        self._append(message, self._present().round)
         self.notify()
 
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:

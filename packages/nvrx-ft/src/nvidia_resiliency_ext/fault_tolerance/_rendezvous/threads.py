@@ -225,17 +225,19 @@ class NodeThreads:
         self._watch_number += 1
         watched, number = self._keep(store.another()), self._watch_number
 
-        def tell(what: Entry | str) -> None:
-            self._commands.put(_Order(lambda session: self._hear(session, number, what), True))
+        def hand_over(what: Entry | str) -> None:
+            self._commands.put(
+                _Order(lambda session: self._take_watched(session, number, what), True)
+            )
 
         def watch() -> None:
             try:
-                self._watch(watched, seq, tell)
+                self._watch(watched, seq, hand_over)
             except StoreLostError as error:
-                tell(str(error))
+                hand_over(str(error))
             except Exception as error:
                 logger.exception("a defect in the rendezvous of this node")
-                tell(repr(error))
+                hand_over(repr(error))
 
         self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
         self._watcher.start()
@@ -378,7 +380,7 @@ class NodeThreads:
                 raise
         return store.settle(keys.SETTINGS, own, read_settings)
 
-    def _watch(self, store: JobStore, seq: int, tell: Callable[[Entry], None]) -> None:
+    def _watch(self, store: JobStore, seq: int, hand_over: Callable[[Entry], None]) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
         log = DecisionLog(store)
         while not self._ended.is_set():
@@ -393,11 +395,11 @@ class NodeThreads:
             if entry is None:
                 continue
             seq = entry.seq
-            tell(entry)
+            hand_over(entry)
             if entry.phase is Phase.OVER:
                 return
 
-    def _hear(self, session: NodeSession, number: int, what: Entry | str) -> None:
+    def _take_watched(self, session: NodeSession, number: int, what: Entry | str) -> None:
         """Take a decision, or why there are no more; of an earlier watch the store is gone."""
         if number == self._watch_number and isinstance(what, Entry):
             self._take(session, what)

@@ -174,9 +174,17 @@ class CycleInfoWriter:
         Returns:
             Whether it was taken over: not after `shutdown`, nor when the file system has hung.
         """
-        start = (job_id, attempt_index, cycle_number, cycle_start_time)
-        nodes = (active_nodes, standby_nodes, 0, active_ranks)
-        return self._start(self._begin, CycleInfo(*start, "", cycle_log_file, *nodes))
+        info = CycleInfo(
+            job_id,
+            attempt_index,
+            cycle_number,
+            cycle_start_time=cycle_start_time,
+            cycle_log_file=cycle_log_file,
+            active_nodes=active_nodes,
+            standby_nodes=standby_nodes,
+            active_ranks=active_ranks,
+        )
+        return self._start(self._begin, info)
 
     def take_up_cycle(  # noqa: PLR0913, PLR0917 - the fields of the file
         self,
@@ -194,9 +202,17 @@ class CycleInfoWriter:
         What it says stays, but for an end: the cycle goes on. Where there is no such file it is
         written as `write_cycle_start` does, which see for arguments and answer.
         """
-        start = (job_id, attempt_index, cycle_number, cycle_start_time)
-        nodes = (active_nodes, standby_nodes, 0, active_ranks)
-        return self._start(self._take_up, CycleInfo(*start, "", cycle_log_file, *nodes))
+        info = CycleInfo(
+            job_id,
+            attempt_index,
+            cycle_number,
+            cycle_start_time=cycle_start_time,
+            cycle_log_file=cycle_log_file,
+            active_nodes=active_nodes,
+            standby_nodes=standby_nodes,
+            active_ranks=active_ranks,
+        )
+        return self._start(self._take_up, info)
 
     def _start(self, job: Callable[[CycleInfo], None], info: CycleInfo) -> bool:
         _name_of(info)  # a bad name is the caller's error

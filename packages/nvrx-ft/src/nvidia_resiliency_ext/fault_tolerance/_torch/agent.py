@@ -197,7 +197,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         if self._reported is None:
             self._reported = result
             self._handler.try_set_worker_state(result.state)
-        # The store host decides what follows from the states of all nodes.
+        # The rendezvous host decides what follows from the states of all nodes.
         return RunResult(state=WorkerState.HEALTHY)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

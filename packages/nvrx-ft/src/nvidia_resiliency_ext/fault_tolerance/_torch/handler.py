@@ -97,7 +97,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         store: A TCPStore that all nodes reach, or PrefixStores over one.
         run_id: The job's name.
         member: What this node is in the job.
-        rules: What the store host decides by.
+        rules: What the rendezvous host decides by.
         options: What concerns this node alone.
 
     Raises:
@@ -224,7 +224,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         Returns False if no node could be notified.
 
         The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
-        store host waits here for the others, 3 s at most.
+        rendezvous host waits here for the others, 3 s at most.
 
         Args:
             reason: `graceful`, `failure`, `attribution_stop` or `no_progress`; the first one given

@@ -145,8 +145,8 @@ class NodeOptions:
 def node_options(params: RendezvousParameters) -> NodeOptions:
     """Return what `params` and the environment say of this node.
 
-    `is_store_host` decides who is the store host, else `is_host`, else whether the endpoint is on
-    this machine.
+    `is_store_host` decides who is the rendezvous host, else `is_host`, else whether the endpoint is
+    on this machine.
 
     Raises:
         ValueError: a value is unusable; ConfigError for the token file.
@@ -191,7 +191,11 @@ def group_size(conf: Mapping[str, Any]) -> int | None:
 def host_rules(
     placement: PlacementRules, timeout: Timeouts, *, min_healthy: bool
 ) -> CoordinatorRules:
-    """Return what the store host decides by. Raises ValueError: the rules contradict each other."""
+    """Return what the rendezvous host decides by.
+
+    Raises:
+        ValueError: The rules contradict each other.
+    """
     validate(placement)
     return CoordinatorRules(
         placement=placement,

@@ -40,7 +40,6 @@ class InterruptSignal:
         self._blocked: set[Any] = set()
 
     def install(self) -> None:
-        """Take the signal."""
         self._previous = signal.signal(self.number, self._handler)
         self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
 
@@ -106,13 +105,8 @@ class RankShouldRestart(BaseException):
 def _log_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
     if frame is None or frame.f_code.co_filename.startswith(_OUR_FOLDER):
         return
-    logger.debug(
-        "a restart request ended at %s:%d in %s, outside the wrapper: %r",
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        frame.f_code.co_name,
-        args,
-    )
+    where = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    logger.debug("a restart request ended at %s:%d in %s, outside the wrapper: %r", *where, args)
 
 
 # A signal can come just before the system call that it was to end.
@@ -196,7 +190,11 @@ class _Entry:
 
 
 class MainThreadInterrupter:
-    """Interrupt the main thread between `enter` and `leave`."""
+    """Interrupt the main thread between `enter` and `leave`, or in a `with` block.
+
+    `RankShouldRestart` leaves the block if, and only if, it was interrupted there, in place of a
+    result or an `Exception`; what is no `Exception`, such as `SystemExit`, goes before it.
+    """
 
     def __init__(self) -> None:
         require_main_thread("MainThreadInterrupter")
@@ -207,27 +205,34 @@ class MainThreadInterrupter:
         self._hook = self._on_unraisable
         self._previous_hook: Any = None
 
-    def inside(self) -> _Inside:
-        """Return a context manager around what may be interrupted.
+    @deferred_section
+    def __enter__(self) -> None:
+        self.enter()
 
-        `RankShouldRestart` leaves it if, and only if, it was interrupted inside, in place of a
-        result or an `Exception`; what is no `Exception`, such as `SystemExit`, goes before it.
-        """
-        return _Inside(self)
+    @deferred_section
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        message = self.leave()
+        if message is None or isinstance(error, RankShouldRestart):
+            return
+        if error is None or isinstance(error, Exception):
+            raise self.request(message)
 
     def is_of_another(self, request: RankShouldRestart) -> bool:
         """Say whether a request came through another interrupter, of a call around this one."""
         return request.interrupter not in (None, self)
 
     def request(self, message: str | None) -> RankShouldRestart:
-        """Return the exception of an interruption here."""
         request = RankShouldRestart(message)
         request.interrupter = self
         return request
 
     @deferred_section
     def enter(self) -> None:
-        """Begin to be interruptible."""
         require_main_thread("the wrapped function")
         if self._entry is not None:
             raise RuntimeError("the main thread is already inside")
@@ -360,28 +365,6 @@ class InterruptRequest:
             self._count += 1
             self._first_s = elapsed_s if self._first_s is None else self._first_s
         return event
-
-
-class _Inside:
-    def __init__(self, interrupter: MainThreadInterrupter) -> None:
-        self._interrupter = interrupter
-
-    @deferred_section
-    def __enter__(self) -> None:
-        self._interrupter.enter()
-
-    @deferred_section
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        message = self._interrupter.leave()
-        if message is None or isinstance(error, RankShouldRestart):
-            return
-        if error is None or isinstance(error, Exception):
-            raise self._interrupter.request(message)
 
 
 # Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as

@@ -72,7 +72,7 @@ _CALM_S = 2.0
 
 _STOPPER_LIMIT_S = 5.0
 
-_Event = TypeVar("_Event", Completed, Decided, Interrupted)
+_Event = TypeVar("_Event")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Parts:
     interrupter: MainThreadInterrupter
     lock: AtomicLock
     watchdog: Watchdog
-    events: EventQueue[Any]
+    events: EventQueue
     record: RestartRecord
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
     send_departure_notice: Callable[[int, int, frozenset[int]], None]
@@ -199,14 +199,9 @@ class CallLoop:
         parts.page.rearm()
         self._reported_at, self._activity = None, watchdog.MainThreadActivity()
         assert state.rank is not None
-        logger.debug(
-            "iteration %d begins: rank %d of %d, %s",
-            state.iteration,
-            state.rank,
-            state.world_size,
-            state.mode.name,
-        )
-        parts.link.begin(state.iteration, state.rank, state.world_size, self._participants)
+        place = (state.iteration, state.rank, state.world_size)
+        logger.debug("iteration %d begins: rank %d of %d, %s", *place, state.mode.name)
+        parts.link.begin(*place, self._participants)
 
     def _attempt(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -214,7 +209,7 @@ class CallLoop:
         """Run the iteration; return the function's value in a tuple, None after an interruption."""
         state, parts, settings = self.state, self._parts, self._settings
         try:
-            with parts.interrupter.inside():
+            with parts.interrupter:
                 parts.page.phase = ProgressPhase.GUARDED
                 with self._stopping:
                     self._entered = state.iteration
@@ -356,11 +351,8 @@ class CallLoop:
         self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
 
     def _find(self, kind: type[_Event]) -> _Event | None:
-        """Return what was said of this kind about the present iteration."""
-        event: _Event | None = self._parts.events.find(
-            lambda event: isinstance(event, kind) and event.iteration == self.state.iteration
-        )
-        return event
+        """Return the event of this class about the present iteration, or None."""
+        return self._parts.events.find(kind, self.state.iteration)
 
     def _interruption(self) -> Interrupted | None:
         return self._find(Interrupted)
@@ -380,16 +372,12 @@ class CallLoop:
         self._raise_if_lost()
         return self._interruption() if self._stopped_in == self.state.iteration else None
 
-    def _loss(self) -> StoreLost | None:
-        lost: StoreLost | None = self._parts.events.find(lambda event: isinstance(event, StoreLost))
-        return lost
-
     def _fatal(self) -> StoreLost | None:
         """Return the loss of the store, unless all have completed before."""
-        return None if self._find(Completed) is not None else self._loss()
+        return None if self._find(Completed) else self._parts.events.find(StoreLost)
 
     def _raise_if_lost(self) -> None:
-        lost = self._loss()
+        lost = self._parts.events.find(StoreLost)
         if lost is not None:
             what = "its monitor" if self._parts.link.is_abandoned else "the store of the job"
             raise InternalError(f"this rank has lost {what}: {lost.text}")
@@ -437,7 +425,7 @@ class CallLoop:
         parts = self._parts
         parts.page.phase = ProgressPhase.AT_BARRIER
         parts.link.arrive(self._activity.call, self._activity.place)
-        decided: Decided | None = parts.events.wait(self._decision, limit_s)
+        decided = parts.events.wait(self._decision, limit_s)
         if decided is None:
             raise BarrierTimeout(
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
@@ -465,7 +453,7 @@ class CallLoop:
         )
         old = state.iteration
         state.advance()
-        self._parts.events.forget(lambda event: getattr(event, "iteration", old + 1) <= old)
+        self._parts.events.forget(old)
 
     def _log_restart(self) -> None:
         pending, self._pending = self._pending, None
@@ -474,14 +462,11 @@ class CallLoop:
             return
         report = dataclasses.replace(pending, seconds=seconds)
         self.reports.append(report)
-        kept = len(report.kept)
-        logger.warning(
-            "%s; %d rank%s after %.2f s",
-            self._what_happened,
-            kept,
-            " goes on" if kept == 1 else "s go on",
-            sum(seconds.values()),
+        kept, total_s = len(report.kept), sum(seconds.values())
+        text = (
+            "%s; %d rank goes on after %.2f s" if kept == 1 else "%s; %d ranks go on after %.2f s"
         )
+        logger.warning(text, self._what_happened, kept, total_s)
         logger.info("%s", report.line())
         if self.state.rank == 0:
             assert self.state.initial_rank is not None

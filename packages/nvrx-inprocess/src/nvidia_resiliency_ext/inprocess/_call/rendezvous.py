@@ -229,17 +229,15 @@ def _warn_of_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:
     unused = [f"{name}={kwargs[name]!r}" for name in ("host_name", "port") if name in kwargs]
     if unused and endpoint not in _logged:
         _logged.add(endpoint)
-        logger.info(
-            "the store is at %s (%s): %s of store_kwargs is not used",
-            endpoint,
-            STORE_VARIABLE,
-            ", ".join(unused),
-        )
+        text = "the store is at %s (%s): %s of store_kwargs is not used"
+        logger.info(text, endpoint, STORE_VARIABLE, ", ".join(unused))
 
 
 def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -> TCPStore:
     where = (endpoint.host, endpoint.port)
-    if not endpoint.is_served and _is_host(environ) and endpoint.is_here():
+    # One rank of the node starts the store server.
+    local_rank = environ.get("LOCAL_RANK") or environ.get("RANK") or "0"
+    if not endpoint.is_served and local_rank == "0" and endpoint.is_here():
         if where in _served:
             # It is there from an earlier call, unless all were away for long.
             try:
@@ -247,23 +245,15 @@ def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -
             except StoreLostError:
                 pass
         is_single_node = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1")
+        beside = _store_servers[-1] if _store_servers else None
+        name, connect = job_name(environ), TCPStore.connect
         store_server = host_store(
-            endpoint,
-            job_name(environ),
-            TCPStore.connect,
-            is_single_node=is_single_node,
-            beside=_store_servers[-1] if _store_servers else None,
+            endpoint, name, connect, is_single_node=is_single_node, beside=beside
         )
         if store_server.process is not None:
             _store_servers.append(store_server)
         _served.add(where)
     return TCPStore.connect(endpoint, limit)
-
-
-def _is_host(environ: Mapping[str, str]) -> bool:
-    """Return whether this is the rank of its node that starts the store server."""
-    local_rank = environ.get("LOCAL_RANK") or environ.get("RANK") or "0"
-    return local_rank == "0"
 
 
 def _monitor_settings(

@@ -96,7 +96,6 @@ class Stopwatch:
         self._seconds: dict[Phase, float] = {}
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Count seconds to a phase."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + max(0.0, seconds)
 
     @contextmanager
@@ -182,5 +181,4 @@ class RestartRecord:
         self._log.record(event, cycle=self._cycle, rank=rank)
 
     def close(self) -> None:
-        """Let the file go."""
         self._log.close()

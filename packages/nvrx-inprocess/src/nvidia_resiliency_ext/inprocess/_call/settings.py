@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from types import NoneType
@@ -13,7 +13,7 @@ from typing import Any
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
 from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
 from nvidia_resiliency_ext.inprocess.completion import Completion
-from nvidia_resiliency_ext.inprocess.compose import Compose
+from nvidia_resiliency_ext.inprocess.compose import members_of
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
 from nvidia_resiliency_ext.inprocess.health_check import HealthCheck
 from nvidia_resiliency_ext.inprocess.initialize import Initialize
@@ -144,10 +144,11 @@ def _check_relations(settings: Settings) -> None:
 def _check_renumbering(settings: Settings) -> None:
     """Check that ranks are renumbered after some were filtered out; else it would do nothing."""
     is_renumbered = True
-    for member in (*_in_order(settings.rank_assignment), *_in_order(settings.rank_filter)):
+    # The filter is called after the assignment, of which the last member is called first.
+    for member in reversed([*members_of(settings.rank_filter, settings.rank_assignment)]):
         if isinstance(member, FilterCountGroupedByKey):
             is_renumbered = False
-        elif not isinstance(member, RankFilter):
+        elif isinstance(member, RankAssignment) and not isinstance(member, RankFilter):
             is_renumbered = True
     if not is_renumbered:
         raise ValueError(
@@ -156,15 +157,6 @@ def _check_renumbering(settings: Settings) -> None:
             f" not rank_assignment={settings.rank_assignment!r},"
             f" rank_filter={settings.rank_filter!r}"
         )
-
-
-def _in_order(callback: Any) -> Iterator[Any]:
-    """Yield what a callback consists of, in the order in which it runs."""
-    if isinstance(callback, Compose):
-        for member in reversed(callback.instances):
-            yield from _in_order(member)
-    elif isinstance(callback, RankAssignment):
-        yield callback
 
 
 def _check_type(settings: Settings, name: str, *classes: type) -> None:

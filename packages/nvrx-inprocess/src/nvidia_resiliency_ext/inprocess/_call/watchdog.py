@@ -9,23 +9,22 @@ condition's bookkeeping can leave its lock in the wrong state.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import gc
 import select
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
 from nvidia_resiliency_ext.shared_utils.rank_activity import Frame, stack_of
 
@@ -55,7 +54,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="nvrx-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin, with a stamp."""
         self._stamp()
         self._thread.start()
         self._is_started = True
@@ -97,8 +95,6 @@ class Watchdog:
 
 
 class _Semaphore:
-    """A semaphore of libc."""
-
     def __init__(self) -> None:
         self._memory = (ctypes.c_uint64 * (_SEM_T_BYTES // 8))()
         self._address = ctypes.c_void_p(ctypes.addressof(self._memory))
@@ -110,11 +106,9 @@ class _Semaphore:
         return bool(_add_pending_call(_sem_post, self._address) == 0)
 
     def post(self) -> None:
-        """Post it."""
         _libc.sem_post(self._address)
 
     def wait(self) -> None:
-        """Wait until it is posted."""
         while _libc.sem_wait(self._address) != 0:
             pass  # a signal of the process came to this thread
 
@@ -181,55 +175,50 @@ def _of_frame(frame: FrameType, line: int | None) -> Frame:
 T = TypeVar("T")
 
 
-class EventQueue(Generic[T]):
-    """List that any thread adds to and the main thread waits on.
+class EventQueue:
+    """Hold the monitor's events, which any thread adds, and have the main thread wait for them.
 
-    A wait is cut into slices of `slice_s`; `between` is called at the start of each.
+    The first event of a class and an iteration counts. A wait is cut into slices of `slice_s`;
+    `between` is called at the start of each.
     """
 
     def __init__(self, slice_s: float, between: Callable[[], object]) -> None:
         self._slice_s = slice_s
         self._between = between
-        self._events: collections.deque[T] = collections.deque()
+        self._events: dict[tuple[type, int | None], Any] = {}
         self._wake_up = WakeUp()
 
-    def add(self, event: T) -> None:
-        """Append an event and wake the waiting main thread."""
-        self._events.append(event)
+    def add(self, event: object) -> None:
+        """Keep an event and wake the waiting main thread."""
+        self._events.setdefault((type(event), getattr(event, "iteration", None)), event)
         self.wake()
 
     def wake(self) -> None:
-        """Wake the waiting main thread."""
         self._wake_up.set()
 
-    def find(self, wanted: Callable[[T], bool]) -> T | None:
-        """Return the first that is wanted, or None."""
-        return next((event for event in tuple(self._events) if wanted(event)), None)
+    def find(self, kind: type[T], iteration: int | None = None) -> T | None:
+        """Return the event of a class and an iteration, or None."""
+        found: T | None = self._events.get((kind, iteration))
+        return found
 
     def wait(self, look: Callable[[], T | None], limit_s: float | None) -> T | None:
         """Return what `look` finds, as soon as it finds something; None when the time is up."""
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        deadline = Deadline.after(limit_s)
         poll = select.poll()
         poll.register(self._wake_up, select.POLLIN)
         while True:
             self._between()
             self._wake_up.clear()
             found = look()
-            if found is not None:
+            if found is not None or deadline.expired():
                 return found
-            left_s = self._slice_s
-            if deadline is not None:
-                left_s = min(left_s, deadline - time.monotonic())
-                if left_s <= 0:
-                    return None
-            poll.poll(left_s * 1000)
+            poll.poll(min(self._slice_s, deadline.remaining()) * 1000)
 
-    def forget(self, old: Callable[[T], bool]) -> None:
-        """Drop what is old."""
-        for event in tuple(self._events):
-            if old(event):
-                with contextlib.suppress(ValueError):
-                    self._events.remove(event)
+    def forget(self, iteration: int) -> None:
+        """Drop the events of an iteration and of those before it."""
+        for key in tuple(self._events):
+            if key[1] is not None and key[1] <= iteration:
+                del self._events[key]
 
     def close(self) -> None:
         """Close the descriptor; no thread may wait any more."""

@@ -106,7 +106,6 @@ class MonitorLink:
     def begin(
         self, iteration: int, rank: int, world_size: int, participants: Collection[int]
     ) -> None:
-        """Say that an iteration begins, with our number in it."""
         if self._is_inherited:
             return
         who = format_ranks(participants)
@@ -116,11 +115,9 @@ class MonitorLink:
             self._send(self._reports[0])
 
     def report(self, kind: Interruption) -> None:
-        """Say that something went wrong here."""
         self._report(messages.Reported(self._iteration, kind))
 
     def completed(self) -> None:
-        """Say that the function has returned."""
         self._report(messages.Done(self._iteration))
 
     def arrive(self, call: str = "", place: str = "") -> None:

@@ -24,11 +24,9 @@ class Processes:
         self._held: dict[int, PidHandle] = {}
 
     def __len__(self) -> int:
-        """Return how many live."""
         return len(self._held)
 
     def __contains__(self, pid: object) -> bool:
-        """Return whether a process is held and lives."""
         return pid in self._held
 
     @property
@@ -66,7 +64,6 @@ class Processes:
                 logger.warning("monitor_process: process %d: %s", pid, error)
 
     def close(self) -> None:
-        """Let go of all."""
         for handle in self._held.values():
             handle.close()
         self._held.clear()
@@ -87,7 +84,6 @@ class Connection:
     """A rank's connection in the loop; `on_over` is called once when it has ended and is closed."""
 
     def __init__(self, loop: EventLoop, sock: socket.socket, pid: int) -> None:
-        """Take over an accepted socket."""
         self.pid = pid
         self.on_message: Callable[[object], None] = lambda _: None
         self.on_over: Callable[[], None] = lambda: None

@@ -66,7 +66,6 @@ def dump_kwargs(kwargs: Mapping[str, object], what: str = "store_kwargs") -> str
 
 
 def load_kwargs(text: str) -> dict[str, Any]:
-    """Return the arguments of a text."""
     kwargs = json.loads(text, object_hook=_from_plain)
     if not isinstance(kwargs, dict):
         raise ValueError("arguments must be a mapping")  # noqa: TRY004 - of the text

@@ -88,14 +88,11 @@ class Member:
 
     @property
     def is_present(self) -> bool:
-        """Whether it still takes part."""
         return self.ended is None and not self.is_settled
 
 
 @dataclass(slots=True)
 class _IterationOutcome:
-    """What is known of an iteration."""
-
     is_interrupted: bool = False
     records: tuple[InterruptionRecord, ...] | None = None
     waited_s: float = 0.0
@@ -129,7 +126,6 @@ class Membership:
     """
 
     def __init__(self, world_size: int) -> None:
-        """Begin a call of so many initial ranks."""
         self.members: dict[int, Member] = {}
         self.position = 0
         self.is_over = False
@@ -142,7 +138,6 @@ class Membership:
     # --- what ranks say ---
 
     def attach(self, initial_rank: int) -> None:
-        """Take in a rank, or take it back."""
         self.members.setdefault(initial_rank, Member(initial_rank))
 
     def begun(
@@ -164,11 +159,9 @@ class Membership:
         return effects + self._follow()
 
     def reported(self, initial_rank: int, iteration: int, kind: Interruption) -> list[Effect]:
-        """A rank, or what watches it, reports an interruption."""
         return self._interrupt(initial_rank, kind) if iteration >= self.position else []
 
     def completed(self, initial_rank: int, iteration: int) -> list[Effect]:
-        """A rank's function has returned."""
         if iteration != self.position or initial_rank in self._reported.completed:
             return []
         self._reported.completed.add(initial_rank)
@@ -199,7 +192,6 @@ class Membership:
     # --- what is seen of ranks ---
 
     def timed_out(self, initial_rank: int, kind: Interruption) -> list[Effect]:
-        """A rank made no progress for too long."""
         member = self.members[initial_rank]
         if not member.is_present:
             return []
@@ -229,7 +221,6 @@ class Membership:
     # --- what the store says ---
 
     def outcome(self, iteration: int, *, is_completed: bool) -> list[Effect]:
-        """The outcome of an iteration is settled."""
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         if not is_completed:
             outcome.is_interrupted = True
@@ -250,7 +241,6 @@ class Membership:
         return self._notify(iteration, Interrupted(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
-        """Take the decision of an iteration."""
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
         outcome.decision = decision
@@ -264,11 +254,9 @@ class Membership:
 
     @property
     def participants(self) -> frozenset[int]:
-        """The participants of the iteration at the position."""
         return self._participants[self.position]
 
     def is_interrupted(self, iteration: int) -> bool:
-        """Whether an iteration is known to be interrupted."""
         outcome = self._outcomes.get(iteration)
         return outcome is not None and outcome.is_interrupted
 

@@ -74,17 +74,32 @@ class Stamps:
     epoch: int
 
 
-class ProgressPage:
-    """The rank's side of the page; `stamp_auto` and `stamp_manual` are one store each."""
+class _OwnDescriptor:
+    """Own the descriptor `fd`; -1 once it was given back."""
 
-    __slots__ = ("_lock", "_mapping", "_words", "fd", "stamp_manual")
+    __slots__ = ("fd",)
+    fd: int
+
+    def close(self) -> None:
+        """Give the descriptor back; harmless when repeated."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class ProgressPage(_OwnDescriptor):
+    """The rank's side of the page; `stamp_auto` and `stamp_manual` are one store each.
+
+    The memory goes with the object: stamps stay legal after `close`.
+    """
+
+    __slots__ = ("_lock", "_mapping", "_words", "stamp_manual")
 
     _words: memoryview[int]
     stamp_manual: Callable[[], None]
     """Note a ping; the manual timeout counts from the first one of an iteration."""
 
     def __init__(self, fd: int) -> None:
-        """Take over fresh memory; use `create`."""
         self.fd = fd
         self._mapping = mmap.mmap(fd, _SIZE_BYTES)
         self._words = memoryview(self._mapping).cast("q")
@@ -124,7 +139,6 @@ class ProgressPage:
 
     @property
     def phase(self) -> Phase:
-        """Where in the call the rank is."""
         return Phase(self._words[_W_PHASE])
 
     @phase.setter
@@ -145,17 +159,11 @@ class ProgressPage:
                 words[_W_MANUAL] = now
             words[_W_UNPROTECTED] = max(words[_W_UNPROTECTED] - 1, 0)
 
-    def close(self) -> None:
-        """Give the descriptor back; the memory itself goes with the object, stamps stay legal."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
+class PageView(_OwnDescriptor):
+    """The monitor's side of the page."""
 
-class PageView:
-    """The monitor's side of the page; owns its descriptor."""
-
-    __slots__ = ("fd",)
+    __slots__ = ()
 
     def __init__(self, fd: int) -> None:
         """Take over a descriptor; a PageError, and closed, if it is no page."""
@@ -185,12 +193,6 @@ class PageView:
             epoch=epoch,
         )
 
-    def close(self) -> None:
-        """Give the descriptor back."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
 
 def _stamper(words: memoryview[int], at: int) -> Callable[[], None]:
     # A function over local names: a method would look up two attributes on every call.
@@ -209,7 +211,7 @@ _FRAMES_SHOWN = 8
 _WRAPPER = "/inprocess/_call/loop.py"
 
 
-class StackDump:
+class StackDump(_OwnDescriptor):
     """The rank's stack file and the signal that writes it; 0 and -1 where there is none."""
 
     def __init__(self) -> None:
@@ -228,9 +230,7 @@ class StackDump:
         number, self.number = self.number, 0
         if number:
             faulthandler.unregister(number)
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        super().close()
 
 
 def read_dump(fd: int) -> str:

@@ -40,7 +40,6 @@ class Journal:
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Configure the logger "nvrx" of this program."""
         self._logger = logging.getLogger(LogConfig.name)
         self._handlers: dict[str, logging.StreamHandler[TextIO]] = {}
         self._pid_files: set[str] = set()
@@ -67,7 +66,6 @@ class Journal:
         self._logger.addHandler(handler)
 
     def write_pid(self, path: str, initial_rank: int) -> None:
-        """Write our number to a rank's pid file."""
         path = path.replace("{rank}", str(initial_rank))
         if not path:
             return
@@ -117,7 +115,6 @@ _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> int:
-    """Be the monitor; return the exit code."""
     for number in _ENDS_WITH_ITS_RANKS:
         signal.signal(number, signal.SIG_IGN)
     # Not at once: the import keeps the interpreter busy, and somebody may be about to come.
@@ -137,8 +134,6 @@ def run(listener_fd: int, directory: str, starter: int, needs_torch: bool) -> in
 
 
 class Monitor:
-    """All that one monitor process is."""
-
     def __init__(self, listener: socket.socket, directory: NodeDirectory, starter: int) -> None:
         self._listener = listener
         listener.setblocking(False)
@@ -157,7 +152,6 @@ class Monitor:
         directory.remove_stale_siblings()
 
     def run(self) -> None:
-        """Serve until no rank is left."""
         due_s = time.monotonic()
         while True:
             self._loop.run_once(until=due_s)
@@ -168,7 +162,6 @@ class Monitor:
                 due_s = min(due_s, time.monotonic() + _ASK_AGAIN_S)
 
     def close(self) -> None:
-        """Give everything back."""
         for serving in self._servings.values():
             serving.close()
         for pending in list(self._pending):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
@@ -17,14 +16,6 @@ from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 # One look at the neighbour in so many is left out, as an outcome costs operations as well.
 _LEFT_OUT = 4
 _HAS_LEFT = 0  # in place of the start of a process
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What one heartbeat has found."""
-
-    nodes: tuple[NodeEntry, ...] | None
-    leases: dict[int, int] | None
 
 
 class Registration:
@@ -45,7 +36,6 @@ class Registration:
             # A rank has so much time to find its monitor, and that to find the store.
             settings.heartbeat_timeout_s + START_LIMIT_S,
         )
-        self._participants: Collection[int] = ()
         self._ranks: dict[int, tuple[int, int]] = {}
         self._node_id: int | None = None
         self._is_asking = False
@@ -55,13 +45,7 @@ class Registration:
         self._beats = 0
         self._beat_s = -math.inf
 
-    def came(
-        self,
-        rank: int,
-        pid: int,
-        start_ticks: int,
-        adopt: Callable[..., None],
-    ) -> None:
+    def came(self, rank: int, pid: int, start_ticks: int, adopt: Callable[..., None]) -> None:
         """Register a rank of this node; `adopt` gets those that an earlier monitor served."""
         if self._ranks.get(rank) == (pid, start_ticks):
             return
@@ -83,23 +67,39 @@ class Registration:
 
     def tick(self, now: float, participants: Collection[int]) -> float:
         """Renew the lease and look at the next one, when it is time; return when that is next."""
-        if self._node_id is None or now < self._beat_s:
-            return self._beat_s if self._node_id is not None else math.inf
-        self._beat_s = now + self._interval_s
-        if not self._is_beating:
-            self._is_beating = True
-            self._beats += 1
-            self._participants = participants
-            node_id = self._node_id
-            must_ask = not self._ring.covers(participants)
-            wanted = self._ring.to_read(node_id, participants) if self._beats % _LEFT_OUT else []
-            self._store_worker.submit(
-                lambda store: _beat(store, node_id, wanted, must_ask), self._beaten
-            )
+        if self._node_id is None:
+            return math.inf
+        if now >= self._beat_s:
+            self._beat_s = now + self._interval_s
+            if not self._is_beating:
+                self._is_beating = True
+                self._beat(self._node_id, participants)
         return self._beat_s
 
-    def _asked(self, nodes: Iterable[NodeEntry], adopt: Callable[..., None]) -> None:
-        nodes = tuple(nodes)
+    def _beat(self, node_id: int, participants: Collection[int]) -> None:
+        self._beats += 1
+        must_ask = not self._ring.covers(participants)
+        wanted = self._ring.to_read(node_id, participants) if self._beats % _LEFT_OUT else []
+
+        def run(store: IterationStore) -> tuple[list[NodeEntry] | None, dict[int, int]]:
+            store.renew_lease(node_id)
+            return (
+                store.nodes() if must_ask else None,
+                store.leases(wanted) if wanted else {},
+            )
+
+        def done(found: tuple[list[NodeEntry] | None, dict[int, int]]) -> None:
+            self._is_beating = False
+            nodes, leases = found
+            if nodes is not None:
+                self._ring.update({node.node_id: node.ranks for node in nodes})
+                self._lost(self._ring.unknown(participants, time.monotonic()))
+            if wanted:
+                self._lost(self._ring.looked(leases, time.monotonic()))
+
+        self._store_worker.submit(run, done)
+
+    def _asked(self, nodes: list[NodeEntry], adopt: Callable[..., None]) -> None:
         own = next((node for node in nodes if not self._ranks.keys().isdisjoint(node.ranks)), None)
         self._node_id = min(self._ranks) if own is None else own.node_id
         self._ring.update({node.node_id: node.ranks for node in nodes})
@@ -126,23 +126,3 @@ class Registration:
         self._is_writing = False
         if self._is_behind:
             self._register()
-
-    def _beaten(self, look: _Look) -> None:
-        self._is_beating = False
-        if look.nodes is not None:
-            self._ring.update({node.node_id: node.ranks for node in look.nodes})
-            unknown = self._ring.unknown(self._participants, time.monotonic())
-            if unknown:
-                self._lost(unknown)
-        if look.leases is not None:
-            lost = self._ring.looked(look.leases, time.monotonic())
-            if lost:
-                self._lost(lost)
-
-
-def _beat(store: IterationStore, node_id: int, wanted: list[int], must_ask: bool) -> _Look:
-    store.renew_lease(node_id)
-    return _Look(
-        nodes=tuple(store.nodes()) if must_ask else None,
-        leases=store.leases(wanted) if wanted else None,
-    )

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
@@ -45,10 +45,7 @@ from .store_threads import OutcomeReader, StoreWorker, read_outcome, store_name
 if TYPE_CHECKING:
     from .program import Journal
 
-
 logger = logging.getLogger("nvrx")
-
-
 _LAST_OPERATIONS_S = 5.0
 
 
@@ -102,8 +99,6 @@ class _RankSession:
 
 
 class Serving:
-    """Everything about one call on this node."""
-
     def __init__(self, host: ServingContext, settings: MonitorSettings, world_size: int) -> None:
         self._host = host
         self._settings = settings
@@ -117,9 +112,7 @@ class Serving:
         self._store_worker = StoreWorker(settings, host.loop.post, self.store_lost)
         self._outcome_reader = OutcomeReader(settings, host.loop.post, self)
         self._registration = Registration(
-            settings,
-            self._store_worker,
-            lambda ranks: self._do(self._membership.lost(ranks)),
+            settings, self._store_worker, lambda ranks: self._do(self._membership.lost(ranks))
         )
 
     # --- what the program calls ---
@@ -152,24 +145,19 @@ class Serving:
         connection.on_over = lambda: self._hung_up(session, connection)
         self._host.journal.open_log(hello.settings.log_file, rank)
         self._host.journal.write_pid(hello.settings.pid_file, rank)
-        logger.info(
-            "monitor_process pid=%d serves initial rank %d, target_pid=%d",
-            os.getpid(),
-            rank,
-            connection.pid,
-        )
-        connection.send(messages.Welcome(os.getpid()))
+        own, pid = os.getpid(), connection.pid
+        logger.info("monitor_process pid=%d serves initial rank %d, target_pid=%d", own, rank, pid)
+        connection.send(messages.Welcome(own))
         self._membership.attach(rank)
         if hello.begun is not None:
             self._on_message(rank, hello.begun)
-        self._registration.came(rank, connection.pid, start_ticks, self._adopt)
+        self._registration.came(rank, pid, start_ticks, self._adopt)
         if self._lost_text is not None:
             connection.send(messages.StoreLost(self._lost_text))
         self._look_s = now  # a fresh rank is looked at at once
         return None
 
     def process_ended(self, pid: int) -> None:
-        """A process has ended, perhaps a rank of ours."""
         for rank, session in self._sessions.items():
             if session.pid == pid:
                 logger.info("monitor_process: initial rank %d, target_pid=%d, ended", rank, pid)
@@ -198,7 +186,6 @@ class Serving:
         return is_settled or self._lost_text is not None or now >= self._owed_until_s
 
     def close(self) -> None:
-        """Give everything back."""
         self._store_worker.close()
         self._outcome_reader.close()
         for session in self._sessions.values():
@@ -225,45 +212,34 @@ class Serving:
         return None
 
     def _on_message(self, rank: int, message: object) -> None:
-        if isinstance(message, messages.AreYouThere):
-            self._send(rank, messages.Here())
-            return
-        if isinstance(message, messages.Left):
-            logger.info("monitor_process: initial rank %d leaves", rank)
-            self._do(
-                self._membership.left(
-                    rank, is_lost=message.is_lost, is_discarded=message.is_discarded
-                )
-            )
-            self._send(rank, messages.LeaveAcknowledged())
-            if message.is_lost:
-                self._registration.left(rank)
-            return
+        members = self._membership
         try:
-            self._do(self._effects_of(rank, message))
+            match message:
+                case messages.AreYouThere():
+                    self._send(rank, messages.Here())
+                case messages.Left(is_lost, is_discarded):
+                    logger.info("monitor_process: initial rank %d leaves", rank)
+                    self._do(members.left(rank, is_lost=is_lost, is_discarded=is_discarded))
+                    self._send(rank, messages.LeaveAcknowledged())
+                    if is_lost:
+                        self._registration.left(rank)
+                case messages.Begun(iteration, number, world_size, participants):
+                    who = frozenset(parse_ranks(participants))
+                    # Its time counts from the first look at the iteration.
+                    self._look_s = time.monotonic()
+                    self._do(members.begun(rank, iteration, number, world_size, who))
+                case messages.Reported(iteration, kind):
+                    logger.info("monitor_process: initial rank %d reports %s", rank, kind.name)
+                    self._do(members.reported(rank, iteration, kind))
+                case messages.Done(iteration):
+                    self._do(members.completed(rank, iteration))
+                case messages.Arrived(iteration):
+                    self._do(members.arrived(rank, iteration, self._activity_of(rank, message)))
+                case _:
+                    name = type(message).__name__
+                    logger.warning("monitor_process: initial rank %d: a second %s", rank, name)
         except ValueError as error:
             logger.warning("monitor_process: initial rank %d says nonsense: %s", rank, error)
-
-    def _effects_of(self, rank: int, message: object) -> list[membership.Effect]:
-        if isinstance(message, messages.Begun):
-            who = frozenset(parse_ranks(message.participants))
-            # Its time counts from the first look at the iteration.
-            self._look_s = time.monotonic()
-            return self._membership.begun(
-                rank, message.iteration, message.rank, message.world_size, who
-            )
-        if isinstance(message, messages.Reported):
-            logger.info(
-                "monitor_process: initial rank %d reports %s", rank, message.interruption.name
-            )
-            return self._membership.reported(rank, message.iteration, message.interruption)
-        if isinstance(message, messages.Done):
-            return self._membership.completed(rank, message.iteration)
-        if isinstance(message, messages.Arrived):
-            return self._membership.arrived(
-                rank, message.iteration, self._activity_of(rank, message)
-            )
-        raise ValueError(f"a second {type(message).__name__}")
 
     def _hung_up(self, session: _RankSession, connection: Connection) -> None:
         if session.connection is connection:
@@ -293,7 +269,7 @@ class Serving:
         since_s = session.watch.interrupted_s
         before = replace(session.watch, interrupted_s=(since_s or now) if is_interrupted else None)
         found = timeouts.evaluate(before, stamps, self._settings, now)
-        if timeouts.HardTimeout() in found.effects:
+        if timeouts.Effect.HARD_TIMEOUT in found.effects:
             # Nobody is killed on one look.
             again = session.look()
             found = timeouts.evaluate(before, again or stamps, self._settings, time.monotonic())
@@ -303,24 +279,22 @@ class Serving:
         return found.due_s
 
     def _apply(self, rank: int, session: _RankSession, effect: timeouts.Effect) -> None:
-        if isinstance(effect, timeouts.SendSignals):
-            names = ", ".join(number.name for number in effect.signals)
-            logger.warning("monitor_process: %s to target_pid=%d", names, session.pid)
-            self._host.processes.signal(session.pid, effect.signals)
+        pid, members = session.pid, self._membership
+        signals = timeouts.SIGNALS.get(effect)
+        if signals is not None:
+            names = ", ".join(number.name for number in signals)
+            logger.warning("monitor_process: %s to target_pid=%d", names, pid)
+            self._host.processes.signal(pid, signals)
             return
-        if isinstance(effect, timeouts.AskForStacks):
+        if effect is timeouts.Effect.ASK_FOR_STACKS:
             self._ask_for_stacks(session)
             return
-        name = type(effect).__name__
-        logger.warning(
-            "monitor_process: initial rank %d, target_pid=%d: %s", rank, session.pid, name
-        )
-        if isinstance(effect, timeouts.GiveUp):
-            self._do(self._membership.ended(rank, self._observed_before_end(rank, session)))
+        text = "monitor_process: initial rank %d, target_pid=%d: %s"
+        logger.warning(text, rank, pid, effect.value)
+        if effect is timeouts.Effect.GIVE_UP:
+            self._do(members.ended(rank, self._observed_before_end(rank, session)))
         else:
-            is_soft = isinstance(effect, timeouts.SoftTimeout)
-            kind = Interruption.SOFT_TIMEOUT if is_soft else Interruption.HARD_TIMEOUT
-            self._do(self._membership.timed_out(rank, kind))
+            self._do(members.timed_out(rank, Interruption[effect.name]))
 
     # --- what ranks were doing ---
 
@@ -358,32 +332,23 @@ class Serving:
     # --- what the store says ---
 
     def outcome(self, iteration: int, *, is_completed: bool) -> None:
-        """Take the outcome of an iteration."""
         if not is_completed and iteration == self._membership.position:
             # Before anybody is told: whoever is interrupted does something else.
             for rank, session in self._sessions.items():
                 if self._membership.members[rank].is_present and not session.watch.is_being_killed:
                     session.kernel = inspect_kernel(session.pid)
-        logger.info(
-            "monitor_process: iteration %d is %s",
-            iteration,
-            "completed" if is_completed else "interrupted",
-        )
+        how = "completed" if is_completed else "interrupted"
+        logger.info("monitor_process: iteration %d is %s", iteration, how)
         self._do(self._membership.outcome(iteration, is_completed=is_completed))
 
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float
     ) -> None:
-        """Take the records of an iteration for which no more faults are waited for."""
         self._do(self._membership.last_call_over(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> None:
-        """Take the decision of an iteration."""
-        logger.info(
-            "monitor_process: iteration %d is decided, %d ranks go on",
-            iteration,
-            len(decision.going_on),
-        )
+        kept = len(decision.going_on)
+        logger.info("monitor_process: iteration %d is decided, %d ranks go on", iteration, kept)
         self._do(self._membership.decided(iteration, decision))
 
     def store_lost(self, text: str) -> None:
@@ -397,15 +362,10 @@ class Serving:
             self._send(rank, messages.StoreLost(text))
 
     def _check_store(self, now: float) -> None:
-        limit_s = (
-            self._settings.heartbeat_timeout_s
-            if self._store_worker.is_open
-            else self._settings.barrier_timeout_s
-        )
+        name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
+        limit_s: float = getattr(self._settings, f"{name}_s")
         # A waiting thread notices a broken connection at once, the writer at its next operation.
-        silent_s = max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now))
-        if silent_s > limit_s:
-            name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
+        if max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now)) > limit_s:
             self.store_lost(f"it has not answered for {limit_s:g} s ({name})")
 
     # --- effects ---
@@ -420,23 +380,18 @@ class Serving:
                 case membership.CatchUp(iteration):
                     read = functools.partial(read_outcome, iteration=iteration, listener=self)
                     self._store_worker.submit(read, lambda notify: notify())
-                case membership.Complete(iteration, arrival):
-                    self._write(IterationStore.complete, iteration=iteration, arrival=arrival)
-                case membership.Interrupt(iteration, records, who):
+                case membership.Complete():
+                    self._write(IterationStore.complete, effect)
+                case membership.Interrupt():
                     if not self._membership.is_anybody_inside:
-                        self._outcome_reader.skip_records(iteration)
-                    report = IterationStore.interrupt
-                    self._write(report, iteration=iteration, records=records, participants=who)
-                case membership.Arrive(iteration, arrival, who, has_reported):
-                    self._write(
-                        IterationStore.arrive,
-                        iteration=iteration,
-                        arrival=arrival,
-                        participants=who,
-                        has_reported=has_reported,
-                    )
+                        self._outcome_reader.skip_records(effect.iteration)
+                    self._write(IterationStore.interrupt, effect)
+                case membership.Arrive():
+                    self._write(IterationStore.arrive, effect)
 
-    def _write(self, operation: Callable[..., object], **arguments: Any) -> None:
+    def _write(self, operation: Callable[..., object], effect: Any) -> None:
+        """Have the store's writer call an operation whose parameters are the effect's fields."""
+        arguments = {each.name: getattr(effect, each.name) for each in fields(effect)}
         self._store_worker.submit(functools.partial(operation, **arguments))
 
     def _notify(self, rank: int, event: messages.Event) -> None:

@@ -50,7 +50,6 @@ class NodeDirectory:
     """One such directory."""
 
     def __init__(self, path: str) -> None:
-        """Name a directory; it need not be there."""
         self.path = path
 
     @classmethod

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +72,8 @@ def warm_up() -> None:
         import torch.distributed  # noqa: F401 - for its effect
 
 
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    run: Callable[[IterationStore], Any]
-    done: Callable[[Any], None] | None
+_Run = Callable[[IterationStore], Any]
+_Done = Callable[[Any], None]
 
 
 class StoreWorker:
@@ -92,7 +89,7 @@ class StoreWorker:
         self._settings = settings
         self._post = post
         self._lost = lost
-        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[_Run, _Done | None] | None] = queue.SimpleQueue()
         self._started_s: float | None = time.monotonic()
         self._broken_s: float | None = None
         self._pending = 0  # operations not done; written by the loop's thread only
@@ -104,7 +101,6 @@ class StoreWorker:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been connected."""
         return self._store is not None
 
     @property
@@ -122,12 +118,10 @@ class StoreWorker:
         broken_s = self._broken_s
         return 0.0 if broken_s is None else now - broken_s
 
-    def submit(
-        self, run: Callable[[IterationStore], Any], done: Callable[[Any], None] | None = None
-    ) -> None:
+    def submit(self, run: _Run, done: _Done | None = None) -> None:
         """Queue an operation, which may run twice; `done` gets its result in the loop's thread."""
         self._pending += 1
-        self._waiting.put(_Operation(run, done))
+        self._waiting.put((run, done))
 
     def close(self) -> None:
         """Let the thread end after what waits."""
@@ -140,10 +134,11 @@ class StoreWorker:
             self._store = open_iteration_store(self._settings)
             self._started_s = None
             while (operation := self._waiting.get()) is not None:
+                run, done = operation
                 self._started_s = time.monotonic()
-                result = self._perform(operation)
+                result = self._perform(run)
                 self._started_s = None
-                self._post(functools.partial(self._finish, operation, result))
+                self._post(functools.partial(self._finish, done, result))
         except Exception as error:  # noqa: BLE001 - it is reported as the store's loss
             logger.debug("monitor_process: the store is lost\n%s", traceback.format_exc())
             lost = f"{type(error).__name__}: {error}"
@@ -155,10 +150,10 @@ class StoreWorker:
         if lost and not self._closed.is_set():
             self._post(lambda: self._lost(lost))
 
-    def _perform(self, operation: _Operation) -> Any:
+    def _perform(self, run: _Run) -> Any:
         assert self._store is not None
         try:
-            return operation.run(self._store)
+            return run(self._store)
         except Exception as error:
             if self._closed.is_set():
                 raise
@@ -168,12 +163,12 @@ class StoreWorker:
         self._broken_s = time.monotonic()
         self._store = open_iteration_store(self._settings)
         self._broken_s = None
-        return operation.run(self._store)
+        return run(self._store)
 
-    def _finish(self, operation: _Operation, result: Any) -> None:
+    def _finish(self, done: _Done | None, result: Any) -> None:
         self._pending -= 1
-        if operation.done is not None:
-            operation.done(result)
+        if done is not None:
+            done(result)
 
 
 _LONGEST_WAIT_S = 10.0
@@ -193,7 +188,6 @@ class OutcomeReader(StoreWorker):
         super().__init__(settings, post, listener.store_lost, "nvrx-outcomes")
 
     def follow(self, iteration: int, participants: frozenset[int]) -> None:
-        """Follow an iteration after those before it."""
         self.submit(lambda store: self._follow(store, iteration, participants))
 
     def skip_records(self, iteration: int) -> None:

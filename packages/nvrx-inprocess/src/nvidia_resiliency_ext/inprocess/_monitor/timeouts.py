@@ -52,36 +52,25 @@ class Watch:
         return self.step is not _Step.NONE
 
 
-@dataclass(frozen=True, slots=True)
-class SoftTimeout:
+class Effect(enum.Enum):
+    """What to do about a rank: `TERM` and `KILL` mean the signals of `SIGNALS`, in their order."""
+
+    SOFT_TIMEOUT = "SoftTimeout"
     """Ask for a restart."""
-
-
-@dataclass(frozen=True, slots=True)
-class HardTimeout:
-    """Report it: from now on the rank is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskForStacks:
+    ASK_FOR_STACKS = "AskForStacks"
     """Look at the process, and have it write its stacks, before it is ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendSignals:
-    """Signal the process, in this order."""
-
-    signals: tuple[signal.Signals, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+    HARD_TIMEOUT = "HardTimeout"
+    """Report it: from now on the rank is lost."""
+    TERM = "SIGTERM"
+    KILL = "SIGKILL"
+    GIVE_UP = "GiveUp"
     """Even SIGKILL does not end the process: it counts as ended."""
 
 
-Effect = SoftTimeout | HardTimeout | AskForStacks | SendSignals | GiveUp
-_TERM = SendSignals((signal.SIGCONT, signal.SIGTERM))
-_KILL = SendSignals((signal.SIGCONT, signal.SIGTERM, signal.SIGKILL))
+SIGNALS = {
+    Effect.TERM: (signal.SIGCONT, signal.SIGTERM),
+    Effect.KILL: (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +101,19 @@ def evaluate(watch: Watch, stamps: Stamps, limits: MonitorSettings, now: float) 
         return Evaluation(watch, due_s=base_s + limits.hard_timeout_s)
     if now >= base_s + limits.soft_timeout_s:
         watch = replace(watch, is_soft_notified=True)
-        return Evaluation(watch, (SoftTimeout(),), base_s + limits.hard_timeout_s)
+        return Evaluation(watch, (Effect.SOFT_TIMEOUT,), base_s + limits.hard_timeout_s)
     return Evaluation(watch, due_s=base_s + limits.soft_timeout_s)
 
 
 def _hard_timeout(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
     """Have the rank write its stacks; end it when it has had time for that and made no stamp."""
     if watch.asked_s is None:
-        return Evaluation(replace(watch, asked_s=now), (AskForStacks(),), now + _STACKS_S)
+        return Evaluation(replace(watch, asked_s=now), (Effect.ASK_FOR_STACKS,), now + _STACKS_S)
     due_s = watch.asked_s + _STACKS_S
     if now < due_s:
         return Evaluation(watch, due_s=due_s)
     watch = replace(watch, step=_Step.TERMINATED, step_s=now)
-    return Evaluation(watch, (HardTimeout(), _TERM), now + _grace(limits))
+    return Evaluation(watch, (Effect.HARD_TIMEOUT, Effect.TERM), now + _grace(limits))
 
 
 def _pardon(watch: Watch, stamps: Stamps, limits: MonitorSettings, now: float) -> Watch:
@@ -147,18 +136,13 @@ def _last_sign(watch: Watch, stamps: Stamps) -> float:
 
 
 def _go_on_killing(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
-    if watch.step is _Step.TERMINATED:
-        due_s = watch.step_s + _grace(limits)
-        if now < due_s:
-            return Evaluation(watch, due_s=due_s)
-        return Evaluation(
-            replace(watch, step=_Step.KILLED, step_s=now), (_KILL,), now + _KILL_AGAIN_S
-        )
-    due_s = watch.step_s + _KILL_AGAIN_S
+    is_first = watch.step is _Step.TERMINATED
+    due_s = watch.step_s + (_grace(limits) if is_first else _KILL_AGAIN_S)
     if now < due_s:
         return Evaluation(watch, due_s=due_s)
-    effects = (_KILL,) if watch.step is _Step.GIVEN_UP else (_KILL, GiveUp())
-    return Evaluation(replace(watch, step=_Step.GIVEN_UP, step_s=now), effects, now + _KILL_AGAIN_S)
+    step = _Step.KILLED if is_first else _Step.GIVEN_UP
+    effects = (Effect.KILL, Effect.GIVE_UP) if watch.step is _Step.KILLED else (Effect.KILL,)
+    return Evaluation(replace(watch, step=step, step_s=now), effects, now + _KILL_AGAIN_S)
 
 
 def _grace(limits: MonitorSettings) -> float:
@@ -187,7 +171,6 @@ class Ring:
         self._is_suspicious = False
 
     def update(self, nodes: Mapping[int, Iterable[int]]) -> None:
-        """Take in the nodes with their initial ranks."""
         self._nodes = {node_id: frozenset(ranks) for node_id, ranks in nodes.items()}
 
     def covers(self, ranks: Collection[int]) -> bool:
@@ -208,7 +191,6 @@ class Ring:
 
     @property
     def _known(self) -> frozenset[int]:
-        """The ranks of all nodes."""
         return frozenset[int]().union(*self._nodes.values())
 
     def to_read(self, own_id: int, participants: Collection[int]) -> list[int]:
@@ -270,7 +252,6 @@ class Silence:
         self.seconds = 0.0
 
     def received(self, now: float) -> None:
-        """It has said something."""
         self._looked_s = now
         self.seconds = 0.0
 

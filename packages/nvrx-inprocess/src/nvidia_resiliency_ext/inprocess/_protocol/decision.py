@@ -78,7 +78,10 @@ def find_hang(
     waited = {rank for rank, each in observed.items() if each.activity is Activity.WAITING}
     if not waited.issuperset(raised) or not (late or raised):
         return None
-    states = [_state(rank, each, is_late=rank in late) for rank, each in sorted(observed.items())]
+    states = [
+        RankState(rank, each.activity, words=each.words, place=each.place, is_late=rank in late)
+        for rank, each in sorted(observed.items())
+    ]
     finding = find_culprit(states, world_size)
     culprits = tuple(state.rank for state in finding.culprits)
     texts = [describe(finding)] if culprits else []
@@ -86,12 +89,6 @@ def find_hang(
     named = sorted(killed.intersection(observed).difference(culprits))[:_MOST_NAMED]
     texts += [f"rank {rank} {observed[rank].words}" for rank in named if observed[rank].words]
     return Hang("; ".join(texts)[:LONGEST_TEXT], culprits) if texts else None
-
-
-def _state(rank: int, observed: ObservedActivity, *, is_late: bool) -> RankState:
-    return RankState(
-        rank, observed.activity, words=observed.words, place=observed.place, is_late=is_late
-    )
 
 
 _MOST_RANKS = 1 << 20
@@ -112,7 +109,6 @@ class Arrival:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it takes part in the next iteration."""
         return self.rank is not None and not self.is_out
 
 
@@ -130,7 +126,6 @@ class Decision:
 
     @cached_property
     def going_on(self) -> frozenset[int]:
-        """Initial ranks that take part in the next iteration."""
         return frozenset(self._ranks)
 
     @cached_property
@@ -152,7 +147,6 @@ class Decision:
 
 
 def encode_decision(decision: Decision) -> str:
-    """Return the text of a decision."""
     pairs = [(a.initial_rank, a.rank) for a in decision.participants if a.goes_on]
     # Only neighbours with neighbouring numbers are joined.
     going = _runs((initial, rank) for initial, rank in pairs if rank is not None)

@@ -48,8 +48,6 @@ KEPT_OUTCOMES = 8
 
 
 class Outcome(enum.Enum):
-    """How an iteration ended."""
-
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"
 
@@ -69,7 +67,6 @@ class IterationStore:
 
     @property
     def operations(self) -> int:
-        """How many operations the store was asked for."""
         return self._access.operations
 
     def complete(self, iteration: int, arrival: Arrival) -> None:
@@ -191,7 +188,6 @@ class IterationStore:
         return parse_nodes(self._access.peek(key) or "", key)
 
     def renew_lease(self, node_id: int) -> None:
-        """Say that a node lives."""
         self._access.add(f"{self._prefix}lease_{node_id}", 1)
 
     def leases(self, node_ids: Iterable[int]) -> dict[int, int]:

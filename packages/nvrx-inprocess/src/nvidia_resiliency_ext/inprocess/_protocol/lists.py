@@ -12,7 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, parse_number
+from nvidia_resiliency_ext.inprocess._store.names import (
+    ForeignValueError,
+    parse_number,
+    require_json,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 from .decision import Arrival, Decision, ObservedActivity, find_hang
@@ -35,12 +39,10 @@ class NodeEntry:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The initial ranks of the node."""
         return tuple(self.processes)
 
 
 def format_arrival(arrival: Arrival) -> str:
-    """Return an arrival as an entry of a list."""
     if arrival.goes_on:
         reported = f"{arrival.rank}:{arrival.world_size}"
     else:
@@ -177,11 +179,7 @@ def parse_nodes(text: str, key: str = "nodes") -> list[NodeEntry]:
 
 
 def _parse_node(line: str, key: str) -> NodeEntry:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        fields = None
-    match fields:
+    match require_json(key, line):
         case [node_id, [*processes]] if (
             _is_number(node_id)
             and len(processes) <= _MOST_RANKS_OF_A_NODE

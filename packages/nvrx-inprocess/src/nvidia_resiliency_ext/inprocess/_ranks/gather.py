@@ -19,8 +19,9 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
+from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
 
 Runs = list[tuple[tuple[str, ...], range]]
@@ -68,7 +69,7 @@ def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
 
 def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
     """Return keys and the ranks that have them, ascending, from a record of exactly these ranks."""
-    record = _loads(where, text)
+    record = require_json(where, text)
     try:
         keys = [tuple(each) for each in record["keys"]]
         runs = [
@@ -94,17 +95,10 @@ def _natural(value: Any) -> int:
 
 
 def _keys(where: str, text: str) -> list[str]:
-    keys = _loads(where, text)
+    keys = require_json(where, text)
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise ForeignValueError(where, text)
     return keys
-
-
-def _loads(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise ForeignValueError(where, text) from None
 
 
 _LOOK_EVERY_S = 5.0
@@ -147,27 +141,17 @@ def can_gather(store: object) -> bool:
     return all(callable(getattr(type(store), name, None)) for name in _OPERATIONS)
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The rank that gathers."""
-
-    rank: int
-    initial_rank: int
-    iteration: int
-
-
 def gather(
-    store: Any, caller: Caller, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
+    store: Any, caller: State, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
 ) -> Runs:
     """Return the keys of all ranks, and which have them; a TimeoutError names missing ranks."""
+    assert caller.rank is not None
+    assert caller.initial_rank is not None
     line = entry(caller.rank, keys)
     if len(ranks) == 1:
         return [(tuple(keys), range(caller.rank, caller.rank + 1))]
-    name, former = (
-        _passes.setdefault(store, {})
-        .setdefault(caller.initial_rank, _Pass())
-        .begin(caller.iteration)
-    )
+    passes = _passes.setdefault(store, {})
+    name, former = passes.setdefault(caller.initial_rank, _Pass()).begin(caller.iteration)
     deadline = time.monotonic() + timeout.total_seconds()
     gathering = _Gathering(store, name, ranks)
     store.append(gathering.entries, line)

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number ranks, lay them out in a tree and choose replacements. Pure.
+"""Number ranks and lay them out in a tree. Pure.
 
 A *position* is a rank's index in depth-first order, so each branch is a range of positions and a
-tree of 100,000 ranks has as many objects as it has branches. A whole branch (a node, a rack) is
-replaced by a whole idle one position by position, so that GPU 3 of the new node does the work of
-GPU 3 of the lost one. In all other cases one reserve takes one number. Terminated ranks that do
-not exist are ignored.
+tree of 100,000 ranks has as many objects as it has branches. Terminated ranks that do not exist
+are ignored.
 """
 
 from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 from nvidia_resiliency_ext.inprocess._inputs import check_integer
 from nvidia_resiliency_ext.inprocess.state import State
@@ -76,7 +73,6 @@ class Layer:
             raise TypeError(f"flag must be a LayerFlag or None, not {self.flag!r}")
 
     def has(self, flag: LayerFlag) -> bool:
-        """Tell whether the flag is set."""
         return self.flag is not None and flag in self.flag
 
 
@@ -131,7 +127,6 @@ class Layout:
 
     @property
     def root(self) -> Branch:
-        """The branch of all ranks."""
         return self.levels[0][0]
 
     def _lay(self, branch: Branch, leaves: Mapping[Branch, list[Iterable[int]]]) -> None:
@@ -238,61 +233,3 @@ def fill(rank: int, world_size: int, terminated: Collection[int]) -> tuple[int |
 
 def _existing(world_size: int, terminated: Collection[int]) -> list[int]:
     return sorted(rank for rank in set(terminated) if 0 <= rank < world_size)
-
-
-class Plan(Protocol):
-    """What is asked about ranks."""
-
-    layout: Layout
-
-    def is_reserve(self, position: int) -> bool:
-        """Tell whether the rank lives and is not active."""
-        ...
-
-
-def moves(
-    plan: Plan, lost: int, giver: Branch, reserve: int, pending: Container[int]
-) -> list[tuple[int, int]]:
-    """Return pairs of lost positions and the reserves for them, at least one."""
-    bottom = plan.layout.bottom
-    for depth in range(giver.depth + 1, bottom[lost].depth + 1):
-        gone = above(bottom[lost], depth)
-        idle = above(bottom[reserve], depth)
-        if not gone.living and not idle.active:
-            return _pair(plan, gone, idle, pending)
-    return [(lost, reserve)]
-
-
-def _pair(plan: Plan, gone: Branch, idle: Branch, pending: Container[int]) -> list[tuple[int, int]]:
-    pairs = _same_positions(plan, gone, idle, pending)
-    served = {lost for lost, _ in pairs}
-    taken = {reserve for _, reserve in pairs}
-    lost_left = [
-        position
-        for position in range(gone.start, gone.stop)
-        if position in pending and position not in served
-    ]
-    idle_left = [
-        position
-        for position in range(idle.start, idle.stop)
-        if plan.is_reserve(position) and position not in taken
-    ]
-    pairs.extend(zip(lost_left, idle_left, strict=False))
-    return pairs
-
-
-def _same_positions(
-    plan: Plan, gone: Branch, idle: Branch, pending: Container[int]
-) -> list[tuple[int, int]]:
-    if gone.children:
-        return [
-            pair
-            for lost_child, idle_child in zip(gone.children, idle.children, strict=False)
-            for pair in _same_positions(plan, lost_child, idle_child, pending)
-        ]
-    positions = zip(range(gone.start, gone.stop), range(idle.start, idle.stop), strict=False)
-    return [
-        (lost, reserve)
-        for lost, reserve in positions
-        if lost in pending and plan.is_reserve(reserve)
-    ]

@@ -2,19 +2,23 @@
 """Update numbers, activity and replacements in a tree of ranks after losses; read-only views of it.
 
 Pure: the same losses give the same result on every rank. State is lists over positions and active
-ranks, so a restart costs a few passes over integers.
+ranks, so a restart costs a few passes over integers. A whole branch (a node, a rack) is replaced by
+a whole idle one position by position, so that GPU 3 of the new node does the work of GPU 3 of the
+lost one. In all other cases one reserve takes one number.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress, count
+from typing import ClassVar
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
-from .layout import Branch, Layer, LayerFlag, Layout, above, lineage, moves
+from .layout import Branch, Layer, LayerFlag, Layout, above, lineage
 
 INACTIVE = -1
 
@@ -44,18 +48,14 @@ class TreePlan:
 
     @property
     def world_size(self) -> int:
-        """How many ranks live."""
         return len(self.order)
 
     @property
     def active_world_size(self) -> int:
-        """How many ranks are active."""
         return len(self.active_positions)
 
     def lose(
-        self,
-        terminated: Collection[int],
-        world_size_filter: Callable[[int], int] | None = None,
+        self, terminated: Collection[int], world_size_filter: Callable[[int], int] | None = None
     ) -> None:
         """Go on without ranks; the filter maps the number of active ranks to one that is wanted."""
         size = self.world_size
@@ -134,7 +134,7 @@ class TreePlan:
                 if found is None:
                     left[position] = pending.pop(position)
                     break
-                for lost, reserve in moves(self, position, *found, pending):
+                for lost, reserve in self._moves(position, *found, pending):
                     self._take(reserve, pending.pop(lost))
         return left
 
@@ -154,6 +154,40 @@ class TreePlan:
     def is_reserve(self, position: int) -> bool:
         """Tell whether the rank lives and is not active."""
         return bool(self.alive[position]) and self.numbers[position] < 0
+
+    def _moves(
+        self, lost: int, giver: Branch, reserve: int, pending: Container[int]
+    ) -> list[tuple[int, int]]:
+        """Return pairs of lost positions and the reserves for them, at least one."""
+        bottom = self.layout.bottom
+        for depth in range(giver.depth + 1, bottom[lost].depth + 1):
+            gone = above(bottom[lost], depth)
+            idle = above(bottom[reserve], depth)
+            if not gone.living and not idle.active:
+                return self._pair(gone, idle, pending)
+        return [(lost, reserve)]
+
+    def _pair(self, gone: Branch, idle: Branch, pending: Container[int]) -> list[tuple[int, int]]:
+        """Pair the positions of a lost branch with those of an idle one, like with like first."""
+        pairs = self._same_positions(gone, idle, pending)
+        served, taken = {lost for lost, _ in pairs}, {reserve for _, reserve in pairs}
+        lost_left = (p for p in range(gone.start, gone.stop) if p in pending and p not in served)
+        idle_left = (
+            p for p in range(idle.start, idle.stop) if self.is_reserve(p) and p not in taken
+        )
+        return [*pairs, *zip(lost_left, idle_left, strict=False)]
+
+    def _same_positions(
+        self, gone: Branch, idle: Branch, pending: Container[int]
+    ) -> list[tuple[int, int]]:
+        if gone.children:
+            return [
+                pair
+                for children in zip(gone.children, idle.children, strict=False)
+                for pair in self._same_positions(*children, pending)
+            ]
+        positions = zip(range(gone.start, gone.stop), range(idle.start, idle.stop), strict=False)
+        return [pair for pair in positions if pair[0] in pending and self.is_reserve(pair[1])]
 
     def _take(self, position: int, number: int) -> None:
         self.numbers[position] = number
@@ -237,16 +271,16 @@ class TreeView:
         )
 
 
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class Leaf:
     """One rank in the tree."""
 
-    is_leaf = True
-    children: tuple[Node, ...] = ()
-    layer = None
+    is_leaf: ClassVar[bool] = True
+    children: ClassVar[tuple[Node, ...]] = ()
+    layer: ClassVar[None] = None
 
-    def __init__(self, view: TreeView, position: int) -> None:
-        self._view = view
-        self._position = position
+    _view: TreeView
+    _position: int
 
     @property
     def state(self) -> State:
@@ -262,26 +296,18 @@ class Leaf:
         """Yield the leaf itself."""
         yield self
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Leaf):
-            return NotImplemented
-        return (self._view, self._position) == (other._view, other._position)
-
-    def __hash__(self) -> int:
-        return hash((id(self._view), self._position))
-
     def __repr__(self) -> str:
         return f"Leaf({self.state!r})"
 
 
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class Node:
     """One branch of the tree."""
 
-    is_leaf = False
+    is_leaf: ClassVar[bool] = False
 
-    def __init__(self, view: TreeView, branch: Branch) -> None:
-        self._view = view
-        self._branch = branch
+    _view: TreeView
+    _branch: Branch
 
     @property
     def name(self) -> str:
@@ -320,12 +346,6 @@ class Node:
         """Yield all ranks below, lost ones too, in depth-first order."""
         for position in range(self._branch.start, self._branch.stop):
             yield Leaf(self._view, position)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Node) and other._branch is self._branch
-
-    def __hash__(self) -> int:
-        return hash(id(self._branch))
 
     def __repr__(self) -> str:
         return f"Node({self.name!r}, {self.living_count} living, {self.active_count} active)"

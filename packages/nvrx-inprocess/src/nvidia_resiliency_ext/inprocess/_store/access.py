@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
-from .names import ForeignValueError
+from .names import ForeignValueError, first_line
 from .sockets import is_listening
 
 MAX_VALUE_BYTES = 1 << 24
@@ -85,15 +85,12 @@ class StoreAccess:
         return self._text(key, self._call(lambda: self._store.compare_set(key, expected, wanted)))
 
     def set(self, key: str, text: str) -> None:
-        """Set a key, whatever it was."""
         self._call(lambda: self._store.set(key, text))
 
     def delete(self, key: str) -> None:
-        """Remove a key, if it is there."""
         self._call(lambda: self._store.delete_key(key))
 
     def check(self, key: str) -> bool:
-        """Return whether a key has a value."""
         return bool(self._call(lambda: self._store.check([key])))
 
     def peek(self, key: str) -> str | None:
@@ -108,7 +105,9 @@ class StoreAccess:
         """Wait in the store for a value; None after `timeout_s`, or earlier by mistake."""
         if not self._is_extended:
             # FileStore waits twice as long in `get`.
-            return self._read(key) if self.wait(key, timeout_s) else None
+            if not self.wait(key, timeout_s):
+                return None
+            return self._text(key, self._call(lambda: self._store.get(key)))
         found = self._limited(timeout_s, lambda: self._store.get(key))
         # Nobody sets an empty value: that is a wait which was ended in vain.
         return self._text(key, found) if found else None
@@ -131,9 +130,6 @@ class StoreAccess:
         if found is None:
             return [self.peek(key) for key in keys]
         return [self._text(key, value) for key, value in zip(keys, found, strict=True)]
-
-    def _read(self, key: str) -> str:
-        return self._text(key, self._call(lambda: self._store.get(key)))
 
     def _limited(self, timeout_s: float, function: Callable[[], _Answer]) -> _Answer | None:
         limit_s = max(_SHORTEST_WAIT_S, timeout_s)
@@ -184,7 +180,7 @@ class StoreAccess:
             elapsed_s = time.monotonic() - began
             if limit_s is not None and is_expiry(error, elapsed_s, limit_s):
                 raise TimeoutError from None
-            self._lost = f"the store does not answer: {_first_line(error)}"
+            self._lost = f"the store does not answer: {first_line(error)}"
             raise StoreLostError(self._lost) from None
 
 
@@ -206,8 +202,3 @@ def _is_extended(store: Any) -> bool:
         return bool(store.has_extended_api())
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

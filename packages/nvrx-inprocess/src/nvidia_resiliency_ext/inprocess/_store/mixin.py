@@ -16,10 +16,11 @@ from typing import Any, cast
 
 from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 from nvidia_resiliency_ext.inprocess.exception import RestartError
-from nvidia_resiliency_ext.inprocess.state import State
+from nvidia_resiliency_ext.inprocess.state import Mode, State
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 from .access import StoreAccess
-from .names import ForeignValueError, require_number
+from .names import ForeignValueError, require_json, require_number
 
 _PREFIX = "inprocess_barrier_prefix"
 _LONGEST_SLICE_S = 10.0
@@ -111,13 +112,12 @@ def _wait(
     timeout_chunk: timedelta | None,
     look: Callable[[], bool],
 ) -> bool:
-    limit_s = float("inf") if timeout is None else timeout.total_seconds()
+    deadline = Deadline.after(None if timeout is None else timeout.total_seconds())
     slice_s = _LONGEST_SLICE_S
     if timeout_chunk is not None:
         slice_s = min(slice_s, timeout_chunk.total_seconds())
-    deadline = time.monotonic() + limit_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        if access.wait(done, min(left_s, slice_s)) or look():
+    while not deadline.expired():
+        if access.wait(done, min(deadline.remaining(), slice_s)) or look():
             return True
     return access.check(done)
 
@@ -345,7 +345,9 @@ class StoreMixin:
 
     def get_keys(self, ranks: Iterable[int]) -> list[Any]:
         """Return the keys of ranks; waits until all are known."""
-        return [_json(key, text) for key, text in self._texts(f"key_{rank}" for rank in ranks)]
+        return [
+            require_json(key, text) for key, text in self._texts(f"key_{rank}" for rank in ranks)
+        ]
 
     # What happens to an iteration.
 
@@ -416,11 +418,12 @@ class StoreMixin:
     def _texts(self, keys: Iterable[str]) -> list[tuple[str, str]]:
         wanted = list(keys)
         limit_s = cast("Any", self).timeout.total_seconds()
-        found = self._access().get_all(wanted, limit_s)
-        for key, text in zip(wanted, found, strict=True):
+        found = []
+        for key, text in zip(wanted, self._access().get_all(wanted, limit_s), strict=True):
             if text is None:
                 raise _expired(key, limit_s)
-        return [(key, text or "") for key, text in zip(wanted, found, strict=True)]
+            found.append((key, text))
+        return found
 
     def _wait_for(self, key: str, timeout: timedelta) -> None:
         if not self._access().wait(key, timeout.total_seconds()):
@@ -440,17 +443,8 @@ def _seconds(key: str, text: str) -> float:
         raise ForeignValueError(key, text) from None
 
 
-def _json(key: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise ForeignValueError(key, text) from None
-
-
 def _state(key: str, text: str) -> State:
-    from nvidia_resiliency_ext.inprocess.state import Mode, State
-
-    fields = _json(key, text)
+    fields = require_json(key, text)
     numbers = {field.name for field in dataclasses.fields(State)} - {"mode", "fn_exception"}
     if (
         not isinstance(fields, dict)

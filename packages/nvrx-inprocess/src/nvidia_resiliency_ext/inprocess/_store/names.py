@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess.exception import RestartError
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -172,7 +174,6 @@ class ForeignValueError(RestartError):
         self.value = value[:_SHOWN]
 
     def __str__(self) -> str:
-        """Name key and value."""
         return f"the store holds at {self.key!r} what no rank of this job writes: {self.value!r}"
 
 
@@ -185,6 +186,19 @@ def require_number(key: str, text: str) -> int:
     if number is None:
         raise ForeignValueError(key, text)
     return number
+
+
+def require_json(key: str, text: str) -> Any:
+    """Return the JSON that a key holds; a ForeignValueError for anything else."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ForeignValueError(key, text) from None
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says in its first line; the name of its class where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def parse_number(text: str) -> int | None:

@@ -28,7 +28,14 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
 )
 
 from .mixin import StoreMixin
-from .names import Endpoint, NobodyListensError, iteration_prefix, named_endpoint, port_is_held
+from .names import (
+    Endpoint,
+    NobodyListensError,
+    first_line,
+    iteration_prefix,
+    named_endpoint,
+    port_is_held,
+)
 from .sockets import limit_answers, listen, wait_until_listening
 
 logger = logging.getLogger("nvrx")
@@ -86,14 +93,12 @@ class TCPStore(StoreMixin, TorchTCPStore):
         use_libuv: bool = True,
     ) -> None:
         endpoint = named_endpoint(os.environ, host_name, port)
+        world_size = _inputs.optional_number("WORLD_SIZE") if world_size is None else world_size
         if world_size is None:
-            world_size = _inputs.optional_number("WORLD_SIZE")
-            if world_size is None:
-                text = os.environ.get("WORLD_SIZE", "")[:64]
-                raise ConfigError(
-                    f"WORLD_SIZE={text!r} in the environment is no number, and no world_size is"
-                    " given"
-                )
+            text = os.environ.get("WORLD_SIZE", "")[:64]
+            raise ConfigError(
+                f"WORLD_SIZE={text!r} in the environment is no number, and no world_size is given"
+            )
         options = {
             "world_size": world_size,
             "timeout": timeout,
@@ -180,8 +185,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
                 options["timeout"].total_seconds(),
             )
         except RuntimeError as error:
-            first, _, _ = str(error).partition("\n")
-            raise StoreLostError(f"no store answers at {endpoint}: {first}") from None
+            raise StoreLostError(f"no store answers at {endpoint}: {first_line(error)}") from None
         limit_answers(endpoint.port, ANSWER_TIMEOUT_S, known)
 
     def _open(self, host: str, port: int, options: dict[str, Any]) -> None:

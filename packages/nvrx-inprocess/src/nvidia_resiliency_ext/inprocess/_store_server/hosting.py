@@ -7,11 +7,9 @@ import errno
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,6 +21,7 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     ForeignValueError,
     NobodyListensError,
     port_is_held,
+    require_json,
 )
 from nvidia_resiliency_ext.inprocess._store.sockets import is_reachable_from_elsewhere
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -44,10 +43,7 @@ def claim(store: Any, job: str) -> None:
 
 def owner_of(text: str) -> str:
     """Return the job's name that a store holds; a ForeignValueError for anything else."""
-    try:
-        name = json.loads(text)
-    except (ValueError, RecursionError):
-        name = None
+    name = require_json(_KEY, text)
     if not isinstance(name, str):
         raise ForeignValueError(_KEY, text)
     return name
@@ -90,7 +86,7 @@ class StoreServer:
             return None  # a forked child's orders would be mixed with its parent's
         try:
             self.channel.sendall(json.dumps(order).encode() + b"\n")
-            return _read_report(self.channel.fileno(), timeout_s) or None
+            return _read_report(self.channel, timeout_s) or None
         except OSError:
             return None
 
@@ -120,10 +116,8 @@ def host_store(  # noqa: PLR0913 - one of each part
     """
     address = endpoint.host
     if not is_single_node and not is_reachable_from_elsewhere(address):
-        logger.warning(
-            "%s is a loopback address on this host: the store listens at all its addresses",
-            address,
-        )
+        text = "%s is a loopback address on this host: the store listens at all its addresses"
+        logger.warning(text, address)
         address = ""
     order = {"address": address, "port": endpoint.port, "job": job}
     started = StoreServer(endpoint)
@@ -172,15 +166,10 @@ def _start(
             "--idle-s": idle_s,
             "--channel-fd": theirs.fileno(),
         }
+        arguments = (*(f"{name}={value}" for name, value in options.items()), *flags)
         try:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    PROGRAM,
-                    "--store",
-                    *(f"{k}={v}" for k, v in options.items()),
-                    *flags,
-                ],
+                [sys.executable, PROGRAM, "--store", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -194,7 +183,7 @@ def _start(
             raise StoreServerStartError(f"the store's process does not start: {error}") from None
     store_server = StoreServer(Endpoint("", 0, is_served=False), process, ours)
     try:
-        report = _read_report(ours.fileno(), start_s)
+        report = _read_report(ours, start_s)
     except OSError as error:
         process.kill()
         return store_server, {"error": f"its report cannot be read: {error}"}
@@ -219,16 +208,13 @@ def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> int | N
     return None
 
 
-def _read_report(descriptor: int, timeout_s: float) -> dict[str, Any] | None:
+def _read_report(channel: socket.socket, timeout_s: float) -> dict[str, Any] | None:
     """Return a store server's report of one line; None if it is late, an empty one if it ends."""
-    deadline, text = time.monotonic() + timeout_s, b""
-    while not text.endswith(b"\n") and len(text) < _LONGEST_REPORT:
-        left_s = max(0.0, deadline - time.monotonic())
-        if not select.select([descriptor], [], [], left_s)[0]:
-            return None
-        part = os.read(descriptor, _LONGEST_REPORT)
-        if not part:
-            return {}
-        text += part
-    report: dict[str, Any] = json.loads(text)
+    channel.settimeout(max(timeout_s, 0.001))  # 0 would not wait at all
+    try:
+        with channel.makefile("rb") as lines:
+            line = lines.readline(_LONGEST_REPORT)
+    except TimeoutError:
+        return None
+    report: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
     return report

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a job's store in a process of its own; `boot.py` runs it.
 
-It belongs to no training process and to no monitor, so that the loss of any of them is an ordinary
-one. It stays while its starter lives, then while any client is connected; it ends on SIGTERM too.
-It reports its start in one line of JSON. Its starter may order more stores at other ports, one line
-of JSON each, answered the same way.
+It stays while its starter lives, then while any client is connected; it ends on SIGTERM too. It
+reports its start in one line of JSON. Its starter may order more stores at other ports, one line of
+JSON each, answered the same way.
 
 Importing all of torch takes 1.5 s of processor time while the job waits. The only class needed is
 in torch's extension module, which imports two packages of torch's that may be empty here.
@@ -30,6 +29,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nvidia_resiliency_ext.inprocess._store.names import first_line
 from nvidia_resiliency_ext.inprocess._store.sockets import count_served, listen
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
@@ -130,21 +130,17 @@ def _host(
     try:
         listener = listen(address or "0.0.0.0", port)  # noqa: S104 - asked for by name
         port = listener.getsockname()[1]
-        store = _serve(listener, address or "127.0.0.1", port, whole=whole)
+        options = serving_options(listener, importlib.metadata.version("torch"), without_libuv=True)
+        host = address or "127.0.0.1"
+        store = tcp_store_class(whole=whole)(host, port, wait_for_workers=False, **options)
         claim(store, job)
     except PartialImportError:
         raise
     except Exception as error:  # noqa: BLE001 - its starter says it
         number = error.errno if isinstance(error, OSError) else None
-        return {}, {"error": _line(error), "errno": number}
+        text = getattr(error, "strerror", None) or first_line(error)
+        return {}, {"error": text, "errno": number}
     return {port: store}, {"port": port, "pid": os.getpid()}
-
-
-def _serve(listener: socket.socket, host: str, port: int, *, whole: bool) -> Any:
-    store_class = tcp_store_class(whole=whole)
-    version = importlib.metadata.version("torch")
-    options = serving_options(listener, version, without_libuv=True)
-    return store_class(host, port, wait_for_workers=False, **options)
 
 
 def _attend(channel: socket.socket, duty: argparse.Namespace, stores: dict[int, Any]) -> None:
@@ -189,13 +185,6 @@ def _allow_open_files() -> None:
 
 def _send_report(channel: socket.socket, report: dict[str, Any]) -> None:
     channel.sendall(json.dumps(report).encode() + b"\n")
-
-
-def _line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from nvidia_resiliency_ext.inprocess import _inputs
 from nvidia_resiliency_ext.inprocess._bounded import call_bounded
 from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_path
-from nvidia_resiliency_ext.inprocess.compose import Compose
+from nvidia_resiliency_ext.inprocess.compose import Compose, members_of
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.inprocess.utils import format_exc
@@ -77,7 +77,7 @@ def run_abort(
     time that is left, the last one all of it.
     """
     deadline = Deadline.after(deadline_s)
-    members = list(_members(abort))
+    members = list(members_of(abort))[::-1]
     steps = []
     given: object = (state,)
     for index, member in enumerate(members):
@@ -89,14 +89,6 @@ def run_abort(
         if returned is not None:
             given = returned if isinstance(returned, tuple) else (returned,)
     return tuple(steps)
-
-
-def _members(abort: Any) -> Iterator[Any]:
-    if not isinstance(abort, Compose):
-        yield abort
-        return
-    for member in reversed(abort.instances):
-        yield from _members(member)
 
 
 def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]:
@@ -358,7 +350,6 @@ class _Failures:
                 self._add(name, AbortTimeoutError(f"{name} has not ended in time"))
 
     def raise_first(self) -> None:
-        """Raise what failed first, if anything."""
         first, self._first = self._first, None
         if first is not None:
             raise first

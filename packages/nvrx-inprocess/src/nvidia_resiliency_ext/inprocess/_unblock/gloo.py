@@ -32,14 +32,10 @@ _Wait = tuple[int, int, int]
 class UnreadConnections:
     """Ends connections for this process first, and for their peers a while later.
 
-    A peer that is being stopped at the same moment may have something to write. It would be told
-    that nobody is there, and gloo forgets who waits for an operation that has failed so: its
+    gloo forgets who waits for a write that fails while the peer is being stopped: its
     `Pair::signalException` tells those that wait for their turn, not those under way. So a
-    connection takes in what is written until the peer has stopped, too.
-
-    Of the descriptors that this process may have, the last quarter is left to others; a connection
-    for which there is no other is ended for both sides at once, and so it is where no thread can
-    be started that would do that later.
+    connection takes in what is written until the peer has stopped, too. Where descriptors are
+    scarce (the last quarter is left to others), or threads, both sides are ended at once.
     """
 
     def __init__(self, linger_s: float) -> None:
@@ -49,11 +45,7 @@ class UnreadConnections:
         self._timer: threading.Timer | None = None
 
     def add(self, name: str, connection: socket.socket) -> None:
-        """Shut down the read side; keep accepting peer writes until released.
-
-        Raises:
-            OSError: It is no connection any more.
-        """
+        """Shut down the read side, accept peer writes until released; OSError: no connection."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             with self._lock:

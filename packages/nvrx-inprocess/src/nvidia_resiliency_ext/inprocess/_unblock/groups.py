@@ -42,13 +42,12 @@ def all_groups() -> list[Any]:
 
 def backends() -> list[Backend]:
     """Return the backends of all groups, each once."""
-    found: dict[int, Backend] = {}
-    for group in all_groups():
-        for device in _device_types(group):
-            backend = backend_of(group, device)
-            if backend is not None:
-                found.setdefault(id(backend), backend)
-    return list(found.values())
+    return list({id(each): each for group in all_groups() for each in _backends_of(group)}.values())
+
+
+def _backends_of(group: Any) -> list[Backend]:
+    found = (backend_of(group, device) for device in getattr(group, "_device_types", ()))
+    return [backend for backend in found if backend is not None]
 
 
 def backend_of(group: Any, device: Any) -> Backend | None:
@@ -65,10 +64,7 @@ def backend_of(group: Any, device: Any) -> Backend | None:
 
 def is_gloo_group(group: Any) -> bool:
     """Say whether a group uses gloo for any device."""
-    return any(
-        backend is not None and is_gloo(backend)
-        for backend in (backend_of(group, device) for device in _device_types(group))
-    )
+    return any(map(is_gloo, _backends_of(group)))
 
 
 def abort_backend(backend: Backend) -> None:
@@ -84,13 +80,8 @@ def abort_backend(backend: Backend) -> None:
 
 
 def is_gloo(backend: Backend) -> bool:
-    """Say whether it is gloo's."""
     name = getattr(backend, "name", None)
     return callable(name) and name() == "gloo"
-
-
-def _device_types(group: Any) -> list[Any]:
-    return list(getattr(group, "_device_types", ()))
 
 
 # Of torch's `_World`; later versions may have fewer.

@@ -6,8 +6,8 @@ ended as torch ends an expired one: the server is asked over the same connection
 the store stays usable.
 
 torch's client for `env://` and `tcp://` keeps trying to connect, and its host waits for all
-clients; neither ends on a signal. While a call runs, a client waits in Python until the port
-listens, and the host does not wait: process groups wait for each other's keys anyway.
+clients; neither ends on a signal. During a call the client waits in Python until the port listens,
+and the host does not wait: process groups wait for each other's keys anyway.
 """
 
 from __future__ import annotations
@@ -184,21 +184,14 @@ class _Peer(enum.Enum):
 def _peer_of(connection: socket.socket) -> _Peer:
     """Classify a connection's server; a silent one counts as dead."""
     host, port = connection.getpeername()[:2]
+    is_connected = False
     try:
         with socket.create_connection((host, port), _PROBE_S) as probe:
-            return _ask(probe)
-    except OSError:
-        return _Peer.DEAD
-
-
-def _ask(probe: socket.socket) -> _Peer:
-    """See whether a store answers."""
-    try:
-        return _Peer.STORE if handshake(probe) else _Peer.OTHER
-    except TimeoutError:
-        return _Peer.DEAD
-    except OSError:
-        return _Peer.OTHER
+            is_connected = True
+            return _Peer.STORE if handshake(probe) else _Peer.OTHER
+    except OSError as error:
+        is_silent = not is_connected or isinstance(error, TimeoutError)
+        return _Peer.DEAD if is_silent else _Peer.OTHER
 
 
 _NAME = "TCPStore"

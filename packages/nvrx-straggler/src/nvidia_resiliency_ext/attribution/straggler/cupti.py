@@ -72,7 +72,6 @@ class CuptiManager:
             RuntimeError: Not initialised, or CUPTI refuses.
         """
         with self._lock:
-            self._require_initialized()
             if self.started_cnt == 0:
                 self.cupti_ext.start()
             self.started_cnt += 1
@@ -84,7 +83,6 @@ class CuptiManager:
             RuntimeError: Not initialised, not started, or CUPTI refuses.
         """
         with self._lock:
-            self._require_initialized()
             if self.started_cnt == 0:
                 raise RuntimeError("kernel capture is not started; call start_profiling first")
             self.started_cnt -= 1
@@ -98,7 +96,6 @@ class CuptiManager:
             RuntimeError: Not initialised.
         """
         with self._lock:
-            self._require_initialized()
             results: dict[str, Any] = self.cupti_ext.get_stats()
             return results
 
@@ -109,9 +106,4 @@ class CuptiManager:
             RuntimeError: Not initialised.
         """
         with self._lock:
-            self._require_initialized()
             self.cupti_ext.reset()
-
-    def _require_initialized(self) -> None:
-        if not self.is_initialized:
-            raise RuntimeError("CuptiManager is not initialized; call initialize first")

@@ -201,14 +201,15 @@ class NameMapper:
 
     def _number(self, kernels: Sequence[str], sections: Sequence[str]) -> None:
         """Give the next numbers to names that have none."""
-        ids = range(self.kernel_counter, self.kernel_counter + len(kernels))
-        self.kernel_name_to_id.update(zip(kernels, ids, strict=True))
-        self.id_to_kernel_name.update(zip(ids, kernels, strict=True))
-        self.kernel_counter = ids.stop
-        ids = range(self.section_counter, self.section_counter + len(sections))
-        self.section_name_to_id.update(zip(sections, ids, strict=True))
-        self.id_to_section_name.update(zip(ids, sections, strict=True))
-        self.section_counter = ids.stop
+        for new, name_to_id, id_to_name in (
+            (kernels, self.kernel_name_to_id, self.id_to_kernel_name),
+            (sections, self.section_name_to_id, self.id_to_section_name),
+        ):
+            ids = range(len(name_to_id), len(name_to_id) + len(new))
+            name_to_id.update(zip(new, ids, strict=True))
+            id_to_name.update(zip(ids, new, strict=True))
+        self.kernel_counter = len(self.kernel_name_to_id)
+        self.section_counter = len(self.section_name_to_id)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "group": None}

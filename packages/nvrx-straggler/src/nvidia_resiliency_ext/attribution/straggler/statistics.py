@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +48,7 @@ class Statistic(enum.Enum):
 
 
 _ORDER = tuple(Statistic)
+_FIGURES = itemgetter(*_ORDER)
 
 
 class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
@@ -60,8 +62,8 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
     Args:
         names: One distinct name per row.
         rows: Figures in the order of `Statistic`, shape `[len(names), 6]`.
-        totals: Time spent under each name, in the unit of the rows; default `NUM * AVG`. It may
-            cover more calls than there are samples.
+        totals: Time spent under each name, in the unit of the rows; default `NUM * AVG`, or
+            `AVG` without a count. It may cover more calls than there are samples.
 
     Raises:
         ValueError: The shapes do not fit the names.
@@ -76,7 +78,8 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
         self.names = tuple(names)
         self.values_by_row = np.asarray(rows, dtype=np.float64).reshape(-1, len(_ORDER))
         if totals is None:
-            self.totals: Array = self.column(Statistic.NUM) * self.column(Statistic.AVG)
+            calls = np.nan_to_num(self.column(Statistic.NUM), nan=1.0)
+            self.totals: Array = calls * self.column(Statistic.AVG)
         else:
             self.totals = np.asarray(totals, dtype=np.float64)
         if not len(self.names) == len(self.values_by_row) == len(self.totals):
@@ -126,9 +129,12 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
         """
         if isinstance(summaries, cls):
             return summaries
-        nan = float("nan")
-        rows = [[summary.get(kind, nan) for kind in _ORDER] for summary in summaries.values()]
-        return cls(tuple(summaries), np.array(rows, dtype=np.float64))
+        try:
+            rows = list(map(_FIGURES, summaries.values()))
+        except KeyError:
+            nan = float("nan")
+            rows = [tuple(s.get(kind, nan) for kind in _ORDER) for s in summaries.values()]
+        return cls(tuple(summaries), rows)
 
 
 def summarize(samples: Sequence[float]) -> list[float]:

@@ -271,7 +271,7 @@ class Detector:
         """
         session = cls._require("generate_report_if_interval_elapsed")
         cls._is_due = session.count_iteration()
-        return session.scheduled_report() if cls._is_due else None
+        return session.report(is_scheduled=True) if cls._is_due else None
 
     @classmethod
     def is_interval_elapsed(cls) -> bool:

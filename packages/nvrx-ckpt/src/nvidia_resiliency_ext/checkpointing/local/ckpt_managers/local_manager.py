@@ -442,7 +442,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
         kept = {*whole[max(0, len(whole) - self._keep_last + 1) :], iteration}
         self._complete = {number for number in self._complete if number in kept} | {iteration}
         gone = [n for n in names if n.iteration <= iteration and n.iteration not in kept]
-        directory.remove(gone + [n for n in names if n.suffix == DAMAGED])
+        gone += [n for n in names if n.suffix == DAMAGED]
+        spare = {n.owner: n for n in gone if not n.suffix}  # the newest of each
+        directory.remove([n for n in gone if n is not spare.get(n.owner)])
+        directory.keep_as_spare(list(spare.values()))
 
     def _cleanup_failed_save(self, iteration: int) -> None:
         if self._server is not None:
@@ -453,6 +456,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         try:
             directory.remove_leftovers()
             directory.remove([n for n in directory.names() if n.iteration == iteration])
+            directory.keep_as_spare([])  # the next attempt may need the space
         except OSError as error:
             logger.warning("shards of iteration %d cannot be removed: %s", iteration, error)
 

@@ -40,7 +40,7 @@ __all__ = [
 SETTINGS_BYTES = 4096
 """Size of the message that carries changed settings."""
 
-_PROTOCOL = 2
+_PROTOCOL = 3
 _HEADER = 16
 _BLOCK = 4096
 _NODE_BYTES = 255
@@ -54,7 +54,6 @@ class RankState:
     Attributes:
         tables: Digest of its tables of names, 16 bytes.
         proposed: Digest of its tables with the new names of its window, 16 bytes.
-        has_failed: It could not build its report and has no data.
         settings_version: Version of the settings that it works with; rank 0 may have a newer one
             to give.
         step_time: Its median step time, s; infinity when unknown.
@@ -64,7 +63,6 @@ class RankState:
 
     tables: bytes = bytes(16)
     proposed: bytes = bytes(16)
-    has_failed: bool = False
     settings_version: int = 0
     step_time: float = math.inf
     needs_nodes: bool = False
@@ -78,7 +76,6 @@ class Agreement:
     Attributes:
         same_tables: All ranks number names alike.
         same_proposal: All ranks number names alike with the new names of their windows, too.
-        has_failed: Some rank has no data.
         same_settings: All ranks work with the same version of the settings.
         step_time: The least step time of all ranks, s; infinity when unknown.
         needs_nodes: Some rank needs the nodes of all.
@@ -87,7 +84,6 @@ class Agreement:
 
     same_tables: bool
     same_proposal: bool
-    has_failed: bool
     same_settings: bool
     step_time: float
     needs_nodes: bool
@@ -168,7 +164,6 @@ def _header(state: RankState) -> list[float]:
         *(_PROTOCOL, -_PROTOCOL),
         *_digest_fields(state.tables),
         *_digest_fields(state.proposed),
-        -state.has_failed,
         *(state.settings_version, -state.settings_version),
         state.step_time,
         -state.needs_nodes,
@@ -187,11 +182,10 @@ def _read_header(least: Array) -> Agreement:
     return Agreement(
         same_tables=fields[2] == -fields[3] and fields[4] == -fields[5],
         same_proposal=fields[6] == -fields[7] and fields[8] == -fields[9],
-        has_failed=fields[10] < 0,
-        same_settings=fields[11] == -fields[12],
-        step_time=fields[13],
-        needs_nodes=fields[14] < 0,
-        longest_node=min(int(-fields[15]), _NODE_BYTES),
+        same_settings=fields[10] == -fields[11],
+        step_time=fields[12],
+        needs_nodes=fields[13] < 0,
+        longest_node=min(int(-fields[14]), _NODE_BYTES),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +221,7 @@ class ReportGenerator:
         agreement: Agreement | None = None
         reference = np.empty(0)
         if self.exchanges:
-            agreement, reference = self._agree(data, window, has_failed=has_failed)
+            agreement, reference = self._agree(data, window)
         scored, has_failed = self._try_score(window, reference, has_failed)
         settings = None
         step_time = data.step_time if agreement is None else agreement.step_time
@@ -232,7 +232,10 @@ class ReportGenerator:
         if self.gather_on_rank0:
             rows, have_waited = gather_rows(row, vote(), self.group)
             step_time = step_time if have_waited else math.inf
-            self._refresh_nodes(agreement)
+            if agreement is not None and agreement.needs_nodes:
+                names = gather_nodes(self.node_name, agreement.longest_node, self.group)
+                self._announced = self._place()
+                self._nodes = None if names is None else RankNodes(names)
             if rows is None:
                 return Outcome(None, settings, step_time)
         else:
@@ -261,29 +264,23 @@ class ReportGenerator:
         window.abstains_sections = data.has_failed or data.abstains_sections
         return window, kernels, data.has_failed
 
-    def _state(self, data: RankData, proposed: bytes, *, has_failed: bool) -> RankState:
-        own = (self.world_size, self.rank, self.node_name)
-        needs_nodes = self._announced != own or (
-            self.rank == 0 and (self._nodes is None or len(self._nodes) != self.world_size)
-        )
-        return RankState(
-            tables=self.name_mapper.digest,
-            proposed=proposed,
-            has_failed=has_failed,
-            settings_version=data.settings_version,
-            step_time=data.step_time,
-            needs_nodes=needs_nodes and self.gather_on_rank0,
-            node=self.node_name,
-        )
+    def _place(self) -> tuple[int, int, str]:
+        """Return what rank 0 must be told about this rank when it changes."""
+        return self.world_size, self.rank, self.node_name
 
-    def _agree(
-        self, data: RankData, window: Window, *, has_failed: bool
-    ) -> tuple[Agreement, Array]:
+    def _agree(self, data: RankData, window: Window) -> tuple[Agreement, Array]:
         """Return what all ranks agree on and the reference of every entry of the tables."""
         mapper = self.name_mapper
         proposal = mapper.propose(window.kernel_names, window.section_names)
         medians = self._medians(window, proposal)
-        state = self._state(data, proposal.digest, has_failed=has_failed)
+        state = RankState(
+            tables=mapper.digest,
+            proposed=proposal.digest,
+            settings_version=data.settings_version,
+            step_time=data.step_time,
+            needs_nodes=self.gather_on_rank0 and self._announced != self._place(),
+            node=self.node_name,
+        )
         agreement, head = agree(state, medians, self.group)
         if agreement.same_proposal:
             mapper.accept(proposal)
@@ -395,17 +392,10 @@ class ReportGenerator:
         numbers = self.name_mapper.kernel_name_to_id
         worst = slowest_kernels(scored.kernel_ratios, window.kernel_weights, SLOWEST_KERNELS)
         for place, kernel in enumerate(worst.tolist()):
-            number = numbers.get(window.kernel_names[kernel], kernel if not self.exchanges else -1)
+            number = numbers[window.kernel_names[kernel]] if self.exchanges else kernel
             share = window.kernel_weights[kernel] / window.compute_us
             details[5 + 3 * place : 8 + 3 * place] = number, scored.kernel_ratios[kernel], share
         return row
-
-    def _refresh_nodes(self, agreement: Agreement | None) -> None:
-        if agreement is None or not agreement.needs_nodes:
-            return
-        names = gather_nodes(self.node_name, agreement.longest_node, self.group)
-        self._announced = (self.world_size, self.rank, self.node_name)
-        self._nodes = None if names is None else RankNodes(names)
 
     def _report(
         self,
@@ -496,11 +486,9 @@ def parse_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
     Raises:
         ConfigError: A name is not known.
     """
-    is_text = isinstance(scores_to_compute, str)
-    try:
-        wanted: tuple[Any, ...] = (scores_to_compute,) if is_text else tuple(scores_to_compute)
-    except TypeError:
-        wanted = (scores_to_compute,)
+    given: Any = scores_to_compute  # of whatever type
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    wanted: tuple[Any, ...] = tuple(given) if is_list else (given,)
     if wanted == ("all",):
         return SCORES
     for name in wanted:

@@ -48,6 +48,9 @@ class Exchange(Generic[T]):
         run: The collective; it gets this exchange.
         timeout_s: How long its caller waits.
         is_behind: It comes after one that still waits for other ranks; its caller does not wait.
+
+    Attributes:
+        error: What it has raised.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Exchange(Generic[T]):
         self._woken = threading.Event()
         self._absent = "other ranks have"
         self._result: T | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._vote = threading.Lock()
         self._has_voted = self._is_withdrawn = False
 
@@ -70,35 +73,26 @@ class Exchange(Generic[T]):
         """Whether it has a result or has failed."""
         return self._done.is_set()
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether its caller was told nothing yet: neither a result nor which ranks are missing."""
-        return not self._woken.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What it has raised."""
-        return self._error
-
     def run(self) -> None:
         """Run it in this thread and keep what comes of it."""
         try:
             self._result = self._run(self)
         except BaseException as error:  # noqa: BLE001 - `result` raises it
-            self._error = error
+            self.error = error
         self._done.set()
         self._woken.set()
 
     def refuse(self, reason: str) -> None:
         """End it without running it."""
-        self._error = ReportsEndedError(reason)
+        self.error = ReportsEndedError(reason)
         self._done.set()
         self._woken.set()
 
-    def miss(self, absent: str) -> None:
-        """Tell the caller, whose time is over, which ranks have not joined."""
-        self._absent = absent
-        self._woken.set()
+    def miss(self, find: Callable[[], str]) -> None:
+        """Tell the caller, whose time is over, which ranks have not joined; once."""
+        if not self._woken.is_set():
+            self._absent = find()
+            self._woken.set()
 
     def vote(self) -> bool:
         """Tell the other ranks whether this one still waits; from then on it cannot withdraw."""
@@ -136,8 +130,8 @@ class Exchange(Generic[T]):
             raise ExchangeSkippedError(
                 f"{self._absent} not joined the report within {self._timeout_s:g} s"
             )
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result  # type: ignore[return-value]
 
 
@@ -251,6 +245,6 @@ class ExchangeWorker:
             if not self._announced and now - self._started > announce_after:
                 self._announced = True
                 self._peers.announce(str(self._number))
-            if now > named_at and self._current.is_awaited:
-                self._current.miss(self._peers.absent())
+            if now > named_at:
+                self._current.miss(self._peers.absent)
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 8)))

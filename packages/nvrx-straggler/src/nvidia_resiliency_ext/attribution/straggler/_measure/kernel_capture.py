@@ -59,7 +59,8 @@ class KernelCapture:
         try:
             if self._has_lost_callbacks:
                 self._has_lost_callbacks = False
-                self._register_callbacks()
+                # torch.profiler has put its own in their place.
+                self.manager.cupti_ext.register_callbacks()
             self.manager.start_profiling()
         except RuntimeError as error:
             self._fail(error)
@@ -80,7 +81,7 @@ class KernelCapture:
             return kernel_table({}), 0
         try:
             results = self.manager.get_results()
-            dropped = getattr(self.manager.cupti_ext, "dropped_records", 0)
+            dropped = self.manager.cupti_ext.dropped_records
             self.manager.reset_results()
         except RuntimeError as error:
             self._fail(error)
@@ -89,7 +90,7 @@ class KernelCapture:
             logger.info("%d straggler sections ran under torch.profiler, kernels untimed", skipped)
         if dropped:
             logger.warning("CUPTI dropped %d kernel records since the last report", dropped)
-        return kernel_table(results), int(dropped)
+        return kernel_table(results), dropped
 
     def close(self) -> None:
         """Release CUPTI."""
@@ -97,12 +98,6 @@ class KernelCapture:
             self.manager.shutdown()
         except RuntimeError as error:
             logger.warning("straggler: CUPTI could not be released: %s", error)
-
-    def _register_callbacks(self) -> None:
-        """Register our callbacks again: torch.profiler has put its own in their place."""
-        register = getattr(self.manager.cupti_ext, "register_callbacks", None)
-        if register is not None:
-            register()
 
     def _fail(self, error: RuntimeError) -> None:
         if not self._failure:
@@ -147,8 +142,7 @@ def kernel_table(results: Mapping[str, Any]) -> SummaryTable:
     """Return the extension's statistics as a table, times in us."""
     stats = results.values()
     rows = [(s.min, s.max, s.median, s.avg, s.stddev, s.num_calls) for s in stats]
-    totals = [getattr(s, "total_time_us", s.avg * s.num_calls) for s in stats]
-    return SummaryTable(list(results), rows, totals)
+    return SummaryTable(list(results), rows, [s.total_time_us for s in stats])
 
 
 def synchronize() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,28 +129,25 @@ class Report:
             >>> report.identify_stragglers()["straggler_gpus_relative"]
             {StragglerId(rank=1, node='b')}
         """
-        given = {
-            "gpu_rel_threshold": gpu_rel_threshold,
-            "section_rel_threshold": section_rel_threshold,
-            "gpu_indiv_threshold": gpu_indiv_threshold,
-            "section_indiv_threshold": section_indiv_threshold,
-        }
-        for name, threshold in given.items():
+        given = (
+            gpu_rel_threshold,
+            section_rel_threshold,
+            gpu_indiv_threshold,
+            section_indiv_threshold,
+        )
+        for name, threshold in zip(DEFAULT_THRESHOLDS, given, strict=True):
             if math.isnan(threshold):
                 raise ValueError(f"{name}=nan: give a number, such as 0.75")
+        sections = self._section_ids_below
+        relative, individual = (
+            self.section_relative_perf_scores,
+            self.section_individual_perf_scores,
+        )
         return {
-            "straggler_gpus_relative": self._ids_below(
-                self.gpu_relative_perf_scores, gpu_rel_threshold
-            ),
-            "straggler_gpus_individual": self._ids_below(
-                self.gpu_individual_perf_scores, gpu_indiv_threshold
-            ),
-            "straggler_sections_relative": self._section_ids_below(
-                self.section_relative_perf_scores, section_rel_threshold
-            ),
-            "straggler_sections_individual": self._section_ids_below(
-                self.section_individual_perf_scores, section_indiv_threshold
-            ),
+            "straggler_gpus_relative": self._ids_below(self.gpu_relative_perf_scores, given[0]),
+            "straggler_gpus_individual": self._ids_below(self.gpu_individual_perf_scores, given[2]),
+            "straggler_sections_relative": sections(relative, section_rel_threshold),
+            "straggler_sections_individual": sections(individual, section_indiv_threshold),
         }
 
     def suggest_threshold(self, slowdown: float = 0.10) -> float:
@@ -256,22 +253,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; NaN becomes None, statistics their names."""
-        return {
-            "gpu_relative_perf_scores": _plain(self.gpu_relative_perf_scores),
-            "section_relative_perf_scores": _plain(self.section_relative_perf_scores),
-            "gpu_individual_perf_scores": _plain(self.gpu_individual_perf_scores),
-            "section_individual_perf_scores": _plain(self.section_individual_perf_scores),
-            "rank_to_node": _plain(self.rank_to_node),
-            "local_section_summaries": _plain(self.local_section_summaries),
-            "local_kernel_summaries": _plain(self.local_kernel_summaries),
-            "generate_report_elapsed_time": self.generate_report_elapsed_time,
-            "gather_on_rank0": self.gather_on_rank0,
-            "rank": self.rank,
-            "cuda_profiling_status": self.cuda_profiling_status,
-            "thresholds": _plain(self.thresholds),
-            "nan_reasons": _plain(self.nan_reasons),
-            "consecutive_windows_below": _plain(self.consecutive_windows_below),
-        }
+        names = (item.name for item in fields(self) if item.name != "details")
+        return {name: _plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON; ranks become text keys."""
@@ -285,12 +268,11 @@ class Report:
         named = [
             (int(ranks[i]), self._node(int(ranks[i])), float(values[i])) for i in order.tolist()
         ]
-        found = values[usable]
-        nan = float("nan")
+        found = values[usable] if len(usable) else np.array([math.nan])
         return {
-            "min": float(found.min()) if len(found) else nan,
-            "median": float(np.median(found)) if len(found) else nan,
-            "max": float(found.max()) if len(found) else nan,
+            "min": float(found.min()),
+            "median": float(np.median(found)),
+            "max": float(found.max()),
             "worst": named[:k],
             "best": named[::-1][:k],
             "without_score": len(values) - len(usable),
@@ -301,10 +283,7 @@ class Report:
 
     def _ids_below(self, scores: Mapping[int, float], threshold: float) -> set[StragglerId]:
         below = getattr(scores, "below", None)
-        if below is not None:
-            ranks = below(threshold)
-        else:
-            ranks = [rank for rank, score in scores.items() if score < threshold]
+        ranks = below(threshold) if below else [r for r, s in scores.items() if s < threshold]
         return {StragglerId(rank, self._node(rank)) for rank in ranks}
 
     def _section_ids_below(

@@ -11,7 +11,6 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -36,7 +35,6 @@ __all__ = [
     "ScoringOptions",
     "Window",
     "gpu_score",
-    "is_communication",
     "is_number",
     "ratios",
     "read_window",
@@ -62,8 +60,6 @@ COMMUNICATION_KERNELS = (
 """Parts of names of kernels that wait for other ranks; they never count for a score."""
 
 _SMALLEST = float(np.finfo(np.float64).tiny)
-_DEFAULTS = {Statistic.MED: float("nan"), Statistic.NUM: 1.0, Statistic.AVG: float("nan")}
-_FIGURES = itemgetter(*_DEFAULTS)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -191,9 +187,9 @@ class Window:
     abstains_sections: bool = False
 
 
-def is_communication(name: str) -> bool:
-    """Tell whether a kernel of this name waits for other ranks."""
-    return any(part in name for part in COMMUNICATION_KERNELS)
+def _is_compute(name: str) -> bool:
+    """Tell whether a kernel of this name does not wait for other ranks."""
+    return not any(part in name for part in COMMUNICATION_KERNELS)
 
 
 def read_window(
@@ -207,29 +203,27 @@ def read_window(
         options: What to leave out.
         decisions: Remembers for each kernel name whether it is compared; cleared when it grows.
     """
-    names, medians, counts, totals = _columns(kernels)
-    compared = _compared(names, options, decisions)
+    table = SummaryTable.from_mapping(kernels)
+    compared = _compared(table.names, options, decisions)
     rows = np.flatnonzero(compared)
-    communication_us = float(np.nansum(totals[~compared]))
+    communication_us = float(np.nansum(table.totals[~compared]))
     evicted = max(0, len(rows) - options.max_kernels)
     if evicted:
-        longest = np.argpartition(np.nan_to_num(totals[rows]), evicted)[evicted:]
+        longest = np.argpartition(np.nan_to_num(table.totals[rows]), evicted)[evicted:]
         rows = rows[np.sort(longest)]
-    kept_names = [names[row] for row in rows.tolist()] if len(rows) < len(names) else names
-    if len(rows) == len(names):
-        kept = kernels
-    elif isinstance(kernels, SummaryTable):
-        kept = kernels.select(rows)
-    else:
-        kept = {name: kernels[name] for name in kept_names}
-    section_names, section_medians, section_counts, _ = _columns(sections)
+    kept = kernels
+    if len(rows) < len(table):
+        table = table.select(rows)
+        is_table = isinstance(kernels, SummaryTable)
+        kept = table if is_table else {name: kernels[name] for name in table.names}
+    section_table = SummaryTable.from_mapping(sections)
     window = Window(
-        kernel_names=_shortened(kept_names),
-        kernel_medians=_usable(medians[rows], counts[rows], options.min_samples),
-        kernel_weights=totals[rows],
-        section_names=_shortened(section_names),
-        section_medians=_usable(section_medians, section_counts, options.min_samples),
-        compute_us=float(np.nansum(totals[rows])),
+        kernel_names=_shortened(table.names),
+        kernel_medians=_usable(table, options.min_samples),
+        kernel_weights=table.totals,
+        section_names=_shortened(section_table.names),
+        section_medians=_usable(section_table, options.min_samples),
+        compute_us=float(np.nansum(table.totals)),
         communication_us=communication_us,
         evicted=evicted,
     )
@@ -242,45 +236,22 @@ def _shortened(names: Sequence[str]) -> Sequence[str]:
     return names if longest <= MAX_NAME_CHARACTERS else [shortened(name) for name in names]
 
 
-def _columns(summaries: Summaries) -> tuple[Sequence[str], Array, Array, Array]:
-    """Return names, medians, counts and total times."""
-    if isinstance(summaries, SummaryTable):
-        return (
-            summaries.names,
-            summaries.column(Statistic.MED),
-            summaries.column(Statistic.NUM),
-            summaries.totals,
-        )
-    try:
-        figures = list(map(_FIGURES, summaries.values()))
-    except KeyError:
-        figures = [
-            tuple(summary.get(name, default) for name, default in _DEFAULTS.items())
-            for summary in summaries.values()
-        ]
-    medians, counts, means = np.array(figures, dtype=np.float64).reshape(-1, len(_DEFAULTS)).T
-    return list(summaries), medians, counts, counts * means
-
-
 def _compared(
     names: Iterable[str], options: ScoringOptions, decisions: dict[str, bool]
 ) -> npt.NDArray[np.bool_]:
-    known = [decisions.get(name) for name in names]
-    if None in known:
-        if len(decisions) > 16 * options.max_kernels:
-            decisions.clear()
-        wanted = options.kernel_filter
-        for name in names:
-            if name not in decisions:
-                decisions[name] = (
-                    not is_communication(name) if wanted is None else bool(wanted(name))
-                )
-        known = [decisions[name] for name in names]
-    return np.array(known, dtype=np.bool_)
+    if len(decisions) > 16 * options.max_kernels:
+        decisions.clear()
+    wanted = options.kernel_filter or _is_compute
+    for name in names:
+        if name not in decisions:
+            decisions[name] = bool(wanted(name))
+    return np.array([decisions[name] for name in names], dtype=np.bool_)
 
 
-def _usable(medians: Array, counts: Array, min_samples: int) -> Array:
-    usable = np.isfinite(medians) & (medians > _SMALLEST) & (counts >= min_samples)
+def _usable(table: SummaryTable, min_samples: int) -> Array:
+    """Return the medians, NaN where unusable; a summary without a count has enough samples."""
+    medians, counts = table.column(Statistic.MED), table.column(Statistic.NUM)
+    usable = np.isfinite(medians) & (medians > _SMALLEST) & ~(counts < min_samples)
     return np.where(usable, medians, np.nan)
 
 

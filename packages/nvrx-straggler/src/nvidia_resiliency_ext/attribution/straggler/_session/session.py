@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -102,11 +103,10 @@ class SessionOptions:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
         if not isinstance(self.node_name, str):
             raise ConfigError(f"node_name={self.node_name!r}: must be text")
-        group = self.process_group
-        if group is not None and not isinstance(group, dist.ProcessGroup):
+        if not isinstance(self.process_group, dist.ProcessGroup | None):
             raise ConfigError(
-                f"process_group={group!r}: give a process group of which this rank is a member, or"
-                " None for all ranks"
+                f"process_group={self.process_group!r}: give a process group of which this rank is"
+                " a member, or None for all ranks"
             )
         if self.cuda_profiling not in MODES:
             raise ConfigError(
@@ -132,19 +132,6 @@ class SessionOptions:
             "reference_scope": scoring.reference_scope,
             "peer_groups": str([sorted(map(int, group)) for group in scoring.peer_groups or ()]),
         }
-
-
-@dataclass(frozen=True)
-class _Correction:
-    """A scheduled report whose result corrects the report interval.
-
-    Attributes:
-        exchange: The report.
-        offered: Settings that this rank offered with it.
-    """
-
-    exchange: Exchange[Outcome]
-    offered: Settings
 
 
 class Session:
@@ -190,7 +177,8 @@ class Session:
         atexit.register(self._end_at_exit)
         self._worker: ExchangeWorker | None = None
         self._world: object = None
-        self._correction: _Correction | None = None
+        # A scheduled report, whose result corrects the interval, and what this rank has offered.
+        self._correction: tuple[Exchange[Outcome], Settings] | None = None
         self._events = EventLog.join(src="straggler")
         self._control: ControlServer | None = None
         self._store_control: StoreControlServer | None = None
@@ -234,17 +222,15 @@ class Session:
             self._settle_interval()
         return self.tracker.is_interval_elapsed()
 
-    def scheduled_report(self) -> Report | None:
-        """Run the report that is due in this iteration; it also corrects the report interval."""
-        self.tracker.expect_correction()
-        self._correction = None
-        return self._run_report(is_scheduled=True)
+    def report(self, *, is_scheduled: bool = False) -> Report | None:
+        """Run one report with all ranks; None where this rank gets none, or it was skipped.
 
-    def report(self) -> Report | None:
-        """Run one report with all ranks; None where this rank gets none, or it was skipped."""
-        return self._run_report(is_scheduled=False)
-
-    def _run_report(self, *, is_scheduled: bool) -> Report | None:
+        Args:
+            is_scheduled: It is due in this iteration, and also corrects the report interval.
+        """
+        if is_scheduled:
+            self.tracker.expect_correction()
+            self._correction = None
         self._open_control()
         data, offered = self._collect()
         exchange = self._submit(
@@ -252,7 +238,7 @@ class Session:
             is_collective=self.generator.exchanges,
         )
         if is_scheduled:
-            self._correction = _Correction(exchange, offered)
+            self._correction = exchange, offered
         outcome = self._await(exchange)
         if outcome is None:
             return None
@@ -353,42 +339,38 @@ class Session:
         )
         return data, offered
 
-    def _apply(self, outcome: Outcome, offered: Settings) -> None:
-        """Take over the settings that all ranks have agreed on."""
-        agreed = self._agreed_settings(outcome, offered)
-        # A report that is looked at late may be older than one whose settings are in force.
-        if agreed.version <= self.settings.version:
-            return
-        self.settings = agreed
-        if self.pending.version <= agreed.version:
-            self.pending = agreed
-        self.registry.interval = agreed.profiling_interval
-        self.tracker.time_interval = agreed.report_time_interval
-        self.tracker.profiling_interval = agreed.profiling_interval
-        self._update_switches()
-
-    def _agreed_settings(self, outcome: Outcome, offered: Settings) -> Settings:
-        """Return the settings after an exchange, equal on all ranks."""
+    def _apply(self, outcome: Outcome, offered: Settings) -> Settings:
+        """Take over the settings after an exchange, equal on all ranks, and return them."""
+        agreed = offered
         # Alone, or without a collective, there is nobody to agree with.
-        if outcome.settings is None or self.generator.rank == 0:
-            return offered
-        return Settings.decode(outcome.settings)
+        if outcome.settings is not None and self.generator.rank != 0:
+            agreed = Settings.decode(outcome.settings)
+        # A report that is looked at late may be older than one whose settings are in force.
+        if agreed.version > self.settings.version:
+            self.settings = agreed
+            if self.pending.version <= agreed.version:
+                self.pending = agreed
+            self.registry.interval = agreed.profiling_interval
+            self.tracker.time_interval = agreed.report_time_interval
+            self.tracker.profiling_interval = agreed.profiling_interval
+            self._update_switches()
+        return agreed
 
     def _settle_interval(self) -> None:
         """Apply the interval of the last scheduled report, or do without it on all ranks."""
         correction, self._correction = self._correction, None
         interval = None
         # Withdrawn here, it changes the interval on no rank; else all ranks have joined it.
-        if correction is not None and not correction.exchange.withdraw():
-            outcome = self._await(correction.exchange, can_withdraw=True)
-            if outcome is None and self._worker is not None:
+        if correction is not None and not correction[0].withdraw():
+            exchange, offered = correction
+            outcome = self._await(exchange, can_withdraw=True)
+            if outcome is not None:
+                agreed = self._apply(outcome, offered)
+                interval = agreed.iterations_between_reports(outcome.step_time)
+            elif self._worker is not None:
                 reason = "ranks no longer agree when a report is due"
                 logger.error("straggler reports end here: %s", reason)
                 self._worker.end(reason)
-            elif outcome is not None:
-                self._apply(outcome, correction.offered)
-                agreed = self._agreed_settings(outcome, correction.offered)
-                interval = agreed.iterations_between_reports(outcome.step_time)
         self.tracker.settle(interval)
 
     def _update_switches(self) -> None:
@@ -401,26 +383,27 @@ class Session:
             return
         from nvidia_resiliency_ext.shared_utils.events import Straggler
 
-        group = self._options.process_group
         found = report.identify_stragglers(**report.thresholds)
-        kinds = {
-            "gpu_relative": (found["straggler_gpus_relative"], report.gpu_relative_perf_scores),
-            "gpu_individual": (
-                found["straggler_gpus_individual"],
-                report.gpu_individual_perf_scores,
-            ),
-        }
+        relative, individual = report.gpu_relative_perf_scores, report.gpu_individual_perf_scores
+        kinds = [
+            ("gpu_relative", found["straggler_gpus_relative"], relative),
+            ("gpu_individual", found["straggler_gpus_individual"], individual),
+        ]
         for name, ids in found["straggler_sections_relative"].items():
-            kinds[f"section_relative: {name}"] = ids, report.section_relative_perf_scores[name]
-        for reason, (ids, scores) in kinds.items():
-            ranks = sorted(item.rank for item in ids)
-            if ranks:
-                names = {rank: dist_utils.get_global_rank(group, rank) for rank in ranks}
-                shown = ranks[:_MOST_RANKS_IN_EVENT]
-                rounded = {str(names[rank]): round(scores[rank], 4) for rank in shown}
-                event = Straggler(ranks=format_ranks(names.values()), scores=rounded, reason=reason)
-                only = names[ranks[0]] if len(ranks) == 1 else None
-                self._events.record(event, cycle=_launch_cycle(), rank=only)
+            scores = report.section_relative_perf_scores[name]
+            kinds.append((f"section_relative: {name}", ids, scores))
+        for reason, ids, scores in kinds:
+            if not ids:
+                continue
+            numbers = {
+                item.rank: dist_utils.get_global_rank(self._options.process_group, item.rank)
+                for item in sorted(ids, key=attrgetter("rank"))
+            }
+            shown = list(numbers)[:_MOST_RANKS_IN_EVENT]
+            rounded = {str(numbers[rank]): round(scores[rank], 4) for rank in shown}
+            event = Straggler(ranks=format_ranks(numbers.values()), scores=rounded, reason=reason)
+            only = numbers[shown[0]] if len(ids) == 1 else None
+            self._events.record(event, cycle=_launch_cycle(), rank=only)
 
     def _submit(self, run: Callable[[Exchange[T]], T], *, is_collective: bool) -> Exchange[T]:
         """Run a report, or start it in the worker thread, if there are peers to wait for."""
@@ -453,9 +436,8 @@ class Session:
         if self._worker is None or self._world is not dist.group.WORLD:
             self._leave_world()
             self._world = dist.group.WORLD
-            options, timeout_s = self._options, self._options.exchange_timeout
-            name = self._group_name
-            number = _number_in(self._world, name)
+            options, name = self._options, self._group_name
+            number, timeout_s = _number_in(self._world, name), options.exchange_timeout
             peers = Peers(options.process_group, name, number, options.common, timeout_s)
             self._worker = ExchangeWorker(peers, timeout_s)
         if self._is_at_exit:
@@ -526,14 +508,10 @@ class Session:
         first_rank = dist_utils.get_global_rank(self._options.process_group, 0)
         try:
             token = TokenFile(token_file, TOKEN_FILE_VARIABLE)
-        except ConfigError as error:
-            logger.warning("straggler: no control through the job's store: %s", error)
-            return
-        try:
             self._store_control = StoreControlServer(
                 host, int(port), token, self._answer, first_rank
             )
-        except RuntimeError as error:  # there may be no thread to have
+        except (ConfigError, RuntimeError) as error:  # there may be no thread to have
             logger.warning("straggler: no control through the job's store: %s", error)
             return
         which = f" --first-rank {first_rank}" if first_rank else ""

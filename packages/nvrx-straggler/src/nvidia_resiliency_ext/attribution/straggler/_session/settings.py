@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from nvidia_resiliency_ext.attribution.straggler._exchange.collectives import SETTINGS_BYTES
 from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS
@@ -116,7 +116,7 @@ class Settings:
 
     def encode(self) -> bytes:
         """Return the settings as JSON."""
-        return json.dumps({item.name: getattr(self, item.name) for item in _FIELDS}).encode()
+        return json.dumps(self.to_dict()).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Settings:
@@ -135,7 +135,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, object]:
         """Return the values by name."""
-        return {name: value for name, value in asdict(self).items() if name != "_ranks"}
+        return {item.name: getattr(self, item.name) for item in _FIELDS}
 
 
 _FIELDS = tuple(item for item in fields(Settings) if item.init)
