@@ -66,10 +66,7 @@ def test_last_words_of_a_warm_rank(job: Job, end: str) -> None:
         prewarm="on",
     )
     job.wait_for(0, range(2), "stepped")
-    wait_until(
-        lambda: {e["slot"] for e in job.events("standby") if e["state"] == "ready"} == {0, 1},
-        "two standbys",
-    )
+    job.wait_for_standbys(2)
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
     assert job.wait() == 0, job.log()
     began = [event for event in job.events("worker_start") if event["cycle"] == 1]

@@ -31,19 +31,6 @@ def standbys(job: Job) -> set[int]:
     return {pid for pid in running if str(SCRIPTED_RANK) in command_of(pid)}
 
 
-def states(job: Job) -> dict[int, str]:
-    """Return the last recorded state of each standby."""
-    return {event["slot"]: event["state"] for event in job.events("standby")}
-
-
-def wait_for_standbys(job: Job, count: int) -> None:
-    """Wait until so many standbys are ready."""
-    wait_until(
-        lambda: list(states(job).values()).count("ready") == count,
-        lambda: f"{count} ready standbys: {states(job)}\n{job.log()}",
-    )
-
-
 def warm(job: Job, cycle: int) -> list[bool]:
     """Return, by rank, whether a cycle's ranks came from standbys."""
     started = [event for event in job.events("worker_start") if event["cycle"] == cycle]
@@ -54,7 +41,7 @@ def test_ready_standbys_become_the_next_cycle(job: Job) -> None:
     """When all standbys are ready a death is followed by a cycle of warm ranks."""
     job.start("--last-cycle", "1", *RANK, prewarm="on", flags=LIGHT)
     job.wait_for(0, range(2), "stepped")
-    wait_for_standbys(job, 2)
+    job.wait_for_standbys(2)
     waiting = standbys(job)
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
     assert job.wait() == 0, job.log()
@@ -69,13 +56,13 @@ def test_a_killed_standby_is_replaced(job: Job) -> None:
     """A standby that is killed does no harm, and another one takes its place."""
     job.start("--last-cycle", "1", *RANK, prewarm="on", flags=LIGHT)
     job.wait_for(0, range(2), "stepped")
-    wait_for_standbys(job, 2)
+    job.wait_for_standbys(2)
     victim = min(standbys(job))
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: not is_running(victim), "the standby's death")
     assert job.cycles() == [0]
     wait_until(lambda: len(standbys(job) - {victim}) == 2, lambda: f"a new one\n{job.log()}")
-    wait_for_standbys(job, 2)
+    job.wait_for_standbys(2)
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
     assert job.wait() == 0, job.log()
     assert job.cycles() == [0, 1], job.log()
@@ -85,7 +72,7 @@ def test_a_standby_killed_together_with_a_rank(job: Job) -> None:
     """When a rank and its standby die together the job restarts once, cold where it must."""
     job.start("--last-cycle", "1", *RANK, prewarm="auto", flags=LIGHT, max_restarts=1)
     job.wait_for(0, range(2), "stepped")
-    wait_for_standbys(job, 2)
+    job.wait_for_standbys(2)
     for pid in [*standbys(job), job.rank_pid(0, 0)]:
         os.kill(pid, signal.SIGKILL)
     assert job.wait() == 0, job.log()
@@ -135,7 +122,7 @@ def test_no_standby_outlives_a_killed_launcher(job: Job) -> None:
     """Ready standbys are gone when the launcher is killed."""
     job.start("--last-cycle", "9", *RANK, prewarm="on", flags=LIGHT)
     job.wait_for(0, range(2), "stepped")
-    wait_for_standbys(job, 2)
+    job.wait_for_standbys(2)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
     job.assert_nothing_left()

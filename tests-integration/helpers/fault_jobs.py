@@ -217,6 +217,17 @@ class Job:
                     found.append(json.loads(line))
         return [event for event in found if kind in (None, event.get("kind"))]
 
+    def standby_states(self) -> dict[int, str]:
+        """Return the last recorded state of each standby."""
+        return {event["slot"]: event["state"] for event in self.events("standby")}
+
+    def wait_for_standbys(self, count: int) -> None:
+        """Wait until so many standbys are ready; one that became a rank counts no more."""
+        wait_until(
+            lambda: list(self.standby_states().values()).count("ready") == count,
+            lambda: f"{count} ready standbys: {self.standby_states()}\n{self.log()}",
+        )
+
     def failures(self) -> list[dict[str, Any]]:
         """Return the failure record."""
         path = self.record / "failures.jsonl"

@@ -60,6 +60,7 @@ if action == "load":
     right = torch.equal(state.state_dict["w"], state_of(iteration)["w"])  # type: ignore[attr-defined]
     print("LOADED", found, iteration, right, flush=True)
     dist.barrier()
+    dist.destroy_process_group()
 else:
     manager.save(BasicTensorAwareStateDict(state_of(1)), 1)
     try:

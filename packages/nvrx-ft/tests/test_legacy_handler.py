@@ -31,8 +31,9 @@ def job() -> Iterator[Callable[..., handler_nodes.Nodes]]:
     made: list[handler_nodes.Nodes] = []
 
     def make(min_nodes: int, max_nodes: int, **conf: Any) -> handler_nodes.Nodes:
-        # A round closes at once when all have come, and else waits for them.
-        conf = {"last_call_timeout": DEADLINE_S, **conf}
+        # A round closes at once when all have come, and else waits for them; a busy machine loses
+        # no node.
+        conf = {"last_call_timeout": DEADLINE_S, "heartbeat_timeout": DEADLINE_S, **conf}
         made.append(handler_nodes.Nodes(create_handler, min_nodes, max_nodes, **conf))
         return made[-1]
 

@@ -315,8 +315,12 @@ def run_two_ranks(case, folder, sockets):
             if (folder / "kill").exists():
                 monitors[1].kill()
             time.sleep(0.02)
-        assert [rank.poll() for rank in ranks] == [0, 0], "a rank waits for the other"
-        return [rank.stdout.read().strip() for rank in ranks]
+        ended = [rank.poll() for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+        words = [rank.stdout.read().strip() for rank in ranks]
+        assert ended == [0, 0], f"None: a rank waits for the other; they said {words}"
+        return words
 
 
 def test_a_rank_without_monitor_leaves_out_no_collective(tmp_path, socket_folder, monitor):

@@ -52,6 +52,7 @@ def main() -> None:
         sys.stdout.write(f"{type(error).__name__}: {error}")
         sys.stdout.flush()
         os._exit(0)  # as a rank that fails does; the other one must not wait for it
+    torch.distributed.destroy_process_group()  # else its threads may abort the process at its end
     sys.stdout.write(f"{steps} steps")
 
 

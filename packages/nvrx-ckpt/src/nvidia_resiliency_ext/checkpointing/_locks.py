@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SaveLock", "is_being_saved", "open_locked"]
 
 _ATTEMPTS = 5
+_RELEASE_S = 1.0  # a job that has finalised tells its worker, which then lets go
 # Not for reading alone: NFS locks only what may be written. And not held up by a pipe.
 _FLAGS = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -100,7 +101,7 @@ class SaveLock:
         folder = os.path.dirname(self._path)
         try:
             os.makedirs(folder, exist_ok=True)
-            return open_locked(self._open, self._path)
+            return open_locked(self._open, self._path, _RELEASE_S)
         except BlockingIOError as error:
             reason = "another process saves to it"
             raise CheckpointWriteError(errno.EBUSY, reason, folder, 0, "write") from error
