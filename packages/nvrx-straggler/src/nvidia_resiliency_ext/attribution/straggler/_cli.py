@@ -17,8 +17,6 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from ._errors import ControlError
 from ._session.control import DEFAULT_TIMEOUT_S, Change, Status, StatusRequest, ask, find_job
 
-__all__ = ["build_parser", "main"]
-
 _LARGEST = 1 << 63  # of numbers that a message can carry
 
 

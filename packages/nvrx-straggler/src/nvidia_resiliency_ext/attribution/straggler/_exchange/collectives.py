@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
-__all__ = [
-    "SETTINGS_BYTES",
-    "Agreement",
-    "RankState",
-    "agree",
-    "broadcast_settings",
-    "gather_medians",
-    "gather_nodes",
-    "gather_rows",
-    "reduce_medians",
-]
-
 SETTINGS_BYTES = 4096
 """Size of the message that carries changed settings."""
 

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
-__all__ = ["SCORES", "Outcome", "RankData", "ReportGenerator", "parse_scores"]
-
 RELATIVE = "relative_perf_scores"
 INDIVIDUAL = "individual_perf_scores"
 SCORES = (RELATIVE, INDIVIDUAL)

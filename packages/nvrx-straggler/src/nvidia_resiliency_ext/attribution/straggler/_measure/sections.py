@@ -22,18 +22,6 @@ import torch
 
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
 
-__all__ = [
-    "MAX_SAMPLES",
-    "SKIPPED",
-    "Capture",
-    "CapturedEntry",
-    "CustomSection",
-    "SectionRegistry",
-    "Switch",
-    "TimedEntry",
-    "timed_callable",
-]
-
 MAX_SAMPLES = 8192
 """Samples of a section that are kept for one window; the newest win."""
 

@@ -15,8 +15,6 @@ from .views import RankDetail, SlowKernel
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["Explanations", "RankExplanation", "explain", "short"]
-
 _LONGEST_NAME = 72
 
 

@@ -19,8 +19,6 @@ from .explain import short
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["plot", "table"]
-
 _BAR = 20
 _DOTS_PER_INCH = 120
 

@@ -27,21 +27,6 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float64]
 
-__all__ = [
-    "ABSTAINS",
-    "COMMUNICATION_KERNELS",
-    "MISSING",
-    "BestTimes",
-    "ScoringOptions",
-    "Window",
-    "gpu_score",
-    "is_number",
-    "ratios",
-    "read_window",
-    "reference_of_ranks",
-    "slowest_kernels",
-]
-
 Summaries = Mapping[str, Mapping[Statistic, float]]
 
 MISSING = -1.0

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.floating]
 
-__all__ = [
-    "DETAIL_COLUMNS",
-    "SLOWEST_KERNELS",
-    "STATUS_TEXTS",
-    "RankDetail",
-    "RankDetails",
-    "RankNodes",
-    "RankScores",
-    "SectionScores",
-    "SlowKernel",
-]
-
-
 V = TypeVar("V")
 
 SLOWEST_KERNELS = 3

@@ -31,20 +31,6 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
 )
 
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "MESSAGES",
-    "Change",
-    "ControlServer",
-    "Handler",
-    "Refused",
-    "Status",
-    "StatusRequest",
-    "ask",
-    "find_job",
-    "status_of",
-]
-
 LABEL = "straggler"
 
 _SOCKET = "control.sock"

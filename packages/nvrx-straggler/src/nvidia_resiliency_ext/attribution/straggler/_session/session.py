@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-__all__ = ["Session", "SessionOptions"]
-
 _LONGEST_TIMEOUT_S = 86_400
 _MOST_RANKS_IN_EVENT = 64
 _WORST_RANKS_IN_STATUS = 8

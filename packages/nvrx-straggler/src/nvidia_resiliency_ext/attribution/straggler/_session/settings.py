@@ -14,8 +14,6 @@ from nvidia_resiliency_ext.attribution.straggler.interval_tracker import iterati
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
 
-__all__ = ["CHANGEABLE", "Settings"]
-
 ALL_RANKS = "all"
 MAX_PROFILING_INTERVAL = 1_000_000_000
 

@@ -32,8 +32,6 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, reach
 
 from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
 
-__all__ = ["TOKEN_FILE_VARIABLE", "StoreControlServer", "ask_through_store"]
-
 TOKEN_FILE_VARIABLE = "NVRX_STRAGGLER_TOKEN_FILE"  # noqa: S105 - a name
 """Names the file with the token, for rank 0 and for `nvrx-straggler --store`."""
 
