@@ -220,7 +220,11 @@ class ReportGenerator:
         reference = np.empty(0)
         if self.exchanges:
             agreement, reference = self._agree(data, window)
-        scored, has_failed = self._try_score(window, reference, has_failed)
+        try:
+            scored = self._score(window, reference)
+        except Exception:  # peers wait in the collective that follows
+            logger.exception("straggler report: this rank has no scores")
+            scored, has_failed = _Scored(window), True
         settings = None
         step_time = data.step_time if agreement is None else agreement.step_time
         if agreement is not None and not agreement.same_settings:
@@ -229,21 +233,19 @@ class ReportGenerator:
         row = self._row(scored, window, status, data.dropped_records)
         if self.gather_on_rank0:
             rows, have_waited = gather_rows(row, vote(), self.group)
-            step_time = step_time if have_waited else math.inf
             if agreement is not None and agreement.needs_nodes:
                 names = gather_nodes(self.node_name, agreement.longest_node, self.group)
                 self._announced = self._place()
                 self._nodes = None if names is None else RankNodes(names)
-            if rows is None:
-                return Outcome(None, settings, step_time)
         else:
-            rows = row.reshape(1, -1)
-            have_waited = vote()
+            rows, have_waited = row.reshape(1, -1), vote()
             if self.exchanges:
                 have_waited = dist_utils.is_all_true(have_waited, self.group)
             elif self.world_size > 1:
                 have_waited = False  # other ranks do not know this step time
-            step_time = step_time if have_waited else math.inf
+        step_time = step_time if have_waited else math.inf
+        if rows is None:
+            return Outcome(None, settings, step_time)
         report = self._report(rows, data, window, kernels, scored)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         report = replace(report, generate_report_elapsed_time=elapsed_ms)
@@ -328,16 +330,6 @@ class ReportGenerator:
             ABSTAINS if window.abstains_sections else missing,
         )
         return np.concatenate([kernels, sections])
-
-    def _try_score(
-        self, window: Window, reference: Array, has_failed: bool
-    ) -> tuple[_Scored, bool]:
-        """Return the scores; a rank that cannot compute its own has none, and its peers go on."""
-        try:
-            return self._score(window, reference), has_failed
-        except Exception:  # peers wait in the collective that follows
-            logger.exception("straggler report: this rank has no scores")
-            return _Scored(window), True
 
     def _score(self, window: Window, reference: Array) -> _Scored:
         scored = _Scored(window)
