@@ -69,9 +69,6 @@ class RankScores(_ByRank[float]):
     def __getitem__(self, rank: int) -> float:
         return float(self._row(rank))
 
-    def __repr__(self) -> str:
-        return repr(dict(zip(self, self.array.tolist(), strict=True)))
-
     def below(self, threshold: float) -> list[int]:
         """Return the ranks whose score is less than the threshold; NaN never is."""
         ranks: list[int] = (np.flatnonzero(self.array < threshold) + self.first_rank).tolist()

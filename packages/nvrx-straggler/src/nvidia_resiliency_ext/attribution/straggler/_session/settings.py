@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._exchange.collectives import SETTINGS_BYTES
 from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS
@@ -142,12 +143,7 @@ CHANGEABLE = tuple(item.name for item in _FIELDS if item.name != "version")
 
 
 def _require_type(name: str, value: object, kind: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": is_number and isinstance(value, int),
-        "float": is_number,
-        "str": isinstance(value, str),
-    }
-    if not fits[kind]:
+    kinds: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float), "str": str}
+    # True and False are no numbers.
+    if not isinstance(value, kinds[kind]) or isinstance(value, bool) != (kind == "bool"):
         raise ConfigError(f"{name}={value!r}: must be of type {kind}")
