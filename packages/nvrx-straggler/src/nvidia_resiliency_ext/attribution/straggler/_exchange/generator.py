@@ -28,11 +28,7 @@ from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     reference_of_ranks,
     slowest_kernels,
 )
-from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
-    MAX_NAMES,
-    NameMapper,
-    Proposal,
-)
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import MAX_NAMES, NameMapper, Proposal
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import collectives

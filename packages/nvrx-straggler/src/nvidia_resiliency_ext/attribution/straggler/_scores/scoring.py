@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
-    MAX_NAME_CHARACTERS,
-    shortened,
-)
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import MAX_NAME_CHARACTERS, shortened
 from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 

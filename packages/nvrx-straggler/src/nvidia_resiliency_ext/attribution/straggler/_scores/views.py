@@ -20,14 +20,7 @@ SLOWEST_KERNELS = 3
 """Kernels per rank that travel with the report, for explanations."""
 DETAIL_COLUMNS = 5 + 3 * SLOWEST_KERNELS
 """Columns of a row after the scores."""
-STATUS_TEXTS = (
-    "ok",
-    "unavailable",
-    "off",
-    "paused: torch.profiler",
-    "paused",
-    "failed",
-)
+STATUS_TEXTS = ("ok", "unavailable", "off", "paused: torch.profiler", "paused", "failed")
 """How kernel timing stands on a rank; its number travels."""
 
 

@@ -20,11 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
-from nvidia_resiliency_ext.shared_utils.abandonable import (
-    DeadlineCaller,
-    ParkedAtExit,
-    StuckError,
-)
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, ParkedAtExit, StuckError
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
