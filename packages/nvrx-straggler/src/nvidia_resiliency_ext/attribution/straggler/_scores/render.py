@@ -82,7 +82,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise MissingExtraError("Report.plot", "'nvrx-straggler[plot]'", error) from error
     sections, _ = section_scores(report)
-    has_gpu = any(np.isfinite(values).any() for *_, values in _gpu_scores(report))
+    has_gpu = any(np.isfinite(values).any() for *_, values in _scores_by_kind(report))
     parts = [(has_gpu or not sections, _plot_scores), (bool(sections), _plot_sections)]
     drawn = [draw for is_wanted, draw in parts if is_wanted]
     figure = Figure(figsize=(9, 0.5 + 3 * len(drawn)), layout="constrained")
@@ -99,7 +99,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     atomic_write(path, picture.getvalue(), mode=None, fsync=False)
 
 
-def _gpu_scores(report: Report) -> list[tuple[str, Any, Any]]:
+def _scores_by_kind(report: Report) -> list[tuple[str, Any, Any]]:
     """Return `(kind, ranks, scores)` of each GPU score."""
     given = [
         ("relative", report.gpu_relative_perf_scores),
@@ -110,7 +110,7 @@ def _gpu_scores(report: Report) -> list[tuple[str, Any, Any]]:
 
 def _plot_scores(report: Report, axes: Any) -> None:
     for (kind, ranks, values), (marker, color) in zip(
-        _gpu_scores(report), (("o", "C0"), ("x", "C1")), strict=True
+        _scores_by_kind(report), (("o", "C0"), ("x", "C1")), strict=True
     ):
         if not np.isfinite(values).any():
             continue
