@@ -708,9 +708,9 @@ class ExchangesObjects(CliqueReplicationStrategy):
     """Copies are exchanged as objects, as for any strategy of a user."""
 
 
-def load_from_a_bad_sector(rank, world, root):
-    """Return what a rank loads when rank 0 can read its manifest, but not its tensor."""
-    strategy = ExchangesObjects.from_replication_params(1, 2)
+def load_from_a_bad_sector(rank, world, root, bad):
+    """Return what a rank loads when `bad` ranks can read shard 0's manifest only."""
+    strategy = ExchangesObjects.from_replication_params(1, len(bad) + 1)
     first = LocalCheckpointManager(root, repl_strategy=strategy)
     first.save(BasicTensorAwareStateDict({"w": torch.full((3,), float(rank))}), 1)
     second = LocalCheckpointManager(root, repl_strategy=strategy)
@@ -731,7 +731,7 @@ def load_from_a_bad_sector(rank, world, root):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
+        if rank in bad:
             patch.setattr(RankDirectory, "source", source)
         state, ckpt_id = second.load()
     kept = second.local_ckpt_dir.glob("*")
@@ -739,7 +739,8 @@ def load_from_a_bad_sector(rank, world, root):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_shard_that_cannot_be_read_is_taken_from_a_peer(four_ranks, tmp_path):
-    """A rank whose own shard cannot be read, but is listed, gets a peer's copy of it."""
-    found = four_ranks.run(load_from_a_bad_sector, str(tmp_path))
+@pytest.mark.parametrize("bad", [[0], [0, 1, 2], [0, 2, 3]])
+def test_a_shard_that_cannot_be_read_is_taken_from_a_peer(four_ranks, tmp_path, bad):
+    """A rank whose own shard cannot be read, but is listed, gets the copy that can be read."""
+    found = four_ranks.run(load_from_a_bad_sector, str(tmp_path), bad)
     assert found == [(1, [float(rank)] * 3, False) for rank in range(4)]

@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
 
-_TARGET = "nvidia_resiliency_ext.attribution.straggler"
-_SUBMODULES = (
-    "cupti",
-    "dist_utils",
-    "interval_tracker",
-    "name_mapper",
-    "reporting",
-    "statistics",
-    "straggler",
-)
-
-_package = importlib.import_module(_TARGET)
-for _name in _SUBMODULES:
-    sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"{_TARGET}.{_name}")
+_package = importlib.import_module("nvidia_resiliency_ext.attribution.straggler")
+for _name in _package.__all__:
+    _value = getattr(_package, _name)
+    if isinstance(_value, ModuleType):
+        sys.modules[f"{__name__}.{_name}"] = _value
 sys.modules[__name__] = _package

@@ -136,8 +136,6 @@ class _Mute:
 
     def __init__(self) -> None:
         self._since: dict[Any, tuple[object, float]] = {}
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(descriptors // _MUTE_SHARE, _MOST_MUTE)
 
     def close(self, connections: Any) -> None:
         """Look at all connections; called for each new one, and many times a second."""
@@ -149,9 +147,11 @@ class _Mute:
             cycle, since_s = known.get(one, (one.cycle, now_s))
             self._since[one] = (one.cycle, since_s if cycle is one.cycle else now_s)
         oldest = sorted(mute, key=lambda one: self._since[one][1])
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # may be changed at any time
+        most = min(descriptors // _MUTE_SHARE, _MOST_MUTE)
         for index, one in enumerate(oldest):
             is_late = now_s - self._since[one][1] > _MUTE_S
-            if one.transport is not None and (is_late or len(oldest) - index > self._most):
+            if one.transport is not None and (is_late or len(oldest) - index > most):
                 one.transport.abort()
 
 

@@ -7,15 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import (
-        cupti,
-        dist_utils,
-        interval_tracker,
-        name_mapper,
-        reporting,
-        statistics,
-        straggler,
-    )
+    from . import cupti, dist_utils, interval_tracker, name_mapper, reporting, statistics, straggler
     from .reporting import Report, StragglerId
     from .statistics import Statistic
     from .straggler import CallableId, Detector

@@ -17,8 +17,6 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from ._errors import ControlError
 from ._session.control import DEFAULT_TIMEOUT_S, Change, Status, StatusRequest, ask, find_job
 
-__all__ = ["build_parser", "main"]
-
 _LARGEST = 1 << 63  # of numbers that a message can carry
 
 
@@ -45,11 +43,7 @@ def seconds(text: str) -> float:
 
 _OPTIONS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--report-interval": ("report_time_interval", float, "seconds between reports"),
-    "--profiling-interval": (
-        "profiling_interval",
-        integer,
-        "measure every Nth entry of a section",
-    ),
+    "--profiling-interval": ("profiling_interval", integer, "measure every Nth entry of a section"),
     "--ranks": ("ranks", str, "ranks that measure, such as 0-3,8, or all"),
     "--gpu-rel-threshold": ("gpu_rel_threshold", float, "relative GPU score of a straggler"),
     "--section-rel-threshold": ("section_rel_threshold", float, "relative section score"),

@@ -7,8 +7,6 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-__all__ = ["MAJORS", "candidates"]
-
 MAJORS = ("13", "12")
 """CUDA versions whose kernel records the extension can read, newest first."""
 

@@ -5,16 +5,6 @@ from __future__ import annotations
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-__all__ = [
-    "AlreadyInitializedError",
-    "ControlError",
-    "CuptiUnavailableError",
-    "MalformedNamesError",
-    "NotInitializedError",
-    "OptionsDifferError",
-    "StragglerError",
-]
-
 
 class StragglerError(NvrxError):
     """Base of the errors of this package."""

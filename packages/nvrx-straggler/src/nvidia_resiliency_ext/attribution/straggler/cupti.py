@@ -38,9 +38,7 @@ class CuptiManager:
         import nvrx_cupti_module
 
         self.cupti_ext: Any = nvrx_cupti_module.CuptiProfiler(
-            bufferSize=bufferSize,
-            numBuffers=numBuffers,
-            statsMaxLenPerKernel=statsMaxLenPerKernel,
+            bufferSize=bufferSize, numBuffers=numBuffers, statsMaxLenPerKernel=statsMaxLenPerKernel
         )
         self.started_cnt = 0
         self.is_initialized = False

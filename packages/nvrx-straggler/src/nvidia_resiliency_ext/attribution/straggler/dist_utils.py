@@ -30,10 +30,7 @@ __all__ = [
 ]
 
 
-waiting: ContextVar[Callable[[Any], object]] = ContextVar(
-    "waiting",
-    default=lambda _work: None,
-)
+waiting: ContextVar[Callable[[Any], object]] = ContextVar("waiting", default=lambda _work: None)
 """How this thread waits for a collective before it takes the result."""
 
 

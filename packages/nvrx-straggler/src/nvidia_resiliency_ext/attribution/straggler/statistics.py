@@ -70,10 +70,7 @@ class SummaryTable(Mapping[str, Mapping[Statistic, float]]):
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        rows: npt.ArrayLike,
-        totals: npt.ArrayLike | None = None,
+        self, names: Sequence[str], rows: npt.ArrayLike, totals: npt.ArrayLike | None = None
     ) -> None:
         self.names = tuple(names)
         self.values_by_row = np.asarray(rows, dtype=np.float64).reshape(-1, len(_ORDER))

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,8 +176,10 @@ class BaseCheckpointManager(ABC):
             self.latest_iteration = self._look_for_latest()
         return self.latest_iteration
 
-    def _look_for_latest(self, below: int | None = None, *, unusable: CkptID | None = None) -> int:
-        ids = self._held() - {unusable}
+    def _look_for_latest(
+        self, below: int | None = None, *, unusable: Collection[CkptID] = ()
+    ) -> int:
+        ids = self._held().difference(unusable)
         mine = [(i, owner) for i, owner, session in ids if session == self.session_id]
         held = self._agreement.gather_held(self._clique(), mine)
         self.globally_available_ids = {
@@ -279,20 +281,26 @@ class BaseCheckpointManager(ABC):
         """Return this rank's part from a copy when it has none; all ranks call this together."""
         strategy = self.repl_strategy
         assert strategy is not None
-        # A part that could not be read may still be listed: others must send it.
-        self._look_for_latest(unusable=ckpt_id if state is None else None)
-        needed: dict[Any, TensorAwareStateDict | None] = {}
-        plan = None
-        try:
-            wanted = [ckpt_id] if state is None else []
-            plan = strategy.retrieve_plan(self.globally_available_ids, wanted)
-            needed = {id_: self._load_or_none(id_) for id_ in plan.required_ids()}
-        except NoReplicasAvailableError as error:
-            logger.warning("no copy of a shard is left: %s", error)
-        ready = plan is not None and all(part is not None for part in needed.values())
-        # A holder whose copy is damaged says so before anybody waits for it.
-        if not self._agreement.all_true(ready):
-            return state
+        wanted = [ckpt_id] if state is None else []
+        # What could not be read may still be listed: others must send it.
+        unusable = set(wanted)
+        while True:
+            self._look_for_latest(unusable=unusable)
+            needed: dict[Any, TensorAwareStateDict | None] = {}
+            plan = None
+            try:
+                plan = strategy.retrieve_plan(self.globally_available_ids, wanted)
+                needed = {id_: self._load_or_none(id_) for id_ in plan.required_ids()}
+            except NoReplicasAvailableError as error:
+                logger.warning("no copy of a shard is left: %s", error)
+            lost = {id_ for id_, part in needed.items() if part is None}
+            # Twice the same: the strategy, which may be a user's, knows no other holder.
+            if not self._agreement.all_true(plan is not None and not lost & unusable):
+                return state
+            # A holder whose copy is damaged says so before anybody waits for it.
+            if self._agreement.all_true(not lost):
+                break
+            unusable |= lost
         received: dict[Any, TensorAwareStateDict] = strategy.retrieve_execute(plan, needed)
         return received.get(ckpt_id, state)
 

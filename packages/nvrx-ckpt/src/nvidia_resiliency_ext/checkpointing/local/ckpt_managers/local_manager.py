@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         clique = self._clique_strategy()
         return super()._clique() if clique is None else min(clique.local_group.ranks)
 
-    def _look_for_latest(self, below: int | None = None, *, unusable: CkptID | None = None) -> int:
+    def _look_for_latest(
+        self, below: int | None = None, *, unusable: Collection[CkptID] = ()
+    ) -> int:
         self._connect_clique()
         found = super()._look_for_latest(below, unusable=unusable)
         if found != -1:

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
 
-__all__ = [
-    "SETTINGS_BYTES",
-    "Agreement",
-    "RankState",
-    "agree",
-    "broadcast_settings",
-    "gather_medians",
-    "gather_nodes",
-    "gather_rows",
-    "reduce_medians",
-]
-
 SETTINGS_BYTES = 4096
 """Size of the message that carries changed settings."""
 
@@ -142,15 +130,7 @@ def gather_nodes(node: str, longest: int, group: ProcessGroup | None) -> list[st
 
 
 def broadcast_settings(settings: bytes, group: ProcessGroup | None) -> bytes:
-    """Return rank 0's settings on every rank.
-
-    Raises:
-        ValueError: They are over 4096 bytes (on rank 0, before the collective).
-    """
-    if len(settings) > SETTINGS_BYTES:
-        raise ValueError(f"settings of {len(settings)} bytes are over {SETTINGS_BYTES}")
-    if dist_utils.get_world_size(group) == 1:
-        return settings
+    """Return rank 0's settings, of at most `SETTINGS_BYTES` bytes, on every rank."""
     buffer = np.zeros(SETTINGS_BYTES, dtype=np.uint8)
     buffer[: len(settings)] = np.frombuffer(settings, dtype=np.uint8)
     tensor = torch.from_numpy(buffer).to(dist_utils.get_device_for_backend(group))

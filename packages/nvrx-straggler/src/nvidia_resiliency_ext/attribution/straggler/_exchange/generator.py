@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nvidia_resiliency_ext.attribution.straggler import dist_utils
+from nvidia_resiliency_ext.attribution.straggler._scores import views
 from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS, Report
 from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     ABSTAINS,
@@ -27,40 +28,16 @@ from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
     reference_of_ranks,
     slowest_kernels,
 )
-from nvidia_resiliency_ext.attribution.straggler._scores.views import (
-    DETAIL_COLUMNS,
-    SLOWEST_KERNELS,
-    STATUS_TEXTS,
-    RankDetails,
-    RankNodes,
-    RankScores,
-    SectionScores,
-)
-from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
-    MAX_NAMES,
-    NameMapper,
-    Proposal,
-)
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import MAX_NAMES, NameMapper, Proposal
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .collectives import (
-    Agreement,
-    RankState,
-    agree,
-    broadcast_settings,
-    gather_medians,
-    gather_nodes,
-    gather_rows,
-    reduce_medians,
-)
+from . import collectives
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.distributed import ProcessGroup
 
     from nvidia_resiliency_ext.attribution.straggler._scores.scoring import Array
-
-__all__ = ["SCORES", "Outcome", "RankData", "ReportGenerator", "parse_scores"]
 
 RELATIVE = "relative_perf_scores"
 INDIVIDUAL = "individual_perf_scores"
@@ -173,7 +150,7 @@ class ReportGenerator:
         self._best_kernels = BestTimes(self.options.max_kernels, self.options.best_decay)
         self._best_sections = BestTimes(self.options.max_kernels, self.options.best_decay)
         self._kernel_decisions: dict[str, bool] = {}
-        self._nodes: RankNodes | None = None
+        self._nodes: views.RankNodes | None = None
         self._announced: tuple[int, int, str] | None = None
         self._windows_below = np.zeros(0, dtype=np.int64)
         self.group = pg
@@ -218,34 +195,36 @@ class ReportGenerator:
         started = time.perf_counter()
         self.group = self.group  # ranks may have changed
         window, kernels, has_failed = self._read(data)
-        agreement: Agreement | None = None
+        agreement: collectives.Agreement | None = None
         reference = np.empty(0)
         if self.exchanges:
             agreement, reference = self._agree(data, window)
-        scored, has_failed = self._try_score(window, reference, has_failed)
+        try:
+            scored = self._score(window, reference)
+        except Exception:  # peers wait in the collective that follows
+            logger.exception("straggler report: this rank has no scores")
+            scored, has_failed = _Scored(window), True
         settings = None
         step_time = data.step_time if agreement is None else agreement.step_time
         if agreement is not None and not agreement.same_settings:
-            settings = broadcast_settings(data.settings, self.group)
+            settings = collectives.broadcast_settings(data.settings, self.group)
         status = "failed" if has_failed else data.cuda_status
         row = self._row(scored, window, status, data.dropped_records)
         if self.gather_on_rank0:
-            rows, have_waited = gather_rows(row, vote(), self.group)
-            step_time = step_time if have_waited else math.inf
+            rows, have_waited = collectives.gather_rows(row, vote(), self.group)
             if agreement is not None and agreement.needs_nodes:
-                names = gather_nodes(self.node_name, agreement.longest_node, self.group)
+                names = collectives.gather_nodes(self.node_name, agreement.longest_node, self.group)
                 self._announced = self._place()
-                self._nodes = None if names is None else RankNodes(names)
-            if rows is None:
-                return Outcome(None, settings, step_time)
+                self._nodes = None if names is None else views.RankNodes(names)
         else:
-            rows = row.reshape(1, -1)
-            have_waited = vote()
+            rows, have_waited = row.reshape(1, -1), vote()
             if self.exchanges:
                 have_waited = dist_utils.is_all_true(have_waited, self.group)
             elif self.world_size > 1:
                 have_waited = False  # other ranks do not know this step time
-            step_time = step_time if have_waited else math.inf
+        step_time = step_time if have_waited else math.inf
+        if rows is None:
+            return Outcome(None, settings, step_time)
         report = self._report(rows, data, window, kernels, scored)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         report = replace(report, generate_report_elapsed_time=elapsed_ms)
@@ -268,12 +247,12 @@ class ReportGenerator:
         """Return what rank 0 must be told about this rank when it changes."""
         return self.world_size, self.rank, self.node_name
 
-    def _agree(self, data: RankData, window: Window) -> tuple[Agreement, Array]:
+    def _agree(self, data: RankData, window: Window) -> tuple[collectives.Agreement, Array]:
         """Return what all ranks agree on and the reference of every entry of the tables."""
         mapper = self.name_mapper
         proposal = mapper.propose(window.kernel_names, window.section_names)
         medians = self._medians(window, proposal)
-        state = RankState(
+        state = collectives.RankState(
             tables=mapper.digest,
             proposed=proposal.digest,
             settings_version=data.settings_version,
@@ -281,20 +260,20 @@ class ReportGenerator:
             needs_nodes=self.gather_on_rank0 and self._announced != self._place(),
             node=self.node_name,
         )
-        agreement, head = agree(state, medians, self.group)
+        agreement, head = collectives.agree(state, medians, self.group)
         if agreement.same_proposal:
             mapper.accept(proposal)
         else:
             self._exchange_names(window, keep=agreement.same_tables)
             medians = self._medians(window, Proposal((), (), mapper.digest))
-            _, head = agree(state, medians, self.group)
+            _, head = collectives.agree(state, medians, self.group)
         if not self.is_computing_rel_scores:
             return agreement, np.empty(0)
         if self.options.is_minimum_of_all:
-            least = reduce_medians(head, medians, self.group)
+            least = collectives.reduce_medians(head, medians, self.group)
             return agreement, np.where(np.isfinite(least) & (least > 0), least, np.nan)
         peers = self.options.peers_of(self.rank, self.world_size)
-        all_medians = gather_medians(medians, self.group)
+        all_medians = collectives.gather_medians(medians, self.group)
         return agreement, reference_of_ranks(all_medians[peers], self.options)
 
     def _exchange_names(self, window: Window, *, keep: bool) -> None:
@@ -331,16 +310,6 @@ class ReportGenerator:
         )
         return np.concatenate([kernels, sections])
 
-    def _try_score(
-        self, window: Window, reference: Array, has_failed: bool
-    ) -> tuple[_Scored, bool]:
-        """Return the scores; a rank that cannot compute its own has none, and its peers go on."""
-        try:
-            return self._score(window, reference), has_failed
-        except Exception:  # peers wait in the collective that follows
-            logger.exception("straggler report: this rank has no scores")
-            return _Scored(window), True
-
     def _score(self, window: Window, reference: Array) -> _Scored:
         scored = _Scored(window)
         if self.is_computing_indiv_scores:
@@ -376,7 +345,7 @@ class ReportGenerator:
             count = len(window.section_names)
             columns = np.arange(count)
         kind = np.float32 if self.gather_on_rank0 and self.world_size > 1 else np.float64
-        row = np.full(2 + 2 * count + DETAIL_COLUMNS, np.nan, dtype=kind)
+        row = np.full(2 + 2 * count + views.DETAIL_COLUMNS, np.nan, dtype=kind)
         row[:2] = scored.gpu_relative, scored.gpu_individual
         row[2 + columns] = scored.section_relative
         row[2 + count + columns] = scored.section_individual
@@ -390,7 +359,7 @@ class ReportGenerator:
         )
         details[5:] = -1.0
         numbers = self.name_mapper.kernel_name_to_id
-        worst = slowest_kernels(scored.kernel_ratios, window.kernel_weights, SLOWEST_KERNELS)
+        worst = slowest_kernels(scored.kernel_ratios, window.kernel_weights, views.SLOWEST_KERNELS)
         for place, kernel in enumerate(worst.tolist()):
             number = numbers[window.kernel_names[kernel]] if self.exchanges else kernel
             share = window.kernel_weights[kernel] / window.compute_us
@@ -406,21 +375,23 @@ class ReportGenerator:
         scored: _Scored,
     ) -> Report:
         first = 0 if self.gather_on_rank0 else self.rank
-        count = (rows.shape[1] - 2 - DETAIL_COLUMNS) // 2
+        count = (rows.shape[1] - 2 - views.DETAIL_COLUMNS) // 2
         mapper = self.name_mapper
         sections = (
             tuple(mapper.section_name_to_id) if self.gather_on_rank0 else window.section_names
         )
         kernel_names = tuple(mapper.kernel_name_to_id) if self.exchanges else window.kernel_names
         relative, individual = self.is_computing_rel_scores, self.is_computing_indiv_scores
-        gpu_relative = RankScores(rows[:, 0], first) if relative else {}
-        section_relative = SectionScores(sections, rows[:, 2 : 2 + count], first)
-        section_individual = SectionScores(sections, rows[:, 2 + count : 2 + 2 * count], first)
+        gpu_relative = views.RankScores(rows[:, 0], first) if relative else {}
+        section_relative = views.SectionScores(sections, rows[:, 2 : 2 + count], first)
+        section_individual = views.SectionScores(
+            sections, rows[:, 2 + count : 2 + 2 * count], first
+        )
         nodes = self._nodes if self.gather_on_rank0 else None
         return Report(
             gpu_relative_perf_scores=gpu_relative,
             section_relative_perf_scores=section_relative if relative else {},
-            gpu_individual_perf_scores=RankScores(rows[:, 1], first) if individual else {},
+            gpu_individual_perf_scores=views.RankScores(rows[:, 1], first) if individual else {},
             section_individual_perf_scores=section_individual if individual else {},
             rank_to_node=nodes or {self.rank: self.node_name},
             local_section_summaries=data.sections,
@@ -429,7 +400,7 @@ class ReportGenerator:
             gather_on_rank0=self.gather_on_rank0,
             rank=self.rank,
             cuda_profiling_status=data.cuda_status,
-            details=RankDetails(rows[:, 2 + 2 * count :], kernel_names, first),
+            details=views.RankDetails(rows[:, 2 + 2 * count :], kernel_names, first),
             thresholds=data.thresholds,
             nan_reasons=self._nan_reasons(rows, data, len(kernel_names), scored, len(sections)),
             consecutive_windows_below=self._count_windows(rows[:, 0], data.thresholds, first),
@@ -472,12 +443,12 @@ class ReportGenerator:
 
     def _count_windows(
         self, scores: npt.NDArray[np.floating], thresholds: Mapping[str, float], first: int
-    ) -> RankScores:
+    ) -> views.RankScores:
         if len(self._windows_below) != len(scores):
             self._windows_below = np.zeros(len(scores), dtype=np.int64)
         below = scores < thresholds["gpu_rel_threshold"]
         self._windows_below = np.where(below, self._windows_below + 1, 0)
-        return RankScores(self._windows_below.astype(np.float64), first)
+        return views.RankScores(self._windows_below.astype(np.float64), first)
 
 
 def parse_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
@@ -533,7 +504,7 @@ def _pick(reference: Array, numbers: Mapping[str, int], names: Sequence[str]) ->
 
 
 def _status_number(status: str) -> int:
-    for number, text in enumerate(STATUS_TEXTS):
+    for number, text in enumerate(views.STATUS_TEXTS):
         if status == text or (number and status.startswith(text)):
             return number
-    return STATUS_TEXTS.index("unavailable")
+    return views.STATUS_TEXTS.index("unavailable")

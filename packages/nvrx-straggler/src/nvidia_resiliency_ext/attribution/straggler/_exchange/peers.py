@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Peers", "reason_of"]
-
 _GROUP_TIMEOUT_S = 1800.0
 _LONGEST_LIST = 200
 _NAME_DIGITS = 32

@@ -21,8 +21,6 @@ from nvidia_resiliency_ext.shared_utils.abandonable import ParkedAtExit, park
 if TYPE_CHECKING:
     from .peers import Peers
 
-__all__ = ["Exchange", "ExchangeSkippedError", "ExchangeWorker", "ReportsEndedError"]
-
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 2.0

@@ -14,8 +14,6 @@ from nvidia_resiliency_ext.attribution.straggler._errors import CuptiUnavailable
 from nvidia_resiliency_ext.attribution.straggler.cupti import CuptiManager
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable
 
-__all__ = ["MODES", "KernelCapture", "kernel_table", "open_capture", "synchronize"]
-
 MODES = ("auto", "require", "off")
 """Values of `cuda_profiling`."""
 

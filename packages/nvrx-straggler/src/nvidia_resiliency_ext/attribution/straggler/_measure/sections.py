@@ -15,24 +15,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvidia_resiliency_ext.attribution.straggler.statistics import SummaryTable, summarize
 
-__all__ = [
-    "MAX_SAMPLES",
-    "SKIPPED",
-    "Capture",
-    "CapturedEntry",
-    "CustomSection",
-    "SectionRegistry",
-    "Switch",
-    "TimedEntry",
-    "timed_callable",
-]
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
+
+    from .kernel_capture import KernelCapture
 
 MAX_SAMPLES = 8192
 """Samples of a section that are kept for one window; the newest win."""
@@ -40,18 +33,6 @@ MAX_SAMPLES = 8192
 logger = logging.getLogger("nvrx")
 # Of the two such functions the cheaper one; what is exported may be timed.
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-class Capture(Protocol):
-    """What switches kernel timing on and off around an entry."""
-
-    def start(self) -> bool:
-        """Switch on; False when this entry goes without."""
-        ...
-
-    def stop(self) -> None:
-        """Switch off what a `start` that returned True has switched on."""
-        ...
 
 
 @dataclass(slots=True)
@@ -109,7 +90,7 @@ class SectionRegistry:
 
     __slots__ = ("_lock", "_unnamed", "capture", "interval", "is_paused", "sections")
 
-    def __init__(self, interval: int, capture: Capture | None) -> None:
+    def __init__(self, interval: int, capture: KernelCapture | None) -> None:
         self.is_paused = False
         self.interval = interval
         self.capture = capture
@@ -160,22 +141,11 @@ class _SkippedEntry:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         pass
 
 
 SKIPPED = _SkippedEntry()
-
-
-class Switch(Protocol):
-    """Whether a wrapped callable is still timed."""
-
-    @property
-    def is_active(self) -> bool:
-        """False once it was restored: calls that still arrive are only passed on."""
-        ...
 
 
 class TimedEntry:
@@ -189,9 +159,7 @@ class TimedEntry:
     def __enter__(self) -> None:
         self._begin = perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         end = perf_counter()
         if kind is None:
             self._append((end - self._begin) * 1e3)
@@ -202,7 +170,7 @@ class CapturedEntry:
 
     __slots__ = ("_append", "_begin", "_capture", "_is_on")
 
-    def __init__(self, append: Callable[[float], None], capture: Capture) -> None:
+    def __init__(self, append: Callable[[float], None], capture: KernelCapture) -> None:
         self._append = append
         self._capture = capture
 
@@ -210,9 +178,7 @@ class CapturedEntry:
         self._is_on = self._capture.start()
         self._begin = perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         end = perf_counter()
         if kind is None:
             self._append((end - self._begin) * 1e3)
@@ -224,7 +190,7 @@ def timed_callable(
     function: Callable[..., Any],
     section: CustomSection,
     registry: SectionRegistry,
-    switch: Switch,
+    wrapped: WrappedAttribute,
     *,
     profile_cuda: bool,
 ) -> Callable[..., Any]:
@@ -241,11 +207,11 @@ def timed_callable(
     append = section.cpu_elapsed_times.append
 
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        return _timed_until_its_end(function, section, registry, switch, profile_cuda=profile_cuda)
+        return _timed_until_its_end(function, section, registry, wrapped, profile_cuda=profile_cuda)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if registry.is_paused or not switch.is_active or _is_compiling():
+        if registry.is_paused or not wrapped.is_active or _is_compiling():
             return function(*args, **kwargs)
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1
@@ -268,14 +234,14 @@ def _timed_until_its_end(
     function: Callable[..., Any],
     section: CustomSection,
     registry: SectionRegistry,
-    switch: Switch,
+    wrapped: WrappedAttribute,
     *,
     profile_cuda: bool,
 ) -> Callable[..., Any]:
     """Return a coroutine or generator function whose whole run is one entry."""
 
     def entry() -> TimedEntry | CapturedEntry | _SkippedEntry:
-        if registry.is_paused or not switch.is_active:
+        if registry.is_paused or not wrapped.is_active:
             return SKIPPED
         count = section.total_entry_cnt
         section.total_entry_cnt = count + 1

@@ -15,8 +15,6 @@ from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribu
 
 from .sections import SectionRegistry, timed_callable
 
-__all__ = ["CallableId", "Wrapping"]
-
 logger = logging.getLogger("nvrx")
 
 

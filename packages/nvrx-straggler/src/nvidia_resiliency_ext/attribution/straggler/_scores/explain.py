@@ -15,9 +15,8 @@ from .views import RankDetail, SlowKernel
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["Explanations", "RankExplanation", "explain", "short"]
-
 _LONGEST_NAME = 72
+_NO_DETAIL = RankDetail(0.0, 0.0, "ok", 0, 0, ())
 
 
 @dataclass(frozen=True)
@@ -96,43 +95,42 @@ def explain(report: Report, rank: int | None, k: int) -> Explanations:
 
 
 def _explain_rank(report: Report, rank: int, k: int) -> RankExplanation:
-    score = _gpu_score(report, rank)
-    detail = report.details.get(rank)
-    is_relative = bool(report.section_relative_perf_scores)
-    scores = (
-        report.section_relative_perf_scores
-        if is_relative
-        else report.section_individual_perf_scores
-    )
-    limit = report.thresholds["section_rel_threshold" if is_relative else "section_indiv_threshold"]
-    slow = [(name, of_ranks[rank]) for name, of_ranks in scores.items() if rank in of_ranks]
+    _, scores, _ = gpu_scores(report)
+    score = scores.get(rank, math.nan)
+    detail = report.details.get(rank, _NO_DETAIL)
+    sections, limit = section_scores(report)
+    slow = [(name, of_ranks[rank]) for name, of_ranks in sections.items() if rank in of_ranks]
     slow = sorted((item for item in slow if item[1] < limit), key=lambda item: item[1])
-    reason = ""
-    if math.isnan(score):
-        reason = _reason(report, detail)
-    compute_us = detail.compute_us if detail else 0.0
-    communication_us = detail.communication_us if detail else 0.0
     return RankExplanation(
         rank=rank,
         node=report.rank_to_node.get(rank, "?"),
         gpu_score=score,
-        kernels=detail.slowest[:k] if detail else (),
+        kernels=detail.slowest[:k],
         sections=tuple(slow[:k]),
-        compute_us=compute_us,
-        communication_us=communication_us,
-        compute_ratio=_ratio(compute_us, report.details, column=0),
-        communication_ratio=_ratio(communication_us, report.details, column=1),
-        reason=reason,
+        compute_us=detail.compute_us,
+        communication_us=detail.communication_us,
+        compute_ratio=_ratio(detail.compute_us, report.details, column=0),
+        communication_ratio=_ratio(detail.communication_us, report.details, column=1),
+        reason=_reason(report, detail) if math.isnan(score) else "",
     )
 
 
-def _gpu_score(report: Report, rank: int) -> float:
-    scores = report.gpu_relative_perf_scores or report.gpu_individual_perf_scores
-    return scores.get(rank, float("nan"))
+def gpu_scores(report: Report) -> tuple[str, Mapping[int, float], float]:
+    """Return the kind of GPU score that people are shown, the scores, and their threshold."""
+    if report.gpu_relative_perf_scores:
+        return "relative", report.gpu_relative_perf_scores, report.thresholds["gpu_rel_threshold"]
+    return "individual", report.gpu_individual_perf_scores, report.thresholds["gpu_indiv_threshold"]
 
 
-def _reason(report: Report, detail: RankDetail | None) -> str:
-    if detail is not None and detail.cuda_profiling_status != "ok":
+def section_scores(report: Report) -> tuple[Mapping[str, Mapping[int, float]], float]:
+    """Return the scores of sections that people are shown, and their threshold."""
+    if report.section_relative_perf_scores:
+        return report.section_relative_perf_scores, report.thresholds["section_rel_threshold"]
+    return report.section_individual_perf_scores, report.thresholds["section_indiv_threshold"]
+
+
+def _reason(report: Report, detail: RankDetail) -> str:
+    if detail.cuda_profiling_status != "ok":
         status = detail.cuda_profiling_status
         if report.rank is not None and report.details.get(report.rank) == detail:
             status = report.cuda_profiling_status

@@ -14,12 +14,10 @@ from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
-from .explain import short
+from .explain import gpu_scores, section_scores, short
 
 if TYPE_CHECKING:
     from .report import Report
-
-__all__ = ["plot", "table"]
 
 _BAR = 20
 _DOTS_PER_INCH = 120
@@ -27,13 +25,8 @@ _DOTS_PER_INCH = 120
 
 def table(report: Report, k: int) -> str:
     """Return the slowest `k` ranks as lines, the reason of missing scores, and explanations."""
-    scores = report.gpu_relative_perf_scores or report.gpu_individual_perf_scores
-    is_relative = bool(report.gpu_relative_perf_scores)
-    kind = "relative" if is_relative else "individual"
-    threshold = report.thresholds["gpu_rel_threshold" if is_relative else "gpu_indiv_threshold"]
-    worst = sorted(
-        ((score, rank) for rank, score in scores.items() if not math.isnan(score)),
-    )
+    kind, scores, threshold = gpu_scores(report)
+    worst = sorted((score, rank) for rank, score in scores.items() if not math.isnan(score))
     count = len(report.rank_to_node)
     lines = [
         (
@@ -67,10 +60,9 @@ def table(report: Report, k: int) -> str:
 
 def _section_lines(report: Report) -> list[str]:
     """Return the slowest rank of each section, worst section first."""
-    sections = report.section_relative_perf_scores
-    limit = report.thresholds["section_rel_threshold" if sections else "section_indiv_threshold"]
+    sections, limit = section_scores(report)
     found = []
-    for name, scores in (sections or report.section_individual_perf_scores).items():
+    for name, scores in sections.items():
         scored = [(score, rank) for rank, score in scores.items() if not math.isnan(score)]
         if scored:
             found.append((*min(scored), name))
@@ -89,8 +81,8 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("Report.plot", "'nvrx-straggler[plot]'", error) from error
-    sections = report.section_relative_perf_scores or report.section_individual_perf_scores
-    has_gpu = any(np.isfinite(values).any() for *_, values in _gpu_scores(report))
+    sections, _ = section_scores(report)
+    has_gpu = any(np.isfinite(values).any() for *_, values in _scores_by_kind(report))
     parts = [(has_gpu or not sections, _plot_scores), (bool(sections), _plot_sections)]
     drawn = [draw for is_wanted, draw in parts if is_wanted]
     figure = Figure(figsize=(9, 0.5 + 3 * len(drawn)), layout="constrained")
@@ -107,7 +99,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     atomic_write(path, picture.getvalue(), mode=None, fsync=False)
 
 
-def _gpu_scores(report: Report) -> list[tuple[str, Any, Any]]:
+def _scores_by_kind(report: Report) -> list[tuple[str, Any, Any]]:
     """Return `(kind, ranks, scores)` of each GPU score."""
     given = [
         ("relative", report.gpu_relative_perf_scores),
@@ -118,7 +110,7 @@ def _gpu_scores(report: Report) -> list[tuple[str, Any, Any]]:
 
 def _plot_scores(report: Report, axes: Any) -> None:
     for (kind, ranks, values), (marker, color) in zip(
-        _gpu_scores(report), (("o", "C0"), ("x", "C1")), strict=True
+        _scores_by_kind(report), (("o", "C0"), ("x", "C1")), strict=True
     ):
         if not np.isfinite(values).any():
             continue
@@ -150,9 +142,9 @@ def _plot_scores(report: Report, axes: Any) -> None:
 
 
 def _plot_sections(report: Report, axes: Any) -> None:
-    sections = report.section_relative_perf_scores
-    best = "as fast as the best rank" if sections else "as fast as ever"
-    sections = sections or report.section_individual_perf_scores
+    sections, _ = section_scores(report)
+    is_relative = bool(report.section_relative_perf_scores)
+    best = "as fast as the best rank" if is_relative else "as fast as ever"
     names = list(sections)
     values = np.array([list(sections[name].values()) for name in names], dtype=np.float64)
     ranks = list(next(iter(sections.values())))

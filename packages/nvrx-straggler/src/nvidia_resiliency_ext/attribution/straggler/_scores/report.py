@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .explain import RankExplanation
     from .views import RankDetail
 
-__all__ = ["DEFAULT_THRESHOLDS", "Report", "StragglerId"]
-
 DEFAULT_THRESHOLDS: Mapping[str, float] = {
     "gpu_rel_threshold": 0.75,
     "section_rel_threshold": 0.75,

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
-    MAX_NAME_CHARACTERS,
-    shortened,
-)
+from nvidia_resiliency_ext.attribution.straggler.name_mapper import MAX_NAME_CHARACTERS, shortened
 from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic, SummaryTable
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -26,21 +23,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[np.float64]
-
-__all__ = [
-    "ABSTAINS",
-    "COMMUNICATION_KERNELS",
-    "MISSING",
-    "BestTimes",
-    "ScoringOptions",
-    "Window",
-    "gpu_score",
-    "is_number",
-    "ratios",
-    "read_window",
-    "reference_of_ranks",
-    "slowest_kernels",
-]
 
 Summaries = Mapping[str, Mapping[Statistic, float]]
 

@@ -14,33 +14,13 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.floating]
 
-__all__ = [
-    "DETAIL_COLUMNS",
-    "SLOWEST_KERNELS",
-    "STATUS_TEXTS",
-    "RankDetail",
-    "RankDetails",
-    "RankNodes",
-    "RankScores",
-    "SectionScores",
-    "SlowKernel",
-]
-
-
 V = TypeVar("V")
 
 SLOWEST_KERNELS = 3
 """Kernels per rank that travel with the report, for explanations."""
 DETAIL_COLUMNS = 5 + 3 * SLOWEST_KERNELS
 """Columns of a row after the scores."""
-STATUS_TEXTS = (
-    "ok",
-    "unavailable",
-    "off",
-    "paused: torch.profiler",
-    "paused",
-    "failed",
-)
+STATUS_TEXTS = ("ok", "unavailable", "off", "paused: torch.profiler", "paused", "failed")
 """How kernel timing stands on a rank; its number travels."""
 
 
@@ -81,9 +61,6 @@ class RankScores(_ByRank[float]):
 
     def __getitem__(self, rank: int) -> float:
         return float(self._row(rank))
-
-    def __repr__(self) -> str:
-        return repr(dict(zip(self, self.array.tolist(), strict=True)))
 
     def below(self, threshold: float) -> list[int]:
         """Return the ranks whose score is less than the threshold; NaN never is."""

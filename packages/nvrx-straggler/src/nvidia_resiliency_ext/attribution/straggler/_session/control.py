@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -23,27 +22,13 @@ from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, live_run_dirs, remove_stale_run_dirs
-from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, connect, listen
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
     receive_message,
     require_same_user,
     send_message,
 )
-
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "MESSAGES",
-    "Change",
-    "ControlServer",
-    "Handler",
-    "Refused",
-    "Status",
-    "StatusRequest",
-    "ask",
-    "find_job",
-    "status_of",
-]
 
 LABEL = "straggler"
 
@@ -133,12 +118,7 @@ class ControlServer:
             parts.callback(self._remove_dir)
             self._loop = EventLoop()
             parts.callback(self._loop.close)
-            self._listener = parts.enter_context(
-                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            )
-            self._listener.bind(self._run_dir.socket_path(_SOCKET))
-            self._listener.listen()
-            self._listener.setblocking(False)
+            self._listener = parts.enter_context(listen(self._run_dir.socket_path(_SOCKET)))
             self._thread.start()
             self._parts = parts.pop_all()
 
@@ -247,9 +227,7 @@ def ask(run_dir: str, request: StatusRequest | Change, timeout_s: float) -> Stat
     """
     try:
         path = RunDir(run_dir).socket_path(_SOCKET)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(timeout_s)
-            sock.connect(path)
+        with connect(path, timeout_s) as sock:
             require_same_user(sock)
             send_message(sock, MESSAGES, request, timeout_s)
             answer = receive_message(sock, MESSAGES, timeout_s)

@@ -48,10 +48,7 @@ from nvidia_resiliency_ext.attribution.straggler._measure.kernel_capture import 
 from nvidia_resiliency_ext.attribution.straggler._measure.sections import SectionRegistry
 from nvidia_resiliency_ext.attribution.straggler._measure.wrapping import Wrapping
 from nvidia_resiliency_ext.attribution.straggler._scores.report import Report
-from nvidia_resiliency_ext.attribution.straggler._scores.scoring import (
-    ScoringOptions,
-    is_number,
-)
+from nvidia_resiliency_ext.attribution.straggler._scores.scoring import ScoringOptions, is_number
 from nvidia_resiliency_ext.attribution.straggler.interval_tracker import (
     NEVER,
     ReportIntervalTracker,
@@ -69,8 +66,6 @@ from .store_control import TOKEN_FILE_VARIABLE, StoreControlServer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-__all__ = ["Session", "SessionOptions"]
 
 _LONGEST_TIMEOUT_S = 86_400
 _MOST_RANKS_IN_EVENT = 64

@@ -7,14 +7,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._exchange.collectives import SETTINGS_BYTES
 from nvidia_resiliency_ext.attribution.straggler._scores.report import DEFAULT_THRESHOLDS
 from nvidia_resiliency_ext.attribution.straggler.interval_tracker import iterations_in
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
-
-__all__ = ["CHANGEABLE", "Settings"]
 
 ALL_RANKS = "all"
 MAX_PROFILING_INTERVAL = 1_000_000_000
@@ -144,12 +143,7 @@ CHANGEABLE = tuple(item.name for item in _FIELDS if item.name != "version")
 
 
 def _require_type(name: str, value: object, kind: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": is_number and isinstance(value, int),
-        "float": is_number,
-        "str": isinstance(value, str),
-    }
-    if not fits[kind]:
+    kinds: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float), "str": str}
+    # True and False are no numbers.
+    if not isinstance(value, kinds[kind]) or isinstance(value, bool) != (kind == "bool"):
         raise ConfigError(f"{name}={value!r}: must be of type {kind}")

@@ -20,19 +20,13 @@ from collections.abc import Callable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.straggler._errors import ControlError
-from nvidia_resiliency_ext.shared_utils.abandonable import (
-    DeadlineCaller,
-    ParkedAtExit,
-    StuckError,
-)
+from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, ParkedAtExit, StuckError
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_sockets import open_client, reach
 
 from .control import MESSAGES, Change, Handler, Refused, Status, StatusRequest, status_of
-
-__all__ = ["TOKEN_FILE_VARIABLE", "StoreControlServer", "ask_through_store"]
 
 TOKEN_FILE_VARIABLE = "NVRX_STRAGGLER_TOKEN_FILE"  # noqa: S105 - a name
 """Names the file with the token, for rank 0 and for `nvrx-straggler --store`."""
