@@ -107,3 +107,22 @@ def test_the_main_class_of_a_module_comes_first(monkeypatch: pytest.MonkeyPatch)
         ("active_count", "autofunction"),
         ("fail", "autoexception"),
     ]
+
+
+def test_each_public_module_has_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A page names what its module exports, inherited members too; a gone module's page goes."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    reference = importlib.import_module("nvrx_reference")
+    monkeypatch.setattr(reference, "REFERENCE", tmp_path)
+    gone = tmp_path / "nvrx-ft" / "gone.rst"
+    gone.parent.mkdir()
+    gone.write_text("")
+    reference.write_pages(None)
+    assert not gone.exists()
+    for folder in (ROOT / "packages").iterdir():
+        pages = {page.stem for page in (tmp_path / folder.name).glob("*.rst")}
+        assert pages == set(reference.public_modules(folder.name))
+        assert pages
+    name = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client"
+    page = (gone.parent / f"{name}.rst").read_text()
+    assert f".. autoclass:: {name}.RankMonitorClient\n   :members:\n   :inherited-" in page

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sphinx directive `nvrx-modules DIST`: documents every public module of a distribution.
+"""A page for each public module, and the directive `nvrx-modules DIST` that lists them.
 
-The tables of the other reference pages stand in the repository: `tools/gen_reference.py`.
+The pages are written to `docs/reference/DIST` when a build begins. The tables of the other
+reference pages stand in the repository: `tools/gen_reference.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import importlib
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = "nvrx-common"
 PACKAGE = "nvidia_resiliency_ext."
+REFERENCE = ROOT / "docs" / "reference"
 BACK = re.compile(r'<a class="viewcode-back" href="[^"#]*#(?P<name>[^"]*)">[^<]*</a>')
 
 
@@ -33,6 +36,7 @@ def sources(pattern: str = "*") -> Iterable[tuple[Path, ast.Module]]:
         yield path, ast.parse(path.read_text(), str(path))
 
 
+@cache
 def public_modules(distribution: str) -> list[str]:
     """Return the modules that export something, packages last."""
     found: list[tuple[bool, str]] = []
@@ -47,42 +51,55 @@ def public_modules(distribution: str) -> list[str]:
 
 
 class Modules(SphinxDirective):
-    """Document what every public module of a distribution exports, each thing once."""
+    """List the public modules of a distribution with the first line of each."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Return a section for each module, with what autodoc makes of it."""
-        sections: list[nodes.Node] = []
-        # What the others export of the common distribution is documented there.
-        homes = homes_of(self.arguments[0], homes_of(COMMON, {}))
-        for name in public_modules(self.arguments[0]):
-            module = importlib.import_module(name)
-            own: list[str] = []
-            elsewhere: list[str] = []
-            for item in module.__all__:
-                home = homes.get(id(getattr(module, item)), name)
-                if home == name:
-                    own.append(item)
-                else:
-                    elsewhere.append(f"``{item}`` (see ``{home}``)")
-            lines = [f".. automodule:: {name}"]
-            values = {item: getattr(module, item) for item in own}
-            called = in_order({item: value for item, value in values.items() if is_shown(value)})
-            others = [item for item in own if item not in called]
-            lines += [f"   :members: {', '.join(others)}"] if others else []
-            for item, directive in called.items():
-                lines += ["", f".. {directive}:: {name}.{item}"]
-                lines += ["   :members:"] if directive != "autofunction" else []
-                if has_private_parts(values[item], homes):
-                    stops = ", ".join(documented_bases(values[item], homes))
-                    lines += [f"   :inherited-members: {stops}"]
-            lines += ["", *([f"Also exports {', '.join(elsewhere)}.", ""] if elsewhere else [])]
-            section = nodes.section(ids=[nodes.make_id(name)], names=[name])
-            section += nodes.title(text=name.removeprefix(PACKAGE))
-            section += self.parse_text_to_nodes("\n".join(lines))
-            sections.append(section)
-        return sections
+        """Return the list and a hidden table of contents.
+
+        An item has the anchors of what its page documents, so that links to it lead to the item.
+        """
+        distribution = self.arguments[0]
+        names = sorted(public_modules(distribution))
+        modules = [importlib.import_module(name) for name in names]
+        lines = []
+        for name, module in zip(names, modules, strict=True):
+            summary, title = (module.__doc__ or "").splitlines()[0], name.removeprefix(PACKAGE)
+            lines.append(f"- :doc:`{title} <{distribution}/{name}>`: {summary}")
+        lines += ["", ".. toctree::", "   :hidden:", "   :glob:", "", f"   {distribution}/*"]
+        listed = self.parse_text_to_nodes("\n".join(lines))
+        for name, module, item in zip(names, modules, listed[0].children, strict=True):
+            item["ids"] += [f"module-{name}", nodes.make_id(name)]
+            item["ids"] += [f"{name}.{each}" for each in module.__all__]
+        return listed
+
+
+def page_of(name: str, homes: dict[int, str]) -> str:
+    """Return the page that documents what a module exports, unless another module's page does."""
+    module = importlib.import_module(name)
+    own: list[str] = []
+    elsewhere: list[str] = []
+    for item in module.__all__:
+        home = homes.get(id(getattr(module, item)), name)
+        if home == name:
+            own.append(item)
+        else:
+            elsewhere.append(f"``{item}`` (see :py:mod:`{home}`)")
+    title = name.removeprefix(PACKAGE)
+    lines = [title, "=" * len(title), "", f".. automodule:: {name}"]
+    values = {item: getattr(module, item) for item in own}
+    called = in_order({item: value for item, value in values.items() if is_shown(value)})
+    others = [item for item in own if item not in called]
+    lines += [f"   :members: {', '.join(others)}"] if others else []
+    for item, directive in called.items():
+        lines += ["", f".. {directive}:: {name}.{item}"]
+        lines += ["   :members:"] if directive != "autofunction" else []
+        if has_private_parts(values[item], homes):
+            stops = ", ".join(documented_bases(values[item], homes))
+            lines += [f"   :inherited-members: {stops}"]
+    lines += ["", *([f"Also exports {', '.join(elsewhere)}.", ""] if elsewhere else [])]
+    return "\n".join(lines)
 
 
 def is_shown(value: object) -> bool:
@@ -123,15 +140,40 @@ def is_private(base: type, homes: dict[int, str]) -> bool:
     return id(base) not in homes and base.__module__.startswith(PACKAGE)
 
 
-def homes_of(distribution: str, known: dict[int, str]) -> dict[int, str]:
-    """Return the first module that exports each class and function, by identity."""
-    homes = dict(known)
+@cache
+def homes_of(distribution: str) -> dict[int, str]:
+    """Return the first module that exports each class and function, by identity.
+
+    What the others export of the common distribution is documented there.
+    """
+    homes = {} if distribution == COMMON else dict(homes_of(COMMON))
     for name in public_modules(distribution):
         module = importlib.import_module(name)
         for value in (getattr(module, item) for item in module.__all__):
             if callable(value):
                 homes.setdefault(id(value), name)
     return homes
+
+
+def write_pages(_: Sphinx) -> None:
+    """Write a page for each public module, and delete those of modules that are gone."""
+    left = set(REFERENCE.glob("nvrx-*/*.rst"))
+    for distribution in [path.name for path in (ROOT / "packages").iterdir()]:
+        (REFERENCE / distribution).mkdir(exist_ok=True)
+        for name in public_modules(distribution):
+            page = REFERENCE / distribution / f"{name}.rst"
+            text = page_of(name, homes_of(distribution))
+            if page not in left or page.read_text() != text:
+                page.write_text(text)
+            left.discard(page)
+    for page in left:
+        page.unlink()
+
+
+def show_branch(_: Sphinx, __: str, ___: str, context: dict[str, Any], ____: Any) -> None:
+    """Open only the branch of a page in the list beside it, not those of all modules."""
+    tree = context["toctree"]
+    context["toctree"] = lambda **options: tree(**{**options, "collapse": True})
 
 
 def drop_false_modules(_: Sphinx, environment: Any) -> None:
@@ -154,8 +196,10 @@ def drop_dead_links(app: Sphinx, page: str, _: str, context: dict[str, Any], __:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the directive."""
+    """Register the directive and what is done to pages."""
     app.add_directive("nvrx-modules", Modules)
+    app.connect("builder-inited", write_pages)
+    app.connect("html-page-context", show_branch, priority=400)  # before the theme
     app.connect("env-check-consistency", drop_false_modules)
     app.connect("html-page-context", drop_dead_links)
     return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}
