@@ -38,17 +38,19 @@ _PREFIXES = tuple(
     for classes, pattern in (
         ("[ ", r"\s*\[rank\s?(?P<rank>\d{1,7})\]:?\s?"),
         ("[ ", r"\s*\[Rank (?P<rank>\d{1,7})\]:?\s?"),
-        ("0", r"(?P<rank>\d{1,7}): ?"),
+        # srun --label fills with spaces on the left.
+        ("0 ", r" {0,6}(?P<rank>\d{1,7}): ?"),
         ("[ ", r"\s*\[default(?P<local>\d{1,3})\]:\s?"),
         ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3})\]:?\s?"),
+        ("[", r"\[(?:(?:rank|RANK|Rank)[ =:]|R)(?P<rank>\d{1,7})\]\s*:?\s?"),
         ("[", r"\[\d{1,9},(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?:? ?"),
         (
             "[ ",
-            r"\s*\[[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})(?: \d+)? [^\]\s]{1,80}\]\s?",
+            r"\s*\[[EWIF](?P<month>\d\d?)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})(?: \d+)? [^\]\s]{1,80}\]\s?",
         ),
         (
             "E",
-            r"[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})\s+(?:\d+\s+)?[^\]\s]{1,80}\]\s?",
+            r"[EWIF](?P<month>\d\d?)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})\s+(?:\d+\s+)?[^\]\s]{1,80}\]\s?",
         ),
         ("[ 0", r"\s*\[?" + _ISO + r"\]?:?\s?"),
         (
@@ -63,9 +65,15 @@ _PREFIXES = tuple(
             r"\s*\[?(?:DEBUG|INFO|NOTICE|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
+        (
+            "[ ",
+            r"\s*\[NeMo [A-Z] "
+            + _ISO
+            + r" (?:rank[ =:]?(?P<rank>\d{1,7})|[^\]\s]{1,80})\]:?\s?",
+        ),
+        ("[", r"\[RankMonitorServer:(?P<rank>\d{1,7})(?:@(?P<node>[A-Za-z][\w.-]{0,62}))?\]\s?"),
         ("[", r"\[(?P<node>(?=[^\]]*\d)[A-Za-z][\w.-]{0,62})\]:?\s(?=\S)"),
         ("[", r"\[[a-z][\w.-]{0,62}\]\s(?=\S)"),
-        ("[", r"\[(?:rank|RANK|Rank)[ =:](?P<rank>\d{1,7})\]\s*:?\s?"),
         ("A", r"(?:rank|Rank) ?(?P<rank>\d{1,7})\s?[:|]\s"),
         ("-", r"- (?=\S)"),
     )
