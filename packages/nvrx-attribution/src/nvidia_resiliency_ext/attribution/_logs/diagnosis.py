@@ -130,10 +130,16 @@ def _first_fault(faults: list[Event]) -> Event | None:
             candidates = [e for e in candidates if e.role != "confirm"] or candidates
         if tier == 1:
             strong = [e for e in candidates if e.code not in _WEAK]
-            candidates = strong or candidates
+            candidates = strong or _without_consequences(candidates, faults)
         if candidates:
             return _earliest(candidates)
     return None
+
+
+def _without_consequences(exits: list[Event], faults: list[Event]) -> list[Event]:
+    """Drop exits of ranks that had complained before: they left because of what they said."""
+    said: set[int] = set().union(*(e.ranks for e in faults if e.role == "cascade"))
+    return [e for e in exits if not (said and e.code == "host.exit_nonzero" and e.ranks <= said)]
 
 
 def _with_scheduler(scheduler: list[Event], others: list[Event]) -> list[Event]:
