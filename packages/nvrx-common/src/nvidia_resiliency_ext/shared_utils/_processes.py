@@ -50,10 +50,7 @@ def child_setup(*, death_signal: int | None) -> Callable[[], None] | None:
 
 
 def end_with_parent(signum: int = signals.SIGTERM) -> None:
-    """Let the kernel send this process a signal when its parent dies.
-
-    Args:
-        signum: The signal. Default SIGTERM.
+    """Let the kernel send this process `signum` (default SIGTERM) when its parent dies.
 
     Raises:
         OSError: The kernel refuses.
@@ -225,11 +222,7 @@ class PidHandle:
         return stat is not None and stat.running and stat.start_ticks == self.start_ticks
 
     def signal(self, sig: int) -> bool:
-        """Send a signal; return whether the process still existed.
-
-        Args:
-            sig: Number of the signal.
-        """
+        """Send signal `sig`; return whether the process still existed."""
         try:
             if self._descriptor is not None:
                 signals.pidfd_send_signal(self._descriptor, sig)
@@ -242,12 +235,9 @@ class PidHandle:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the process has ended; return whether it has.
+        """Wait `timeout_s` seconds at most for the process to end; return whether it has.
 
         Without pidfd this looks at /proc ten times a second: the kernel tells nobody but a parent.
-
-        Args:
-            timeout_s: Seconds to wait at most.
         """
         deadline = Deadline.after(timeout_s)
         while self.alive() and not deadline.expired():

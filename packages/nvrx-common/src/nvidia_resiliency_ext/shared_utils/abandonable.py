@@ -38,12 +38,7 @@ T = TypeVar("T")
 
 
 class StuckError(DeadlineExceededError):
-    """A call has not returned in time.
-
-    Args:
-        what: The call that hangs.
-        seconds: For how long.
-    """
+    """Call `what` has not returned for `seconds` seconds."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(what, seconds)
@@ -201,13 +196,10 @@ class ParkedAtExit(threading.Thread):
 
 
 def park(thread: ParkedAtExit) -> None:
-    """Stop a thread for good while it waits in the kernel; wait for that for 1 s at most.
+    """Stop `thread` for good while it waits in the kernel; wait for that for 1 s at most.
 
     A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
     ignored.
-
-    Args:
-        thread: The thread.
     """
     if thread.parking_signal is None:
         return

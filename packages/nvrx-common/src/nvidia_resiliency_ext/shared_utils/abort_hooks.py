@@ -25,12 +25,7 @@ _hooks: dict[str, Callable[[], object]] = {}
 
 @dataclass(frozen=True, slots=True)
 class AbortHookFailure:
-    """A hook that raised.
-
-    Attributes:
-        name: Name that it was registered under.
-        error: What it raised.
-    """
+    """A hook, registered under `name`, that raised `error`."""
 
     name: str
     error: Exception

@@ -176,11 +176,7 @@ class RequestState:
         return verdict
 
     def poll_failed(self, *, is_unknown: bool) -> bool:
-        """Take a poll without a usable answer; return whether the analysis was given up.
-
-        Args:
-            is_unknown: The service says that it does not know this log.
-        """
+        """Take a failed poll, or one of an unknown log; return whether the analysis is given up."""
         self._failures += 1
         if is_unknown or self._failures >= _MAX_POLL_FAILURES:
             self._free()
@@ -263,10 +259,7 @@ class AttributionService:
             self._wake()
 
     def request_terminal_analysis(self, evidence: tuple[str, ...] = ()) -> bool:
-        """The last log is complete: ask for a verdict on it.
-
-        Args:
-            evidence: What the caller knows of the end, as lines of a log.
+        """The last log is complete: ask for a verdict; `evidence` holds lines about its end.
 
         Returns:
             Whether it was asked for: while another verdict is pending nothing is done.
@@ -289,22 +282,14 @@ class AttributionService:
         return self.request_terminal_analysis()
 
     def start_poller(self, node_id: str | None = None) -> None:
-        """Ask for verdicts from now on; harmless when repeated.
-
-        Args:
-            node_id: Name of this node in profiling events.
-        """
+        """Ask for verdicts from now on; profiling events call this node `node_id`."""
         with self._changed:
             self._node_id = node_id
             self._is_polling = True
             self._wake()
 
     def stop_poller(self, timeout: float = 5.0) -> None:
-        """Send what is still to be submitted, and end the thread.
-
-        Args:
-            timeout: Seconds to wait; a thread that has not ended by then is abandoned.
-        """
+        """Send what is still to be submitted; end the thread, or abandon it after `timeout` s."""
         with self._changed:
             self._is_polling = False
             self._is_closing = True

@@ -156,11 +156,7 @@ class LogReply:
 
 
 def parse_log_reply(payload: object) -> LogReply:
-    """Return the reply in a decoded JSON value; unknown forms give an empty reply.
-
-    Args:
-        payload: The decoded value.
-    """
+    """Return the reply in `payload`, a decoded JSON value; unknown forms give an empty reply."""
     if not isinstance(payload, dict):
         return LogReply()
     return LogReply(

@@ -76,11 +76,7 @@ class ExitStatus:
 
     @classmethod
     def from_wait_status(cls, status: int) -> ExitStatus:
-        """Return the exit status that a wait status means.
-
-        Args:
-            status: The number that `os.waitpid` returned.
-        """
+        """Return the exit status that `status`, a number of `os.waitpid`, means."""
         code = os.waitstatus_to_exitcode(status)
         return cls(None, -code) if code < 0 else cls(code)
 
@@ -144,11 +140,7 @@ class Child:
             return self._reap()
 
     def wait(self, timeout_s: float | None = None) -> ExitStatus | None:
-        """Wait until the process ends; return None if the time is over first.
-
-        Args:
-            timeout_s: Seconds to wait at most; None: no limit.
-        """
+        """Wait until the process ends; return None after `timeout_s` seconds (None: no limit)."""
         deadline = Deadline.after(timeout_s)
         status = self.poll()
         while status is None and not deadline.expired():
@@ -157,22 +149,16 @@ class Child:
         return status
 
     def signal(self, sig: int) -> bool:
-        """Send a signal to the process alone; return whether the process still existed.
-
-        Args:
-            sig: Number of the signal.
-        """
+        """Send signal `sig` to the process alone; return whether the process still existed."""
         with self._lock:
             return self._reap() is None and self._send(sig)
 
     def signal_group(self, sig: int) -> bool:
-        """Send a signal to the whole process group; return whether the group still had a process.
+        """Send signal `sig` to the process group; return whether the group still had a process.
 
         The group may outlive the process. It is then signalled only while /proc shows members of
         the session that the process made and no new process with its number.
 
-        Args:
-            sig: Number of the signal.
 
         Raises:
             ValueError: The process was started without a session of its own, so that its group

@@ -136,12 +136,9 @@ class TokenFile(_ChangingFile):
         return f"Bearer {self.token()}"
 
     def admits(self, header: str | bytes | None) -> bool:
-        """Tell whether a client's header `authorization` holds the token.
+        """Tell whether a client's `header` (`authorization`; None: not sent) holds the token.
 
         The comparison takes equally long for every wrong value.
-
-        Args:
-            header: Value of the header; None: not sent.
         """
         if header is None:
             return False

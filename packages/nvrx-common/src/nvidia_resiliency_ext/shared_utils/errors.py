@@ -44,12 +44,7 @@ class MalformedFrameError(WireError):
 
 
 class FrameTooLargeError(WireError):
-    """A frame is larger than the protocol allows.
-
-    Args:
-        size_bytes: Size that the frame has or announces.
-        limit_bytes: Largest size allowed.
-    """
+    """A frame of `size_bytes` is larger than the protocol's `limit_bytes`."""
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(size_bytes, limit_bytes)
@@ -61,11 +56,7 @@ class FrameTooLargeError(WireError):
 
 
 class UnknownMessageError(WireError):
-    """A type is not in the closed set of this connection.
-
-    Args:
-        name: Name of the type, cut to a printable length.
-    """
+    """Type `name` (cut to 200 characters) is not in the closed set of this connection."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -114,12 +105,7 @@ class PathOutsideRootsError(UnsafePathError, ValueError):
 
 
 class ChildStartError(NvrxError):
-    """A child process could not be started.
-
-    Args:
-        argv: The command.
-        reason: What the system said.
-    """
+    """The child process `argv` could not be started; `reason` is what the system said."""
 
     def __init__(self, argv: tuple[str, ...], reason: str) -> None:
         super().__init__(argv, reason)
@@ -154,12 +140,7 @@ class LogFunnelClosedError(NvrxError):
 
 
 class LogTargetRefusedError(NvrxError):
-    """The log server will not write this file.
-
-    Args:
-        path: The file.
-        reason: What the server said.
-    """
+    """The log server will not write file `path`; `reason` is what it said."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)

@@ -95,11 +95,7 @@ class JsonConnection:
         self._connection: http.client.HTTPConnection | None = None
 
     def post(self, route: str, payload: Mapping[str, Any]) -> tuple[int, object]:
-        """Send a JSON object.
-
-        Args:
-            route: Path of the request, such as `/logs`.
-            payload: The object.
+        """Send the JSON object `payload` to `route`, such as `/logs`.
 
         Returns:
             Status and decoded reply.
@@ -111,11 +107,7 @@ class JsonConnection:
         return self._request("POST", route, json.dumps(payload).encode())
 
     def get(self, route: str, params: Mapping[str, str]) -> tuple[int, object]:
-        """Send a GET request; errors as for `post`.
-
-        Args:
-            route: Path of the request.
-            params: Query parameters.
+        """Send a GET request to `route` with the query `params`; errors as for `post`.
 
         Returns:
             Status and decoded reply.

@@ -88,11 +88,7 @@ class FaultToleranceProfiler:
         return self._cycle
 
     def set_cycle(self, cycle: int) -> None:
-        """Advance to a cycle; a lower number is ignored with a warning.
-
-        Args:
-            cycle: Number of the cycle.
-        """
+        """Advance to `cycle`; a lower number is ignored with a warning."""
         with self._lock:
             current = self._cycle
             if cycle >= current:
@@ -138,10 +134,7 @@ class FaultToleranceProfiler:
         return identity
 
     def subscribe(self, callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-        """Call a function with each later record, in the thread that records it.
-
-        Args:
-            callback: The function.
+        """Call `callback` with each later record, in the thread that records it.
 
         Returns:
             A function that ends the subscription.
@@ -200,19 +193,12 @@ def get_profiling_cycle() -> int:
 
 
 def set_profiling_cycle(cycle: int) -> None:
-    """Advance this process's profiler to a cycle.
-
-    Args:
-        cycle: Number of the cycle.
-    """
+    """Advance this process's profiler to `cycle`."""
     _shared().set_cycle(cycle)
 
 
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-    """Subscribe to this process's profiler.
-
-    Args:
-        callback: Called with each later record.
+    """Call `callback` with each later record of this process's profiler.
 
     Returns:
         A function that ends the subscription.

@@ -75,12 +75,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Findings in a main thread's Python stack.
-
-    Args:
-        call: The kind of call that it is in.
-        place: The program's own line, such as `train.py:41 in load`.
-    """
+    """A main thread's kind of `call` and its own `place`, such as `train.py:41 in load`."""
 
     call: Call = Call.NONE
     place: str = ""
@@ -146,19 +141,12 @@ def main_frames(dump: str) -> list[Frame]:
 
 
 def main_stack(dump: str) -> Stack:
-    """Return the state of the main thread in a stack dump.
-
-    Args:
-        dump: Text that faulthandler wrote.
-    """
+    """Return the state of the main thread in `dump`, a text that faulthandler wrote."""
     return stack_of(main_frames(dump))
 
 
 def stack_of(frames: Sequence[Frame]) -> Stack:
-    """Return the state that frames show.
-
-    Args:
-        frames: File, line and function of each frame, innermost first.
+    """Return the state that `frames` show, innermost first.
 
     Example:
         >>> stack_of([("/job/train.py", 41, "load"), ("/job/train.py", 80, "main")])
@@ -189,11 +177,7 @@ def _call_of(file: str, _line: int, name: str) -> Call:
 
 
 def inspect_kernel(pid: int) -> Kernel:
-    """Return the state of a process in the kernel, from its `MAX_THREADS` oldest threads.
-
-    Args:
-        pid: The process.
-    """
+    """Return the state of process `pid` in the kernel, from its `MAX_THREADS` oldest threads."""
     stat = procfs.read_stat(pid)
     if stat is None or not stat.running:
         return Kernel("?")

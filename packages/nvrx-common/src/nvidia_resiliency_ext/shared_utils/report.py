@@ -46,10 +46,7 @@ _WRONG_INPUT = 2
 
 
 def load(paths: Sequence[str]) -> list[EventFile]:
-    """Read event files; of a directory, all event files in it.
-
-    Args:
-        paths: Files and directories.
+    """Read the event files `paths`; of a directory, all event files in it.
 
     Raises:
         EventFileError: A path is missing or no event file, or a directory holds none.
@@ -89,11 +86,7 @@ def _read_all(paths: Sequence[str]) -> list[EventFile]:
 
 
 def render_json(timeline: Timeline) -> str:
-    """Return the timeline as one JSON object.
-
-    Args:
-        timeline: The job.
-    """
+    """Return `timeline` as one JSON object."""
     fields = asdict(timeline)
     fields["wall_s"] = timeline.wall_s
     fields["faults_by_cause"] = timeline.faults_by_cause

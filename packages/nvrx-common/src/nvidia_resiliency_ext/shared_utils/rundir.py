@@ -47,14 +47,11 @@ _LARGEST_OWNER_FILE_BYTES = 4096
 
 @final
 class RunDir:
-    """A 0700 directory that lives as long as a run; the run's owner removes it.
+    """A 0700 directory at `path` that lives as long as a run; the run's owner removes it.
 
     Example:
         >>> with RunDir.create("demo") as run_dir:
         ...     path = run_dir.socket_path("launcher.sock")
-
-    Attributes:
-        path: Its absolute path.
     """
 
     def __init__(self, path: str) -> None:
@@ -114,10 +111,7 @@ class RunDir:
             raise
 
     def socket_path(self, name: str) -> str:
-        """Return the path of a socket in the directory; a name of 40 bytes always fits.
-
-        Args:
-            name: File name of the socket.
+        """Return the path of the socket `name` in the directory; 40 bytes always fit.
 
         Raises:
             ValueError: The name is not a plain file name, or the path is too long.

@@ -121,16 +121,13 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connect to a listening socket at an address.
+    """Connect to a listening socket at `address` (host and port) within `timeout_s` seconds.
 
     Where the system takes clients' ports from a range that has the store's in it, and nobody
     listens yet, a client that asks often enough is given that very port, and connects to itself.
     Here that counts as refused, and leaves the port free, which else could not be listened at for a
     minute.
 
-    Args:
-        address: Host and port.
-        timeout_s: Seconds to wait at most.
 
     Raises:
         ConnectionRefusedError: Nobody listens.
@@ -176,22 +173,13 @@ def serving_options(
 
 
 def watch_over(sock: socket.socket) -> None:
-    """Let the kernel detect that the other side of a connection is gone.
-
-    Args:
-        sock: The connected socket.
-    """
+    """Let the kernel detect that the other side of the connected `sock` is gone."""
     _ask_for_life(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
 
 def is_connected_to(sock: socket.socket, port: int) -> bool:
-    """Return whether a socket is connected to a port, of any host.
-
-    Args:
-        sock: The socket.
-        port: The port.
-    """
+    """Return whether `sock` is connected to `port`, of any host."""
     try:
         return bool(sock.getpeername()[1] == port)
     except OSError:
@@ -242,10 +230,7 @@ def tcp_sockets(
 
 
 def socket_copy(descriptor: int) -> socket.socket:
-    """Return a socket of this process under a second descriptor, which the caller closes.
-
-    Args:
-        descriptor: The first descriptor.
+    """Return the socket `descriptor` under a second descriptor, which the caller closes.
 
     Raises:
         OSError: The descriptor is free, or no socket.

@@ -37,11 +37,7 @@ class NoFlightRecorderError(NvrxError, RuntimeError):
 
 
 class TraceCollector(abc.ABC):
-    """Something that saves evidence of this rank.
-
-    Args:
-        path: Directory for the evidence of all ranks.
-    """
+    """Saves evidence of this rank in directory `path`, which is that of all ranks."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -107,12 +103,10 @@ class TorchFRTraceCollector(TraceCollector):
         return found
 
     def save(self, dump: dict[str, Any]) -> str:
-        """Check the devices and write a dump; may run in any thread, also after an abort.
+        """Check the devices and write `dump`, from `take`; in any thread, also after an abort.
 
         It returns when the file would survive a crash of the host.
 
-        Args:
-            dump: What `take` returned.
 
         Returns:
             Path of the file.

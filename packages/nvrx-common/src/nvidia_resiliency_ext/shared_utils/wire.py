@@ -77,10 +77,7 @@ class MessageSet:
         self._codec = Codec(types)
 
     def encode(self, message: object) -> bytes:
-        """Return the frame of a message for a stream: length and payload.
-
-        Args:
-            message: The message.
+        """Return the frame of `message` for a stream: length and payload.
 
         Raises:
             UnknownMessageError: The message holds an object of a type that is not in the set.
@@ -90,10 +87,7 @@ class MessageSet:
         return frame(self._codec.dumps(message))
 
     def encode_payload(self, message: object) -> bytes:
-        """Return the payload of a message, for sockets that keep messages apart.
-
-        Args:
-            message: The message.
+        """Return the payload of `message`, for sockets that keep messages apart.
 
         Raises:
             WireError: As for `encode`.
@@ -101,10 +95,7 @@ class MessageSet:
         return self.encode(message)[_LENGTH.size :]
 
     def decode(self, payload: bytes) -> object:
-        """Return the message of a payload.
-
-        Args:
-            payload: The bytes after the length.
+        """Return the message of `payload`, the bytes after the length.
 
         Raises:
             UnknownMessageError: The payload names a type that is not in the set.
@@ -130,10 +121,7 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the payloads of the frames that are complete.
-
-        Args:
-            data: The bytes.
+        """Add received `data`; return the payloads of the frames that are complete.
 
         Raises:
             FrameTooLargeError: A frame's length is over the limit; the connection cannot be used
@@ -173,10 +161,7 @@ class PeerCredentials:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a payload with its length in front.
-
-    Args:
-        payload: The bytes.
+    """Return `payload` with its length in front.
 
     Raises:
         FrameTooLargeError: The payload is larger than 1 MiB.
@@ -293,20 +278,13 @@ def receive_with_fds(
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """Return the process, user and group at the other end of a connected Unix socket.
-
-    Args:
-        sock: The socket.
-    """
+    """Return process, user and group at the other end of `sock`, a connected Unix socket."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return PeerCredentials(*_CREDENTIALS.unpack(data))
 
 
 def require_same_user(sock: socket.socket) -> PeerCredentials:
-    """Return the peer's credentials if it runs as our own user.
-
-    Args:
-        sock: The connected Unix socket.
+    """Return the credentials of the peer of `sock` if it runs as our own user.
 
     Raises:
         PeerRefusedError: The peer is another user; root is no exception.

@@ -406,11 +406,7 @@ class FakeSysfs:
         shutil.rmtree(f"{self.root}/class/infiniband/{name}")
 
     def set_lustre(self, state: str) -> None:
-        """Set the state that Lustre reports.
-
-        Args:
-            state: Content of its health file, such as `healthy`.
-        """
+        """Set the `state` that Lustre reports in its health file, such as `healthy`."""
         self._write("fs/lustre/health_check", state)
 
     def _write(self, path: str, text: str) -> None:

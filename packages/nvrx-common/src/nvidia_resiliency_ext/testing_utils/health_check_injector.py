@@ -76,11 +76,7 @@ def should_inject_failure(cycle: int, infra_rank: int, kind: str | None = None) 
 
 
 def set_current_cycle(cycle: int) -> None:
-    """Set the cycle; kept for older callers, since `should_inject_failure` is given it.
-
-    Args:
-        cycle: The cycle.
-    """
+    """Set `cycle`; kept for older callers, since `should_inject_failure` is given it."""
     if os.environ.get(VARIABLE):
         _shared().set_current_cycle(cycle)
 

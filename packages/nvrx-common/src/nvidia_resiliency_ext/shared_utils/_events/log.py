@@ -114,15 +114,12 @@ class EventLog:
 
     @classmethod
     def join(cls, *, src: str) -> EventLog:
-        """Continue the file of this node from another process.
+        """Continue the file of this node from another process, as program `src` (such as `ckpt`).
 
         The environment says which one: ``NVRX_EVENT_DIR``, ``NVRX_LAUNCH_ID`` and, where the
         launcher calls the node by another name than the kernel does, ``NVRX_EVENT_HOST``. Without
         the first nothing is recorded (``NULL_EVENTS``). Without the second another launcher has
         started this process; its children share a file.
-
-        Args:
-            src: Name of the writing program, such as `ckpt`.
         """
         directory = os.environ.get("NVRX_EVENT_DIR")
         if not directory:

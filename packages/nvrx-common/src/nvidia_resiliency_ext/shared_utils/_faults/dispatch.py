@@ -93,11 +93,7 @@ _JOIN_WAIT_S = 1.0
 
 @final
 class DispatchedFault:
-    """A fault that was dispatched; returned by `dispatch_fault_injection`.
-
-    Attributes:
-        fault: What was dispatched.
-    """
+    """A dispatched `fault`, as `dispatch_fault_injection` returns it."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault

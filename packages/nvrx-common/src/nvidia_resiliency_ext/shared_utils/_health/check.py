@@ -232,14 +232,10 @@ def _number(name: str, instead: str) -> float | None:
 
 
 def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
-    """Run checks at the same time and return their results in the same order.
+    """Run `checks` at the same time, within `deadline_s` seconds; return results in their order.
 
     A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
     so; it is abandoned.
-
-    Args:
-        checks: What to look at.
-        deadline_s: Time for all of them together.
     """
     start = time.monotonic()
     # Their threads are daemons: a check that never ends must not keep the interpreter from ending.

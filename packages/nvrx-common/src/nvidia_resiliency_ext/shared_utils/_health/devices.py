@@ -96,12 +96,9 @@ def session() -> NvmlSession:
 
 
 def set_nvml(binding: Any) -> None:
-    """Use an object in place of the module `pynvml`.
+    """Use `binding` in place of the module `pynvml`; None: use the real module again.
 
     A new session begins, which forgets all earlier readings.
-
-    Args:
-        binding: The object; None: the real module.
     """
     with _state.guard:
         old, _state.session = _state.session, None
@@ -111,11 +108,7 @@ def set_nvml(binding: Any) -> None:
 
 
 def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that holds the lock of driver calls while it runs.
-
-    Args:
-        func: The function to wrap.
-    """
+    """Return `func` wrapped so that it holds the lock of driver calls while it runs."""
 
     @functools.wraps(func)
     def locked(*args: Any, **kwargs: Any) -> Any:
@@ -251,11 +244,7 @@ class PynvmlMixin:
         return _or_none("driver_version") is not None
 
     def has_device(self, local_rank: int) -> bool | None:
-        """Return whether a local rank has a GPU; None if the driver cannot tell.
-
-        Args:
-            local_rank: The local rank.
-        """
+        """Return whether `local_rank` has a GPU; None if the driver cannot tell."""
         try:
             device = resolve_device(local_rank)
             if isinstance(device, int):
@@ -277,12 +266,10 @@ class PynvmlMixin:
         return mapping
 
     def get_visible_pci_addresses(self, visible: str | None) -> list[str | None]:
-        """Return the PCI address of each device that a process sees, by ordinal.
+        """Return the PCI address of each device in `visible`, by ordinal.
 
-        `None` stands for a device whose address cannot be told, such as one that is not there.
-
-        Args:
-            visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
+        `visible` is the value of CUDA_VISIBLE_DEVICES, `None` when unset. The address is `None` for
+        a device whose address cannot be told, such as one that is not there.
         """
         uuids: list[str] = []
         count = _or_none("device_count") or 0

@@ -171,11 +171,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self._baseline = {} if value is None else {first: value}
 
     def set_nic_device(self, local_rank: int) -> None:
-        """Select the adapter nearest to a local rank's GPU, and read its counters as baseline.
-
-        Args:
-            local_rank: The local rank.
-        """
+        """Select the adapter nearest to the GPU of `local_rank`; read its counters as baseline."""
         self._local_rank = local_rank
         self.nic_name, self._baseline, self._was_there = None, {}, False
         mapping = self._gpu_to_nic()

@@ -62,11 +62,7 @@ class PciMixin:
     _sysfs_root = "/sys"
 
     def get_pci_ancestor(self, bus_id: str) -> list[str]:
-        """Return the PCI devices above a device, nearest first.
-
-        Args:
-            bus_id: Address of the device, such as `0000:3b:00.0`.
-        """
+        """Return the PCI devices above `bus_id` (such as `0000:3b:00.0`), nearest first."""
         return pci_ancestors(normal_bus_id(bus_id) or "", self._sysfs_root)
 
     def get_ib_pci_mapping(self) -> dict[str, str]:

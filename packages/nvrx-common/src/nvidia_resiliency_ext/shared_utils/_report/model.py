@@ -50,11 +50,7 @@ _MOST_JOBS = 20
 
 
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
-    """Reconstruct a job from its event files: cycles, faults, and where its time went.
-
-    Args:
-        files: The event files of all its nodes.
-    """
+    """Reconstruct a job from its nodes' event `files`: cycles, faults, where its time went."""
     seen = gather(files)
     if not seen:
         return Timeline(

@@ -38,12 +38,7 @@ _FIGURES_WIDTH = 24
 
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
-    """Return a summary for a terminal.
-
-    Args:
-        timeline: The job.
-        width: Columns of the terminal. Default 100.
-    """
+    """Return a summary of `timeline` for a terminal of `width` columns."""
     width = max(_NARROWEST, width)
     blocks = [
         _head(timeline),
