@@ -112,22 +112,19 @@ class Check:
 
     Attributes:
         name: The check, as the command line names it.
+        component: What is looked at, in a few words; default: the name.
         late_status: What `run_checks` takes a check for that has not ended by the deadline:
             unhealthy, because a driver or mount hangs, or skipped where silence proves nothing.
         skip_level: Level of the line that says, once in a process, why there was nothing to check.
     """
 
     name: ClassVar[str] = ""
+    component: str = ""
     late_status: ClassVar[Status] = "unhealthy"
     skip_level = logging.INFO
 
     def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
         self.on_failure = on_failure
-
-    @property
-    def component(self) -> str:
-        """What is looked at, in a few words."""
-        return self.name
 
     def check(self) -> HealthResult:
         """Look once and say what was found; never raises."""
@@ -152,14 +149,8 @@ class Check:
         elif finding.status == "skipped":
             message = f"health check {self.name} is skipped: {reason}"
             log_once(f"skipped {self.name} {self.skip_level}", self.skip_level, message)
-        return HealthResult(
-            self.name,
-            finding.status,
-            reason,
-            self.component,
-            finding.evidence,
-            duration_s,
-        )
+        what = self.component or self.name
+        return HealthResult(self.name, finding.status, reason, what, finding.evidence, duration_s)
 
     def _examine(self) -> Finding:
         raise NotImplementedError
@@ -259,8 +250,7 @@ def _guarded(check: Check) -> Callable[[], HealthResult]:
         except BaseException as error:
             logger.exception("health check %s has ended its thread", check.name)
             reason = _plain(f"the check has ended its thread: {type(error).__name__}: {error}")
-            took_s = time.monotonic() - start
-            return HealthResult(check.name, "unhealthy", reason, check.component, {}, took_s)
+            return _ended(check, "unhealthy", reason, time.monotonic() - start)
 
     return run
 
@@ -268,4 +258,8 @@ def _guarded(check: Check) -> Callable[[], HealthResult]:
 def _late(check: Check, deadline_s: float, took_s: float) -> HealthResult:
     reason = f"the check has not ended within {deadline_s:g} s"
     logger.warning("health check %s: %s", check.name, reason)
-    return HealthResult(check.name, check.late_status, reason, check.component, {}, took_s)
+    return _ended(check, check.late_status, reason, took_s)
+
+
+def _ended(check: Check, status: Status, reason: str, took_s: float) -> HealthResult:
+    return HealthResult(check.name, status, reason, check.component or check.name, {}, took_s)

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 
 from . import check
-from .nvml import DriverHungError, NvmlCallError, NvmlError, NvmlQueries, load_binding
+from .check import Finding, PeriodicCheck, skipped, unhealthy
+from .nvml import (
+    DriverHungError,
+    NvmlCallError,
+    NvmlError,
+    NvmlQueries,
+    NvmlUnavailableError,
+    load_binding,
+)
 from .pci import normal_bus_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from .nvml_helper import HelperAnswering
 
@@ -226,11 +234,6 @@ def resolve_device(rank: int) -> int | str | None:
     return found
 
 
-def whose(device_index: int | None) -> str:
-    """Return whose devices are looked at, in words."""
-    return "all GPUs" if device_index is None else f"local rank {device_index}"
-
-
 def device_label(device: int | str) -> str:
     """Return how a device is called in messages."""
     return f"GPU {device}"
@@ -290,6 +293,38 @@ class PynvmlMixin:
     def get_gb200_static_mapping(self) -> dict[int, str]:
         """Return which adapter belongs to which GPU of a GB200 node."""
         return {0: "mlx5_0", 1: "mlx5_1", 2: "mlx5_3", 3: "mlx5_4"}
+
+
+class DeviceCheck(PeriodicCheck, PynvmlMixin):
+    """A check of GPUs.
+
+    Args:
+        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+        interval: Seconds between two looks of `async_check`.
+        on_failure: Awaited by `async_check` after an unhealthy look.
+    """
+
+    def __init__(
+        self,
+        device_index: int | None = None,
+        interval: float = 60,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        super().__init__(interval, on_failure)
+        self.device_index = device_index
+        is_all = device_index is None
+        self.component = "all GPUs" if is_all else f"GPU of local rank {device_index}"
+
+    def _examine(self) -> Finding:
+        try:
+            return self._examine_devices(selected_devices(self.device_index))
+        except NvmlUnavailableError as error:
+            return skipped(str(error))
+        except NvmlError as error:
+            return unhealthy(str(error))
+
+    def _examine_devices(self, devices: list[int | str]) -> Finding:
+        raise NotImplementedError
 
 
 def _or_none(query: str, *arguments: Any) -> Any:

@@ -13,13 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import check
-from .check import Finding, PeriodicCheck, healthy, skipped, unhealthy
-from .devices import (
-    PynvmlMixin,
-    device_label,
-    selected_devices,
-    session,
-)
+from .check import Finding, healthy, skipped, unhealthy
+from .devices import DeviceCheck, device_label, selected_devices, session
 from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
 
@@ -190,13 +185,11 @@ _NUMBER_FIELDS = {
 }
 
 
-class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
+class GPUHealthCheck(DeviceCheck):
     """Is every GPU there, and does the driver want nothing done to it?
 
     Args:
-        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
-        interval: Seconds between two looks of `async_check`.
-        on_failure: Awaited by `async_check` after an unhealthy look.
+        device_index, interval, on_failure: As for `DeviceCheck`.
         expected_gpus: Fewer visible GPUs are unhealthy; default ``NVRX_EXPECTED_GPUS``. It only
             matters when the whole node is looked at.
         kmsg: Where the kernel's messages are read.
@@ -213,8 +206,7 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
         expected_gpus: int | None = None,
         kmsg: str = KMSG,
     ) -> None:
-        super().__init__(interval, on_failure)
-        self.device_index = device_index
+        super().__init__(device_index, interval, on_failure)
         self.expected_gpus = (
             check.count_of("NVRX_EXPECTED_GPUS") if expected_gpus is None else expected_gpus
         )
@@ -237,11 +229,6 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
                 # A driver that is there and fails is a finding, no reason to look away.
                 return True
         return self._enabled
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return "all GPUs" if self.device_index is None else f"GPU of local rank {self.device_index}"
 
     def _examine(self) -> Finding:
         expected = self.expected_gpus if self.device_index is None else None

@@ -146,6 +146,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
         self.link_down_path_template = link_down_path_template or default
         self.nic_name: str | None = None
+        self.component = "no adapter"
         self._local_rank: int | None = None
         self._baseline: dict[str, int] = {}
         self._limits = dict(counter_limits or {})
@@ -154,11 +155,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self._caller = DeadlineCaller()
         if device_index is not None:
             self.set_nic_device(device_index)
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return self.nic_name or "no adapter"
 
     @property
     def _prev_link_downed(self) -> int | None:
@@ -178,6 +174,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         if not mapping:
             return
         self.nic_name = mapping.get(self._gpu_of(local_rank))
+        self.component = self.nic_name or "no adapter"
         if self.nic_name is None:
             logger.error("no adapter is known for local rank %d: not checked", local_rank)
             return
@@ -323,11 +320,8 @@ class NicLinkStateHealthCheck(Check):
         except StuckError:
             first = {}
         self._active = {key for key, state in first.items() if is_active(state)}
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return ", ".join(sorted({key.partition(" ")[0] for key in self._active})) or "no adapter"
+        adapters = sorted({key.partition(" ")[0] for key in self._active})
+        self.component = ", ".join(adapters) or "no adapter"
 
     def _examine(self) -> Finding:
         try:

@@ -101,11 +101,7 @@ class NodeHealthCheck(PeriodicCheck):
         self.args = list(_DEFAULT_ARGS if args is None else args)
         self.request_timeout_sec = request_timeout_sec
         self.on_unreachable = on_unreachable
-
-    @property
-    def component(self) -> str:
-        """What is asked."""
-        return self.endpoint or self.socket_path or "no daemon"
+        self.component = endpoint or self.socket_path or "no daemon"
 
     def _examine(self) -> Finding:
         path = socket_of(self.socket_path, self.endpoint)

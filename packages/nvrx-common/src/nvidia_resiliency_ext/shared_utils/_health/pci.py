@@ -47,15 +47,6 @@ def adapters(sysfs_root: str) -> list[str]:
     return sorted(names, key=natural_key)
 
 
-def pci_ancestors(bus_id: str, sysfs_root: str) -> list[str]:
-    """Return the PCI devices above one, nearest first; none when it is not there."""
-    device = f"{sysfs_root}/bus/pci/devices/{bus_id}"
-    if not os.path.islink(device):
-        return []
-    above = [normal_bus_id(part) for part in os.path.realpath(device).split("/")[:-1]]
-    return [part for part in reversed(above) if part is not None]
-
-
 class PciMixin:
     """What a check, or code beside one, may want to know of the node's PCI devices."""
 
@@ -63,7 +54,11 @@ class PciMixin:
 
     def get_pci_ancestor(self, bus_id: str) -> list[str]:
         """Return the PCI devices above `bus_id` (such as `0000:3b:00.0`), nearest first."""
-        return pci_ancestors(normal_bus_id(bus_id) or "", self._sysfs_root)
+        device = f"{self._sysfs_root}/bus/pci/devices/{normal_bus_id(bus_id)}"
+        if not os.path.islink(device):
+            return []
+        above = [normal_bus_id(part) for part in os.path.realpath(device).split("/")[:-1]]
+        return [part for part in reversed(above) if part is not None]
 
     def get_ib_pci_mapping(self) -> dict[str, str]:
         """Return the PCI address of each InfiniBand, RoCE and EFA adapter."""
