@@ -94,6 +94,7 @@ class Child:
     Attributes:
         pid: Its number.
         argv: The command that was started.
+        stdin, stdout, stderr: Our ends of its streams that were started with a pipe, else None.
 
     Example:
         >>> with start_child(["/bin/sh", "-c", "exit 3"]) as child:
@@ -106,26 +107,12 @@ class Child:
     ) -> None:
         self.pid = process.pid
         self.argv = argv
+        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
         self._process = process
         self._leads_group = new_session
         self._lock = threading.Lock()
         self._status: ExitStatus | None = None
         self._watch = open_watch(process.pid)
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Our end of its input when it was started with a pipe."""
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Our end of its output when it was started with a pipe."""
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Our end of its error output when it was started with a pipe."""
-        return self._process.stderr
 
     def fileno(self) -> int:
         """Return a descriptor that is readable from the moment the process has ended.

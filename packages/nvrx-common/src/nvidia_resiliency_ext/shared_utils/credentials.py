@@ -70,16 +70,10 @@ def is_loopback(host: str) -> bool:
 
 
 class _ChangingFile:
-    """What a file holds now; for all threads.
+    """What the file at `path` holds now; for all threads."""
 
-    Args:
-        path: The file.
-        name: What errors call it.
-    """
-
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._name = name
         self._seen = self._signature()
         self._value = self._load()
 
@@ -116,16 +110,11 @@ class _ChangingFile:
 class TokenFile(_ChangingFile):
     """The token in a file, as clients show it and servers ask for it: `Bearer <token>`.
 
-    Args:
-        path: A file that nobody but its owner can read.
-        name: What errors call it.
+    Nobody but its owner can read the file.
 
     Raises:
         ConfigError: It cannot be read, others can read it, or it holds no token.
     """
-
-    def __init__(self, path: str, name: str = "token file") -> None:
-        super().__init__(path, name)
 
     def token(self) -> str:
         """Return the token that the file holds now."""
@@ -146,22 +135,21 @@ class TokenFile(_ChangingFile):
         return hmac.compare_digest(given, self.header().encode())
 
     def _load(self) -> bytes:
-        return read_token(self.path, self._name).encode()
+        return read_token(self.path).encode()
 
 
 class PemFile(_ChangingFile):
-    """A certificate, a key or a list of authorities in PEM form.
+    """A certificate, a key or a list of authorities in PEM form, at most 1 MiB, in file `path`.
 
-    Args:
-        path: The file, of at most 1 MiB.
-        name: What errors call it.
+    Errors call it `name`.
 
     Raises:
         ConfigError: It cannot be read, or holds nothing in PEM form.
     """
 
     def __init__(self, path: str, name: str = "TLS file") -> None:
-        super().__init__(path, name)
+        self._name = name
+        super().__init__(path)
 
     def read(self) -> bytes:
         """Return what the file holds now."""

@@ -117,7 +117,6 @@ def hardware_findings() -> Iterator[Finding]:
         yield Finding(_LEVELS[result.status], topic, result.reason or result.status)
 
 
-_SYS_OPENAT2 = 437
 _PR_GET_PDEATHSIG = 2
 _SMALL_SHM_BYTES = 256 * 1024 * 1024
 _TMP = "/tmp"  # noqa: S108 - looked at only
@@ -139,8 +138,6 @@ def host_findings() -> Iterator[Finding]:
         _has_memfd(),
         "files without a name in the run directory; workers may start cold",
     )
-    found = "found" if _has_openat2() else "not found"
-    yield Finding("info", "openat2", f"{found}; not used, paths are opened component by component")
     yield _facility("PDEATHSIG", _has_pdeathsig(), "the monitor's sweep alone")
     yield _shared_memory()
     yield _runtime_directory()
@@ -170,17 +167,6 @@ def _has_memfd() -> bool:
         return False
     finally:
         os.close(fd)
-    return True
-
-
-def _has_openat2() -> bool:
-    how = (ctypes.c_uint64 * 3)(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0, 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_long(_SYS_OPENAT2), ctypes.c_int(-1), ctypes.c_char_p(b"/"))
-    fd = libc.syscall(*arguments, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
-    if fd < 0:
-        return False
-    os.close(fd)
     return True
 
 

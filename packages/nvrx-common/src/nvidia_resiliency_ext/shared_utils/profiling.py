@@ -170,8 +170,7 @@ class FaultToleranceProfiler:
                 logger.warning("%s: events are not written: %s", _FILE_VARIABLE, error)
 
 
-_profiler: FaultToleranceProfiler | None = None
-_making = threading.Lock()
+_profiler = FaultToleranceProfiler()
 
 
 def record_profiling_event(
@@ -184,17 +183,17 @@ def record_profiling_event(
         node_id: Name of the node.
         rank: The rank.
     """
-    return _shared().record_event(event, node_id, rank)
+    return _profiler.record_event(event, node_id, rank)
 
 
 def get_profiling_cycle() -> int:
     """Return the cycle of the process's one profiler."""
-    return _shared().cycle
+    return _profiler.cycle
 
 
 def set_profiling_cycle(cycle: int) -> None:
     """Advance this process's profiler to `cycle`."""
-    _shared().set_cycle(cycle)
+    _profiler.set_cycle(cycle)
 
 
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
@@ -203,15 +202,7 @@ def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], Non
     Returns:
         A function that ends the subscription.
     """
-    return _shared().subscribe(callback)
-
-
-def _shared() -> FaultToleranceProfiler:
-    global _profiler  # noqa: PLW0603 - the one instance
-    with _making:
-        if _profiler is None:
-            _profiler = FaultToleranceProfiler()
-        return _profiler
+    return _profiler.subscribe(callback)
 
 
 def _utc(wall_s: float) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, final
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 
-from .os_utils import atomic_write, remove_tree_at
+from .os_utils import atomic_write, read_regular_file, remove_tree_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -269,13 +269,9 @@ def _is_stale(path: str) -> bool:
 
 
 def _read_owner(path: str) -> dict[str, object]:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(os.path.join(path, _OWNER_FILE), flags)
-    try:
-        data = os.read(descriptor, _LARGEST_OWNER_FILE_BYTES)
-    finally:
-        os.close(descriptor)
-    owner = json.loads(data)
+    owner = json.loads(
+        read_regular_file(os.path.join(path, _OWNER_FILE), _LARGEST_OWNER_FILE_BYTES)
+    )
     if not isinstance(owner, dict) or not owner.get("boot_id"):
         raise ValueError("an owner file that names no boot")
     return owner

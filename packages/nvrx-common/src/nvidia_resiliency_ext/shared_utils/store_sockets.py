@@ -11,12 +11,13 @@ import contextlib
 import errno
 import os
 import re
+import select
 import socket
 import struct
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from .abandonable import Attempt
+from .abandonable import ParkedAtExit
 from .errors import DeadlineExceededError
 
 __all__ = [
@@ -51,8 +52,10 @@ _LIBUV_TAKES_A_SOCKET = (2, 8)
 _PARTIAL_MESSAGE_S = 5
 
 
-given_up: list[Attempt] = []
-"""Attempts to make a client that no caller waits for any more, and that torch still keeps."""
+_LONGEST_MS = (1 << 31) - 1  # that poll() takes
+
+given_up: list[ParkedAtExit] = []
+"""Threads that make a client for which no caller waits any more, and that torch still keeps."""
 
 
 class NoAnswerError(DeadlineExceededError):
@@ -75,27 +78,47 @@ def open_client(
         Exception: What `make` raises.
     """
     before = socket_names()
-    given_up[:] = [attempt for attempt in given_up if attempt.is_alive()]
-    attempt = Attempt(make)
+    given_up[:] = [thread for thread in given_up if thread.is_alive()]
+    made: list[Any] = []
+    errors: list[Exception] = []
+    our_end, its_end = socket.socketpair()
+
+    def make_client() -> None:
+        with its_end:  # which hangs up when the client is made
+            try:
+                made.append(make())
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
+                errors.append(error)
+
+    thread = ParkedAtExit("nvrx-store-connect", make_client)
     is_made = False
-    with contextlib.closing(attempt):
-        attempt.start()
+    with our_end:
+        thread.start()
         try:
-            is_made = attempt.wait(timeout_s, witness)
+            is_made = _hangs_up(our_end, timeout_s, witness)
         finally:
             # The caller may have been interrupted.
             if not is_made:
-                attempt.give_up()
-                given_up.append(attempt)
+                given_up.append(thread)
                 for sock in connected_sockets(port, before):
                     with sock, contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
     if not is_made:
         raise NoAnswerError(f"what listens at port {port} does not answer as a store does")
-    attempt.join()
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.client
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
+def _hangs_up(sock: socket.socket, timeout_s: float, witness: socket.socket | None) -> bool:
+    """Wait until `sock` is hung up; False after `timeout_s`, or when only the witness is."""
+    poll = select.poll()
+    for watched in (sock, witness):
+        if watched is not None:
+            poll.register(watched, select.POLLIN)
+    ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
+    return any(number == sock.fileno() for number, _ in ready)
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:

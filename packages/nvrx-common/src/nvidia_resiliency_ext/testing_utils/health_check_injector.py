@@ -38,13 +38,11 @@ class HealthCheckInjector:
     def __init__(self, spec: str | None = None) -> None:
         text = os.environ.get(VARIABLE, "") if spec is None else spec
         self._wanted = _parse(text)
-        self._cycle: int | None = None
         if self._wanted:
             logger.warning("health check failures are injected on purpose: %s", text)
 
     def set_current_cycle(self, cycle: int) -> None:
-        """Remember the cycle; kept for older callers, `should_inject_failure` is told it anyway."""
-        self._cycle = cycle
+        """Do nothing; kept for older callers, since `should_inject_failure` is told the `cycle`."""
 
     def kinds(self, cycle: int, infra_rank: int) -> frozenset[str]:
         """Return which kinds of failure to inject now."""
@@ -76,9 +74,7 @@ def should_inject_failure(cycle: int, infra_rank: int, kind: str | None = None) 
 
 
 def set_current_cycle(cycle: int) -> None:
-    """Set `cycle`; kept for older callers, since `should_inject_failure` is given it."""
-    if os.environ.get(VARIABLE):
-        _shared().set_current_cycle(cycle)
+    """Do nothing; kept for older callers, since `should_inject_failure` is told the `cycle`."""
 
 
 def reset_for_tests() -> None:

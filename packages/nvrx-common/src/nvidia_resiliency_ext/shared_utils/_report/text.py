@@ -249,7 +249,7 @@ class Watch:
 def follow(
     paths: Sequence[str],
     read: Callable[[], Timeline],
-    seen: Callable[[Timeline], None] | None,
+    seen: Callable[[Timeline], object] | None,
     width: int,
 ) -> int:
     """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code."""
