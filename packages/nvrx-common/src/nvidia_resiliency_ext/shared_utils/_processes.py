@@ -176,19 +176,10 @@ def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
 
 @final
 class PidHandle:
-    """A hold on a process that is not our child: it never acts on a recycled number.
-
-    Attributes:
-        pid: Its number.
-        start_ticks: Its start since boot in clock ticks.
-    """
+    """A hold on process `pid`, not our child, that never acts on a recycled number."""
 
     def __init__(self, pid: int, start_ticks: int | None = None) -> None:
-        """Take hold of a running process.
-
-        Args:
-            pid: Its number.
-            start_ticks: Its start, where the caller knows it from before.
+        """Take hold of a running process that, if the caller knows it, started at `start_ticks`.
 
         Raises:
             ProcessLookupError: No such process runs, or one that started at another time.

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AbortHookFailure", "register_abort_hook", "run_abort_hooks"]
+__all__ = ["register_abort_hook", "run_abort_hooks"]
 
 logger = logging.getLogger("nvrx")
 
 _lock = threading.Lock()
 _hooks: dict[str, Callable[[], object]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class AbortHookFailure:
-    """A hook, registered under `name`, that raised `error`."""
-
-    name: str
-    error: Exception
 
 
 def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], None]:
@@ -53,11 +44,11 @@ def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], N
     return unregister
 
 
-def run_abort_hooks() -> list[AbortHookFailure]:
-    """Run all hooks in the order of registration; one that raises does not stop the others.
+def run_abort_hooks() -> list[Exception]:
+    """Run all hooks in the order of registration, also after one that raises.
 
     Returns:
-        The hooks that raised, which have been logged.
+        What they raised, which has been logged.
     """
     with _lock:
         hooks = list(_hooks.items())
@@ -67,5 +58,5 @@ def run_abort_hooks() -> list[AbortHookFailure]:
             hook()
         except Exception as error:
             logger.exception("abort hook %s failed", name)
-            failures.append(AbortHookFailure(name, error))
+            failures.append(error)
     return failures

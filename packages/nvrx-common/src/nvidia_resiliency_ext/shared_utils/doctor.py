@@ -23,13 +23,7 @@ Level = Literal["ok", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding of the doctor.
-
-    Args:
-        level: `error` if a person must act, else `ok`, `info` or `warning`.
-        topic: What was examined.
-        text: The finding.
-    """
+    """What was found (`text`) on a `topic`; `level` is `error` if a person must act."""
 
     level: Level
     topic: str
@@ -48,11 +42,7 @@ def package_versions() -> list[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 1 when a person must act, else 0.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` and return its exit code: 1 when a person must act, else 0."""
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

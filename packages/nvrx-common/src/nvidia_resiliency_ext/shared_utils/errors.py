@@ -71,13 +71,7 @@ class PeerClosedError(WireError, ConnectionError):
 
 
 class PeerRefusedError(NvrxError, PermissionError):
-    """The process at the other end runs as another user.
-
-    Args:
-        pid: Process at the other end, as the kernel sees it.
-        uid: Its user.
-        own_uid: The user that was expected.
-    """
+    """The process `pid` at the other end runs as user `uid`, not as `own_uid`."""
 
     def __init__(self, pid: int, uid: int, own_uid: int) -> None:
         super().__init__(pid, uid, own_uid)
@@ -117,13 +111,7 @@ class ChildStartError(NvrxError):
 
 
 class MissingExtraError(NvrxError, ImportError):
-    """Something needs a package that only an extra brings.
-
-    Args:
-        what: What needs it.
-        extra: What to install.
-        reason: What the import said.
-    """
+    """`what` needs a package that only `extra` brings; `reason` is what the import said."""
 
     def __init__(self, what: str, extra: str, reason: object) -> None:
         super().__init__(what, extra, reason)

@@ -86,13 +86,7 @@ class WakeUp:
 
 
 class Timer:
-    """A call at a time of the clock; after `cancel` it never happens.
-
-    Args:
-        at: The time, in seconds of the loop's clock.
-        callback: The function to call.
-        on_cancel: Called when the timer is cancelled before its time.
-    """
+    """A call of `callback` at the clock's time `at`; `cancel` forgets it and calls `on_cancel`."""
 
     __slots__ = ("_callback", "_on_cancel", "at")
 

@@ -42,11 +42,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """Return the endpoint that a URL names; None if it has another form.
-
-    Args:
-        text: `http://HOST[:PORT]`, `https://HOST[:PORT]` or `unix:///PATH`.
-    """
+    """Return the endpoint that the URL `text` names; None if it has another form."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port

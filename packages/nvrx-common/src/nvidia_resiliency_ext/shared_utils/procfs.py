@@ -92,13 +92,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread of a process.
-
-    Args:
-        tid: Its number.
-        state: Its state as in `ProcStat`.
-        name: Its name, 15 bytes at most.
-    """
+    """One thread of a process: number `tid`, `state` as in `ProcStat`, `name` of 15 bytes."""
 
     tid: int
     state: str

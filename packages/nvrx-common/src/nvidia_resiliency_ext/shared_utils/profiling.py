@@ -99,12 +99,7 @@ class FaultToleranceProfiler:
     def record_event(
         self, event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
     ) -> str:
-        """Log an event and pass it to subscribers and file; a detected failure begins a cycle.
-
-        Args:
-            event: The event.
-            node_id: Name of the node.
-            rank: The rank.
+        """Log `event` of `node_id` and `rank`, and pass it to subscribers and file; return its id.
 
         Returns:
             An id of value, time, node and rank.
@@ -176,13 +171,7 @@ _profiler = FaultToleranceProfiler()
 def record_profiling_event(
     event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
 ) -> str:
-    """Record an event with this process's profiler; return its id.
-
-    Args:
-        event: The event.
-        node_id: Name of the node.
-        rank: The rank.
-    """
+    """Record `event` of node `node_id` and `rank` with this process's profiler; return its id."""
     return _profiler.record_event(event, node_id, rank)
 
 

@@ -122,12 +122,9 @@ _SYNCHRONIZES = frozenset({"synchronize", "wait", "wait_event", "wait_stream"})
 
 
 def main_frames(dump: str) -> list[Frame]:
-    """Read the frames of the main thread, innermost first, from what faulthandler wrote.
+    """Read the main thread's frames, innermost first, from `dump`, which faulthandler wrote.
 
     The signal is handled by the main thread unless it blocks it, so that is the current thread.
-
-    Args:
-        dump: Stacks of all threads; cut off, garbled or empty is fine.
     """
     frames: list[Frame] = []
     is_current = False
@@ -209,7 +206,7 @@ def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
 
 
 def classify(kernel: Kernel, stack: Stack) -> Activity:
-    """Return the activity of a rank.
+    """Return the activity of a rank from `kernel`, its process, and `stack`, its main thread.
 
     | main thread | in a collective | in backward, device wait | in its own code | no stack |
     | --- | --- | --- | --- | --- |
@@ -223,10 +220,6 @@ def classify(kernel: Kernel, stack: Stack) -> Activity:
 
     With a GPU (1) is WAITING and (2) UNKNOWN: CUDA spins or sleeps while it waits for a kernel of
     NCCL, also under a line of the program such as `loss.item()`.
-
-    Args:
-        kernel: State of the process in the kernel.
-        stack: State of its main thread in Python.
     """
     if kernel.state in "Tt":
         return Activity.STOPPED
@@ -283,13 +276,7 @@ _DOES = (
 
 
 def in_words(activity: Activity, kernel: Kernel, stack: Stack) -> str:
-    """Describe what a rank does, such as `sleeps in train.py:41 in load (hrtimer_nanosleep)`.
-
-    Args:
-        activity: The result of `classify`.
-        kernel: State of the process in the kernel.
-        stack: State of its main thread in Python.
-    """
+    """Describe `activity`, the result of `classify` for `kernel` and `stack`, in words."""
     where = f" in {stack.place}" if stack.place else ""
     if activity is Activity.STOPPED:
         return "is stopped (SIGSTOP or a debugger)" if kernel.state == "T" else "is being traced"

@@ -107,11 +107,7 @@ def _report_texts(paths: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, or 2 where the input is not usable.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` and return its exit code: 0, or 2 where the input is not usable."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["bundle"]:
         from nvidia_resiliency_ext.shared_utils._report.bundle import main as make_bundle

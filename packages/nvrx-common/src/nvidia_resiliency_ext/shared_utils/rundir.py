@@ -146,14 +146,11 @@ class RunDir:
 
 
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return this user's run directories whose owner no longer exists.
+    """Return this user's run directories, in places of `environ`, whose owner no longer exists.
 
     An owner no longer exists if it belongs to an earlier boot of this host, or if its process
     number is free or belongs to a process that started at another time. An owner that cannot be
     examined from here (on another host, in another container) counts as alive.
-
-    Args:
-        environ: The environment that names where run directories are.
     """
     if not procfs.is_available() or not procfs.boot_id():
         return []
@@ -161,12 +158,7 @@ def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the run directories of our user with this label whose owner is not known to be gone.
-
-    Args:
-        label: What the runs are, as given to `RunDir.create`.
-        environ: Where to look up the places.
-    """
+    """Return our run directories with this `label`, in places of `environ`, but stale ones."""
     found = []
     for path in _paths(f"nvrx-{label}-", environ):
         try:
@@ -179,11 +171,7 @@ def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[s
 
 
 def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Remove the directories that `stale_run_dirs` finds; return their paths.
-
-    Args:
-        environ: The environment that names where run directories are.
-    """
+    """Remove the directories that `stale_run_dirs` finds in `environ`; return their paths."""
     removed = []
     for path in stale_run_dirs(environ):
         try:
@@ -208,11 +196,9 @@ def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def trusted_places(environ: Mapping[str, str], preferred: str = "") -> list[str]:
-    """Return the directories that may hold run directories and can be trusted with them.
+    """Return the places for run directories, of `environ` and usual ones, that can be trusted.
 
-    Args:
-        environ: The environment that names some of them.
-        preferred: One that comes first, if it can be trusted. Default: none.
+    `preferred` comes first, if it can.
     """
     own_uid = os.geteuid()
     named = [preferred, environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]

@@ -187,14 +187,9 @@ class StoreClient:
         self._ask(_nothing, _Query.APPEND, _key(key), _prefixed(_bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if its value is the expected one; return the value that it has then.
+        """Set `key` to `desired` if its value is `expected`; return the value that it has then.
 
         A missing key is set only where nothing is expected; else `expected` is returned.
-
-        Args:
-            key: Its name.
-            expected: The value that it must have; empty: it must be missing.
-            desired: Its new value.
         """
         values = map(_prefixed, map(_bytes, (expected, desired)))
         return self._ask(self._receive_text, _Query.COMPARE_SET, _key(key), *values)

@@ -122,11 +122,7 @@ def _hangs_up(sock: socket.socket, timeout_s: float, witness: socket.socket | No
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket that listens for a store's clients, with keep-alive probes.
-
-    Args:
-        family: `socket.AF_INET` or `socket.AF_INET6`.
-        address: As for `socket.bind`.
+    """Return a socket that listens at `address` of `family`, with keep-alive probes.
 
     Raises:
         OSError: EADDRINUSE: the port is taken; EADDRNOTAVAIL: the address is not this host's.
@@ -210,12 +206,7 @@ def is_connected_to(sock: socket.socket, port: int) -> bool:
 
 
 def connected_sockets(port: int, known: Collection[str] = frozenset()) -> Iterator[socket.socket]:
-    """Yield this process's sockets that are connected to a port, by a second descriptor.
-
-    Args:
-        port: The port, of any host.
-        known: Names of those that are left out, from `socket_names`.
-    """
+    """Yield this process's sockets that are connected to `port`, of any host, but `known` ones."""
     for _, sock in tcp_sockets(known):
         if is_connected_to(sock, port):
             yield sock
@@ -231,12 +222,9 @@ def socket_names() -> frozenset[str]:
 def tcp_sockets(
     known: Collection[str] = frozenset(),
 ) -> Iterator[tuple[str, socket.socket]]:
-    """Yield each of this process's TCP sockets with the kernel's name, by a second descriptor.
+    """Yield name and second descriptor of each TCP socket of this process but the `known` ones.
 
     Whoever takes one closes it.
-
-    Args:
-        known: Names of those that are left out.
     """
     seen = set(known)
     for descriptor, listed in _named():
@@ -268,13 +256,10 @@ def socket_copy(descriptor: int) -> socket.socket:
 
 
 def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
-    """Return the kernel's name of a TCP socket, and the socket under a second descriptor.
+    """Return the kernel's name of the TCP socket `descriptor`, and the socket under a second one.
 
     The caller closes the second descriptor. None is returned for a descriptor that is free or
     belongs to something else, which may happen at any time.
-
-    Args:
-        descriptor: The first descriptor.
     """
     # Between these lines, too.
     with contextlib.suppress(OSError):

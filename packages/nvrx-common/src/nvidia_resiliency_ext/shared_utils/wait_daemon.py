@@ -86,11 +86,7 @@ def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` (None: the process's own) and return its exit code."""
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

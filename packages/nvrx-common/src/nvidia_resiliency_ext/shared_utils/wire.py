@@ -115,11 +115,6 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of an unfinished frame; more than zero at the end of a stream means a cut frame."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> list[bytes]:
         """Add received `data`; return the payloads of the frames that are complete.
 
@@ -174,13 +169,7 @@ def frame(payload: bytes) -> bytes:
 def send_message(
     sock: socket.socket, messages: MessageSet, message: object, timeout_s: float | None
 ) -> None:
-    """Send one frame over a stream socket, blocking or not.
-
-    Args:
-        sock: The socket.
-        messages: The closed set of messages.
-        message: The message.
-        timeout_s: Seconds to wait at most; None: no limit.
+    """Send `message`, one of `messages`, as a frame over `sock`, in `timeout_s` s (None: no limit).
 
     Raises:
         WireError: The message cannot be encoded, or the peer is gone (`PeerClosedError`).
@@ -191,12 +180,7 @@ def send_message(
 
 
 def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float | None) -> object:
-    """Receive exactly one frame from a stream socket, blocking or not.
-
-    Args:
-        sock: The socket.
-        messages: The closed set of messages.
-        timeout_s: Seconds to wait at most; None: no limit.
+    """Receive exactly one of `messages` from `sock` within `timeout_s` s (None: no limit).
 
     Raises:
         PeerClosedError: The peer closed the connection.
@@ -214,13 +198,9 @@ def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float 
 def send_with_fds(
     sock: socket.socket, data: bytes, fds: Sequence[int], timeout_s: float | None = None
 ) -> None:
-    """Send bytes with descriptors attached to the first of them; they stay open here.
+    """Send `data` over `sock`, with `fds` on its first byte, in `timeout_s` s (None: no limit).
 
-    Args:
-        sock: The Unix socket.
-        data: One byte or more.
-        fds: The descriptors.
-        timeout_s: Seconds to wait at most; None: no limit.
+    The descriptors stay open here.
 
     Raises:
         ValueError: There are no bytes.
@@ -243,15 +223,10 @@ def send_with_fds(
 def receive_with_fds(
     sock: socket.socket, max_bytes: int, max_fds: int, timeout_s: float | None = None
 ) -> tuple[bytes, list[int]]:
-    """Receive once: the bytes that are there and the descriptors sent with them.
+    """Receive once from `sock`: up to `max_bytes` and `max_fds` descriptors, in `timeout_s` s.
 
     The caller owns the descriptors; child programs do not inherit them.
 
-    Args:
-        sock: The Unix socket.
-        max_bytes: How many bytes to take at most.
-        max_fds: How many descriptors to take at most.
-        timeout_s: Seconds to wait at most; None: no limit.
 
     Returns:
         The bytes, empty when the peer has closed the connection, and the descriptors.

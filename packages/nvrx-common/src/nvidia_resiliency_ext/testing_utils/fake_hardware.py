@@ -366,13 +366,7 @@ class FakeSysfs:
             self.set_counter(name, counter, 0, folder="hw_counters")
 
     def set_state(self, name: str, state: str, *, port: int = 1) -> None:
-        """Set the state of a port.
-
-        Args:
-            name: The adapter.
-            state: Content of the file, such as `4: ACTIVE`.
-            port: The port. Default 1.
-        """
+        """Set the `state` of a port, such as `4: ACTIVE`."""
         self._write(f"class/infiniband/{name}/ports/{port}/state", state)
 
     def set_counter(
@@ -390,13 +384,7 @@ class FakeSysfs:
         self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
 
     def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:
-        """Set whether a network device of an adapter has a carrier.
-
-        Args:
-            name: The adapter.
-            netdev: The network device.
-            has_carrier: Whether it has a carrier.
-        """
+        """Set whether (`has_carrier`) a network device of an adapter has a carrier."""
         self._write(f"class/infiniband/{name}/device/net/{netdev}/carrier", str(int(has_carrier)))
 
     def remove_nic(self, name: str) -> None:

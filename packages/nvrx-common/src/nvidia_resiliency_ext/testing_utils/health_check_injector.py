@@ -61,13 +61,7 @@ class HealthCheckInjector:
 
 
 def should_inject_failure(cycle: int, infra_rank: int, kind: str | None = None) -> bool:
-    """Return whether the environment asks for a failed check now.
-
-    Args:
-        cycle: The cycle.
-        infra_rank: Place of the node among the scheduler's nodes.
-        kind: Kind of the check; None: any.
-    """
+    """Return whether a check of `kind` (None: any) shall fail at `infra_rank` in `cycle`."""
     if not os.environ.get(VARIABLE):
         return False
     return _shared().should_inject_failure(cycle, infra_rank, kind)

@@ -267,13 +267,7 @@ def workload_exception(delay: float, callback: Callback | None) -> None:
 
 
 def async_raise_exception(tid: int, delay: float, callback: Callback | None) -> None:
-    """Raise `InjectedException` in a thread.
-
-    Args:
-        tid: `ident` of the thread.
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Raise `InjectedException` in thread `tid` (its ident) after `delay` s and `callback()`."""
     action = Action(lambda _: async_raise(tid, InjectedException))
     _run("ASYNC_EXC", action, delay, callback)
 
@@ -284,13 +278,7 @@ def raise_gpu_error(delay: float, callback: Callback | None) -> None:
 
 
 def gpu_sleep(delay: float, device: Any, callback: Callback | None) -> None:
-    """Start an endless kernel on a device.
-
-    Args:
-        delay: Seconds to wait first.
-        device: The CUDA device.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Start an endless kernel on the CUDA `device`, after `delay` s and `callback()`."""
     _run("GPU_SLEEP", resources.gpu_spin(device), delay, callback)
 
 
@@ -310,14 +298,7 @@ def abort(delay: float, callback: Callback | None) -> None:
 
 
 def send_signal(pid: int, signal: int, delay: float, callback: Callback | None) -> None:
-    """Send a signal to a process.
-
-    Args:
-        pid: The process.
-        signal: Number of the signal.
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Send `signal` to the process `pid`, after `delay` s and `callback()`."""
     _run(f"signal {signal} to {pid}", Action(lambda _: os.kill(pid, signal)), delay, callback)
 
 

@@ -37,23 +37,6 @@ class Finding:
     warnings: tuple[str, ...] = ()
 
 
-def healthy(reason: str = "", evidence: Mapping[str, Any] | None = None) -> Finding:
-    """Return a finding that nothing is wrong."""
-    return Finding("healthy", reason, evidence or {})
-
-
-def skipped(reason: str, evidence: Mapping[str, Any] | None = None) -> Finding:
-    """Return a finding that there was nothing to look at."""
-    return Finding("skipped", reason, evidence or {})
-
-
-def unhealthy(
-    reason: str, evidence: Mapping[str, Any] | None = None, warnings: tuple[str, ...] = ()
-) -> Finding:
-    """Return a finding that something is wrong."""
-    return Finding("unhealthy", reason, evidence or {}, warnings)
-
-
 @dataclass(frozen=True, slots=True)
 class HealthResult:
     """What one health check found; false only when it is unhealthy.
@@ -134,7 +117,8 @@ class Check:
         except Exception as error:
             # The boundary: a check that cannot run is not a failed check.
             logger.exception("health check %s could not run", self.name)
-            finding = skipped(f"the check itself failed: {type(error).__name__}: {error}")
+            reason = f"the check itself failed: {type(error).__name__}: {error}"
+            finding = Finding("skipped", reason)
         return self._result(finding, time.monotonic() - start)
 
     def __call__(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 
 from . import check
-from .check import Finding, PeriodicCheck, skipped, unhealthy
+from .check import Finding, PeriodicCheck
 from .nvml import (
     DriverHungError,
     NvmlCallError,
@@ -319,9 +319,9 @@ class DeviceCheck(PeriodicCheck, PynvmlMixin):
         try:
             return self._examine_devices(selected_devices(self.device_index))
         except NvmlUnavailableError as error:
-            return skipped(str(error))
+            return Finding("skipped", str(error))
         except NvmlError as error:
-            return unhealthy(str(error))
+            return Finding("unhealthy", str(error))
 
     def _examine_devices(self, devices: list[int | str]) -> Finding:
         raise NotImplementedError

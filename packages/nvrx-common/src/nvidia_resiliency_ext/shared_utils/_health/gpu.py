@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import check
-from .check import Finding, healthy, skipped, unhealthy
+from .check import Finding
 from .devices import DeviceCheck, device_label, selected_devices, session
 from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
@@ -156,12 +156,14 @@ def evaluate_gpus(readings: Sequence[GpuReading], expected: int | None) -> Findi
         evidence["expected_gpus"] = expected
         problems.insert(0, f"{len(readings)} GPUs are visible, {expected} are expected")
     if problems:
-        return unhealthy("; ".join(problems), evidence)
+        return Finding("unhealthy", "; ".join(problems), evidence)
     if not readings:
-        return skipped("no GPU is visible")
+        return Finding("skipped", "no GPU is visible")
     if all(reading.recovery_action is None for reading in readings):
-        return skipped("these GPUs do not tell which recovery action they need", evidence)
-    return healthy(evidence=evidence)
+        return Finding(
+            "skipped", "these GPUs do not tell which recovery action they need", evidence
+        )
+    return Finding("healthy", evidence=evidence)
 
 
 def _evidence(reading: GpuReading) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class GPUHealthCheck(DeviceCheck):
         try:
             reason = self._why_disabled()
             if reason is not None and not expected:
-                return skipped(reason)
+                return Finding("skipped", reason)
             readings = self._read_all(is_old=reason is not None)
             if self.device_index is None:
                 self._most_seen = max(self._most_seen, len(readings))
@@ -243,11 +245,11 @@ class GPUHealthCheck(DeviceCheck):
             finding = evaluate_gpus(readings, expected)
         except NvmlUnavailableError as error:
             if not expected:
-                return skipped(str(error))
+                return Finding("skipped", str(error))
             reason = f"no GPU is visible, {expected} are expected: {error}"
-            return unhealthy(reason, {"expected_gpus": expected})
+            return Finding("unhealthy", reason, {"expected_gpus": expected})
         except NvmlError as error:
-            return self._with_xids(unhealthy(str(error)))
+            return self._with_xids(Finding("unhealthy", str(error)))
         return self._with_xids(finding)
 
     def _why_disabled(self) -> str | None:

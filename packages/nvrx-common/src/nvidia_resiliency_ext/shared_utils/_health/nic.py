@@ -12,7 +12,7 @@ from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, Stuck
 from nvidia_resiliency_ext.shared_utils.console import plain
 
 from . import pci
-from .check import Check, Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .check import Check, Finding, PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
 from .nvml import NvmlError
 from .pci import PciMixin, TopologyError, natural_key, normal_bus_id, read_topology
@@ -192,22 +192,22 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
     def _examine(self) -> Finding:
         if self.nic_name is None:
-            return skipped("no adapter belongs to this GPU")
+            return Finding("skipped", "no adapter belongs to this GPU")
         try:
             now, counters = self._read()
         except StuckError as error:
-            return unhealthy(f"{self.nic_name}: {error}")
+            return Finding("unhealthy", f"{self.nic_name}: {error}")
         evidence: dict[str, Any] = {"nic": self.nic_name, "link_downed": now, **counters}
         is_evaluated = bool(now) or any(key.rpartition("/")[2] in self._limits for key in counters)
         if not is_evaluated:
             if self._was_there and self._has_vanished():
-                return unhealthy(f"{self.nic_name} has vanished", evidence)
-            return skipped(f"{self.nic_name} has no counter that is evaluated", evidence)
+                return Finding("unhealthy", f"{self.nic_name} has vanished", evidence)
+            return Finding("skipped", f"{self.nic_name} has no counter that is evaluated", evidence)
         self._was_there = True
         problems = [*self._broken_links(now), *self._fast_counters(counters)]
         if problems:
-            return unhealthy("; ".join(problems), evidence)
-        return healthy(evidence=evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
+        return Finding("healthy", evidence=evidence)
 
     def _broken_links(self, now: Mapping[str, int]) -> list[str]:
         baseline, self._baseline = self._baseline, rebased(self._baseline, now)
@@ -327,7 +327,7 @@ class NicLinkStateHealthCheck(Check):
         try:
             now = self._read()
         except StuckError as error:
-            return unhealthy(str(error))
+            return Finding("unhealthy", str(error))
         down = {key: now.get(key, _GONE) for key in sorted(self._active)}
         down = {key: state for key, state in down.items() if not is_active(state)}
         evidence = {"states": {**now, **down}}
@@ -336,12 +336,12 @@ class NicLinkStateHealthCheck(Check):
         if self.expected_ports is not None and active < self.expected_ports:
             problems.insert(0, f"{active} ports are active, {self.expected_ports} are expected")
         if problems:
-            return unhealthy("; ".join(problems), evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
         if not now:
-            return skipped("no adapter is there")
+            return Finding("skipped", "no adapter is there")
         if not self._active and self.expected_ports is None:
-            return skipped("no port was active at the start", evidence)
-        return healthy(evidence=evidence)
+            return Finding("skipped", "no port was active at the start", evidence)
+        return Finding("healthy", evidence=evidence)
 
     def _read(self) -> dict[str, str]:
         found: dict[str, str]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from .check import Finding, healthy, skipped, unhealthy
+from .check import Finding
 from .devices import DeviceCheck, device_label, session
 from .nvml import NvmlCallError
 
@@ -181,10 +181,10 @@ class NVLHealthCheck(DeviceCheck):
         for device in devices:
             _look(device, problems, evidence)
         if problems:
-            return unhealthy("; ".join(problems), evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
         if not any(evidence.values()):
-            return skipped("no NVLink is there", evidence)
-        return healthy(evidence=evidence)
+            return Finding("skipped", "no NVLink is there", evidence)
+        return Finding("healthy", evidence=evidence)
 
 
 def _look(device: int | str, problems: list[str], evidence: dict[str, Any]) -> None:
@@ -263,8 +263,10 @@ class NVLinkWindowHealthCheck(DeviceCheck):
         ]
         evidence: dict[str, Any] = {"flagged_windows": self._history.evidence()}
         if problems:
-            return unhealthy("; ".join(problems), evidence, tuple(problems))
-        return healthy(evidence=evidence) if has_data else skipped("no NVLink counters are there")
+            return Finding("unhealthy", "; ".join(problems), evidence, tuple(problems))
+        if not has_data:
+            return Finding("skipped", "no NVLink counters are there")
+        return Finding("healthy", evidence=evidence)
 
     def _look(self, device: int | str) -> bool:
         if device not in self._links:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-from .check import Check, Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .check import Check, Finding, PeriodicCheck
 from .pci import read_first
 from .probes import (
     Probe,
@@ -255,10 +255,10 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         if hanging:
             evidence["abandoned_probes"] = hanging
         if problems:
-            return unhealthy("; ".join(problems), evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
         if state is None and not mounts:
-            return skipped("no network file system is mounted")
-        return healthy(evidence=evidence)
+            return Finding("skipped", "no network file system is mounted")
+        return Finding("healthy", evidence=evidence)
 
     def _look(self, mounts: Sequence[Mount], problems: list[str], evidence: dict[str, Any]) -> None:
         paths = [mount.path for mount in mounts]
@@ -324,7 +324,7 @@ class StoragePathHealthCheck(Check):
     def _examine(self) -> Finding:
         given = [path for path in self.paths if path is not None and path != ""]
         if not given:
-            return skipped("no path is given")
+            return Finding("skipped", "no path is given")
         paths = list(dict.fromkeys(path for path in given if isinstance(path, str)))
         problems = [f"invalid: {path!r}" for path in given if not isinstance(path, str)]
         for path, answer in self._probes.ask(paths, self._timeout_s).items():
@@ -333,8 +333,8 @@ class StoragePathHealthCheck(Check):
                 problems.append(problem if path in problem else f"{path}: {problem}")
         evidence = {"paths": paths, "abandoned_probes": abandoned_probes()}
         if problems:
-            return unhealthy("; ".join(problems), evidence)
-        return healthy(evidence=evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
+        return Finding("healthy", evidence=evidence)
 
 
 def _mount_command(path: str) -> list[str]:

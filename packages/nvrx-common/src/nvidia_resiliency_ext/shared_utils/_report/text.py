@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
-from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 
 from .timeline import (
     CATEGORIES,
@@ -208,42 +207,8 @@ def _key(restart: object) -> tuple[object, ...]:
 
 
 _TICK_S = 1.0
-_GAP_S = 0.2
 # Reading a large record again and again must not take more than this part of a core.
 _SHARE = 0.2
-
-
-class Watch:
-    """Waits until something changes in the directories of these paths, or a second is over."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._directories: list[int] = []
-        self._notices: list[DirectoryNotices] = []
-        for path in {
-            path if os.path.isdir(path) else os.path.dirname(path) or "." for path in paths
-        }:
-            try:
-                directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError:
-                continue  # not there yet: the ticks look again
-            self._directories.append(directory)
-            self._notices.append(DirectoryNotices(directory))
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a change, or until the time is over."""
-        readable = [notices for notices in self._notices if notices.are_there]
-        poll = select.poll()
-        for notices in readable:
-            poll.register(notices.fileno(), select.POLLIN)
-        poll.poll(seconds * 1000)
-        for notices in readable:
-            notices.names()
-
-    def close(self) -> None:
-        for notices in self._notices:
-            notices.close()
-        for directory in self._directories:
-            os.close(directory)
 
 
 def follow(
@@ -254,7 +219,6 @@ def follow(
 ) -> int:
     """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    watch = Watch(paths)
     timeline: Timeline | None = None
     known: object = None
     is_first = True
@@ -277,20 +241,18 @@ def follow(
                     return 0
             spent_s = time.monotonic() - began
             if timeline is None or not timeline.is_ended:
-                watch.wait(_TICK_S)
-                select.poll().poll(min(60.0, max(_GAP_S, spent_s / _SHARE)) * 1000)
+                # Network disks send no notices, so that only another look finds new events.
+                select.poll().poll(min(60.0, max(_TICK_S, spent_s / _SHARE)) * 1000)
     except KeyboardInterrupt:
         write_out("\n")
         return 0
-    finally:
-        watch.close()
     if not is_terminal:
         write_out(render_text(timeline, width=width or 100))
     return 0
 
 
 def _state(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-    """Return what tells that a record has grown, also where no notices come (network disks)."""
+    """Return what tells that a record has grown."""
     found = []
     for path in paths:
         names = [path]
