@@ -66,7 +66,7 @@ def test_a_check_that_breaks_is_skipped(caplog) -> None:
 
 def test_skipping_is_logged_once(caplog) -> None:
     """However often a check is skipped, the process has one line about it."""
-    checking.forget_logged()
+    checking._logged.clear()
     with caplog.at_level(logging.INFO, "nvrx"):
         for _ in range(3):
             Given(Finding("skipped", "no hardware"))()

@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.shared_utils.errors import (
     WireError,
 )
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds
+from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds, rights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -293,12 +293,7 @@ class Channel:
 
     def _send_some(self, outgoing: _Outgoing) -> int:
         flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-        if outgoing.fds:
-            # Not socket.send_fds: it drops the flags.
-            packed = struct.pack(f"{len(outgoing.fds)}i", *outgoing.fds)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
-            return self.sock.sendmsg([outgoing.data], rights, flags)
-        return self.sock.send(outgoing.data, flags)
+        return self.sock.sendmsg([outgoing.data], rights(outgoing.fds), flags)
 
     def _drop_one(self) -> None:
         # The first one may be half sent: dropping it would tear the stream.

@@ -213,8 +213,7 @@ def send_with_fds(
         arm()
         try:
             # Not socket.send_fds and recv_fds: they drop the flags.
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _pack_fds(fds))] if fds else []
-            sent = sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            sent = sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerClosedError("the peer is gone") from error
         _send_all(sock, data[sent:], arm)
@@ -309,8 +308,10 @@ def _receive_exactly(sock: socket.socket, size: int, arm: Callable[[], None]) ->
     return bytes(received)
 
 
-def _pack_fds(fds: Sequence[int]) -> bytes:
-    return b"".join(_FD.pack(descriptor) for descriptor in fds)
+def rights(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
+    """Return what `sendmsg` takes to send descriptors."""
+    packed = b"".join(_FD.pack(descriptor) for descriptor in fds)
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if fds else []
 
 
 def _unpack_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

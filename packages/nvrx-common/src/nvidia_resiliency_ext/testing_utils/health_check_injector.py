@@ -7,9 +7,9 @@ cycle 2 and the storage check of rank 1 in cycle 5.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
 
 __all__ = [
     "KINDS",
@@ -73,21 +73,10 @@ def set_current_cycle(cycle: int) -> None:
 
 def reset_for_tests() -> None:
     """Read the environment anew at the next question."""
-    global _instance  # noqa: PLW0603 - the one object of the process
-    with _lock:
-        _instance = None
+    _shared.cache_clear()
 
 
-_lock = threading.Lock()
-_instance: HealthCheckInjector | None = None
-
-
-def _shared() -> HealthCheckInjector:
-    global _instance  # noqa: PLW0603 - the one object of the process
-    with _lock:
-        if _instance is None:
-            _instance = HealthCheckInjector()
-        return _instance
+_shared = functools.cache(HealthCheckInjector)  # the one object of the process
 
 
 def _parse(text: str) -> dict[tuple[int, int], frozenset[str]]:

@@ -77,11 +77,6 @@ def log_once(key: str, level: int, message: str) -> None:
         logger.log(level, "%s", message)
 
 
-def forget_logged() -> None:
-    """Let every line be logged anew; for tests."""
-    _logged.clear()
-
-
 def _plain(text: str) -> str:
     """Return one line that is fit for a log: it may quote paths, files and peers."""
     kept = plain(text[:_LONGEST_REASON])
