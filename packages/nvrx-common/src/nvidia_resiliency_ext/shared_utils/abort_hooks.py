@@ -23,15 +23,12 @@ _hooks: dict[str, Callable[[], object]] = {}
 
 
 def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], None]:
-    """Have a hook run at every abort of this process, until it is unregistered.
+    """Have a hook run at every abort of this process; return what unregisters it.
 
     Args:
         name: Who it belongs to, for messages; the same name again replaces the hook in its place.
         hook: Called without arguments, from any thread, perhaps more than once; it must be quick
             and must not wait for peers that may be dead.
-
-    Returns:
-        A function that unregisters this hook; harmless when repeated or replaced.
     """
     with _lock:
         _hooks[name] = hook
@@ -45,11 +42,7 @@ def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], N
 
 
 def run_abort_hooks() -> list[Exception]:
-    """Run all hooks in the order of registration, also after one that raises.
-
-    Returns:
-        What they raised, which has been logged.
-    """
+    """Run all hooks in the order of registration; return what was raised and logged."""
     with _lock:
         hooks = list(_hooks.items())
     failures = []

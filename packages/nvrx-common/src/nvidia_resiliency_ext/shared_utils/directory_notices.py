@@ -112,11 +112,7 @@ class FileNotices(_Notices):
         self._watches: set[int] = set()
 
     def watch(self, path: str) -> bool:
-        """Watch the file at `path`, too.
-
-        Returns:
-            Whether the kernel reports that it grows; False after `close` as well.
-        """
+        """Watch the file at `path`, too; return whether the kernel will report that it grows."""
         watch = self._add(path, _IN_MODIFY)
         if watch >= 0:
             self._watches.add(watch)

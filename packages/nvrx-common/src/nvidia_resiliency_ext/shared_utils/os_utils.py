@@ -114,7 +114,7 @@ _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
 
 
 def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
-    """Open a regular file below a directory for appending, and create it if it is missing.
+    """Return a descriptor of a regular file below a directory, made if missing, for appending.
 
     The path is walked component by component without following symbolic links, so nobody who
     can write below the root can lead it outside.
@@ -123,9 +123,6 @@ def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int
         root_fd: Descriptor of the directory; it stays open.
         relpath: Path below it; its directories must exist.
         mode: Permissions of a new file, less the umask.
-
-    Returns:
-        A descriptor that the caller owns.
 
     Raises:
         PathOutsideRootsError: The path is absolute, empty, or has a `..`.

@@ -226,8 +226,7 @@ def threads(pid: int, limit: int) -> list[Thread]:
 def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
     """Return number and arguments of the system call in which thread `tid` of `pid` is blocked.
 
-    Returns:
-        Empty for a thread that runs; None if this process may not trace the other.
+    They are empty for a thread that runs, and None if this process may not trace the other.
     """
     words = (_read(f"/proc/{pid}/task/{tid}/syscall") or b"").split()
     if not words:

@@ -99,11 +99,7 @@ class FaultToleranceProfiler:
     def record_event(
         self, event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
     ) -> str:
-        """Log `event` of `node_id` and `rank`, and pass it to subscribers and file; return its id.
-
-        Returns:
-            An id of value, time, node and rank.
-        """
+        """Log `event` of `node_id` and `rank`, and pass it to subscribers and file; return its id."""
         with self._lock:
             if event is ProfilingEvent.FAILURE_DETECTED:
                 self._cycle += 1
@@ -129,11 +125,7 @@ class FaultToleranceProfiler:
         return identity
 
     def subscribe(self, callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-        """Call `callback` with each later record, in the thread that records it.
-
-        Returns:
-            A function that ends the subscription.
-        """
+        """Call `callback` with each later record, in its thread; return what ends that."""
         key = object()
         with self._lock:
             self._subscribers[key] = callback
@@ -186,11 +178,7 @@ def set_profiling_cycle(cycle: int) -> None:
 
 
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-    """Call `callback` with each later record of this process's profiler.
-
-    Returns:
-        A function that ends the subscription.
-    """
+    """Call `callback` with each later record of this process; return what ends that."""
     return _profiler.subscribe(callback)
 
 

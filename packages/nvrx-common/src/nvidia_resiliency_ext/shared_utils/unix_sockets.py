@@ -229,11 +229,7 @@ class Channel:
         return received
 
     def take_fds(self, count: int) -> list[int]:
-        """Return the next received descriptors; the caller owns them.
-
-        Returns:
-            `count` descriptors, or fewer when the peer sent fewer.
-        """
+        """Return the next `count` received descriptors, or all; the caller owns them."""
         return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
 
     def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:

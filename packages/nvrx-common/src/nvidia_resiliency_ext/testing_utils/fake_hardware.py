@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node health daemon that says what it is told to, over real gRPC on a Unix socket."""
+"""Hardware that a test machine lacks: a driver, a tree of /sys, a node health daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SERVICE = "nvhcd.HealthCheckService"
 
 
 class FakeNodeDaemon:
-    """Serves until it is closed; it is a context manager.
+    """A node health daemon on a Unix socket; a context manager that serves until it is closed.
 
     Needs grpcio and protobuf (``nvrx-common[grpc]``).
 

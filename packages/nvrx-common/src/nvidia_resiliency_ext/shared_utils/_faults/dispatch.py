@@ -115,11 +115,7 @@ class DispatchedFault:
         return self._cancelled
 
     def cancel(self) -> bool:
-        """Keep the fault from happening, or end one that lasts and can be ended.
-
-        Returns:
-            Whether it was cancelled in time, so that nothing has happened.
-        """
+        """Keep the fault from happening, or end one that lasts; return whether nothing happened."""
         with self._lock:
             if not self._fired:
                 self._cancelled = True
@@ -197,7 +193,7 @@ class DispatchedFault:
 def dispatch_fault_injection(
     fault: Fault, delay: float, callback: Callable[[], object] | None = None
 ) -> DispatchedFault:
-    """Make a fault happen to this process after a while; return at once.
+    """Make a fault happen to this process after a while; return at once, with what cancels it.
 
     The delay counts from this call. With `NVRX_FAULT_INJECTION=0` in the environment nothing
     happens, and a warning says so.
@@ -206,9 +202,6 @@ def dispatch_fault_injection(
         fault: What is to happen.
         delay: Seconds until then.
         callback: Called right before it, in a background thread.
-
-    Returns:
-        A handle that can cancel it.
 
     Raises:
         RuntimeError: The fault is unknown, or this process or machine cannot be given it; the

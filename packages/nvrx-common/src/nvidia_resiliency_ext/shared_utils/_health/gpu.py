@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the kernel's messages about GPU errors (XIDs): finding and reading them.
+"""The check of GPUs: what the driver wants done to them, with the kernel's messages about errors.
 
-They are evidence and never a verdict: many XIDs are faults of a program.
+These messages (XIDs) are evidence and never a verdict: many are faults of a program.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do a target and an answer of the node health daemon mean? Pure; answers are foreign."""
+"""The check that asks the site's node health daemon; its answers are foreign."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the reading of /proc/self/mountinfo; pure but for `read_mounts`."""
+"""Checks of network file systems and of storage paths, which children probe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the fixed parts of the HTML report: style sheet and script; knows no data."""
+"""The report as one HTML page."""
 
 from __future__ import annotations
 
