@@ -99,7 +99,10 @@ class FaultToleranceProfiler:
     def record_event(
         self, event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
     ) -> str:
-        """Log `event` of `node_id` and `rank`, and pass it to subscribers and file; return its id."""
+        """Log `event` of `node_id` and `rank`, tell subscribers and file; return its id.
+
+        A detected failure begins a cycle.
+        """
         with self._lock:
             if event is ProfilingEvent.FAILURE_DETECTED:
                 self._cycle += 1
