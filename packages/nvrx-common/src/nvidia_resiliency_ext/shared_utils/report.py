@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils._report.metrics import render_prometheus
 from ._events.read import EventFile, EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
-from ._report.text import render_text
+from ._report.text import render_text, terminal_width
 from .console import plain, write_err, write_out
 from .os_utils import atomic_write
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         write_out(render_json(timeline))
     elif not exports.are_wanted:
-        write_out(render_text(timeline, width=options.width or _terminal_width()))
+        write_out(render_text(timeline, width=options.width or terminal_width()))
     return 0
 
 
@@ -249,13 +249,6 @@ def _parse(argv: Sequence[str]) -> Namespace:
     if not options.paths and not options.version:
         parser.error("a PATH is needed, as NVRX_EVENT_DIR is not set")
     return options
-
-
-def _terminal_width() -> int:
-    try:
-        return min(os.get_terminal_size(sys.stdout.fileno()).columns, 120) or 100
-    except (OSError, ValueError, AttributeError):  # stdout is None when it was closed
-        return 100
 
 
 def _complain(message: str) -> int:

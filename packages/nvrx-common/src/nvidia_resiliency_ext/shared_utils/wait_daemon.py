@@ -17,6 +17,7 @@ from ._processes import PidHandle, pidfd_available, wait_readable
 from .clock import Deadline
 from .console import write_err
 from .errors import DeadlineExceededError
+from .os_utils import read_regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,15 +37,9 @@ def read_pids_from_file(pidfile: str) -> list[int]:
     A file that cannot be read gives an empty list.
     """
     try:
-        descriptor = os.open(pidfile, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        text = read_regular_file(pidfile, _LARGEST_FILE, follows_symlink=True)
     except (OSError, ValueError):
         return []
-    try:
-        text = os.read(descriptor, _LARGEST_FILE)
-    except OSError:
-        return []
-    finally:
-        os.close(descriptor)
     numbers = (line.strip().lstrip(b"0") for line in text.splitlines())
     return [
         int(number)

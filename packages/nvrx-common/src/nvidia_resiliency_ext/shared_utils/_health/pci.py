@@ -172,11 +172,8 @@ def _found(head: str, wanted: str, tail: str) -> list[str]:
 
 def read_first(path: str) -> str:
     """Return the content of a small file without the blanks around it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.read(descriptor, _NIC_PORTS_LIMIT_BYTES).decode("utf-8", "replace").strip()
-    finally:
-        os.close(descriptor)
+    data = read_regular_file(path, _NIC_PORTS_LIMIT_BYTES, follows_symlink=True)
+    return data.decode("utf-8", "replace").strip()
 
 
 def read_count(path: str) -> int | None:

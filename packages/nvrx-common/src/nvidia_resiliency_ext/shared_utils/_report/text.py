@@ -7,6 +7,8 @@ import os
 import select
 import sys
 import time
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
@@ -141,15 +143,7 @@ def _count(number: int, noun: str) -> str:
 
 def _wrap(line: str, width: int) -> list[str]:
     """Break a line at blanks; what goes on is indented by four."""
-    wrapped = []
-    while len(line) > width:
-        indent = len(line) - len(line.lstrip())
-        at = line.rfind(" ", indent + 1, width + 1)
-        if at <= indent:
-            at = width
-        wrapped.append(line[:at].rstrip())
-        line = "    " + line[at:].lstrip()
-    return [*wrapped, line]
+    return wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [""]
 
 
 _HOME = "\x1b[H"
@@ -282,8 +276,12 @@ def _next(
 def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> bool:
     """Show what is new, and tell whether somebody reads it."""
     if is_terminal:
-        size = os.get_terminal_size(sys.stdout.fileno())
-        columns = width or min(size.columns or 100, 120)
-        return write_out(draw(timeline, columns, size.lines or 40, time.time()))
-    lines = new_lines(before, timeline) if timeline is not before else ()
-    return write_out("".join(f"{line}\n" for line in lines))
+        lines = get_terminal_size((100, 40)).lines
+        return write_out(draw(timeline, width or terminal_width(), lines, time.time()))
+    news = new_lines(before, timeline) if timeline is not before else ()
+    return write_out("".join(f"{line}\n" for line in news))
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, as far as lines are easy to read."""
+    return min(get_terminal_size((100, 40)).columns, 120)
