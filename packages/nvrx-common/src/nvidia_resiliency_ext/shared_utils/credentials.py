@@ -70,10 +70,13 @@ def is_loopback(host: str) -> bool:
 
 
 class _ChangingFile:
-    """What the file at `path` holds now; for all threads."""
+    """What the file at `path`, which errors call `name`, holds now; for all threads."""
 
-    def __init__(self, path: str) -> None:
+    _default_name = "file"
+
+    def __init__(self, path: str, name: str = "") -> None:
         self.path = path
+        self._name = name or self._default_name
         self._seen = self._signature()
         self._value = self._load()
 
@@ -116,6 +119,8 @@ class TokenFile(_ChangingFile):
         ConfigError: It cannot be read, others can read it, or it holds no token.
     """
 
+    _default_name = "token file"
+
     def token(self) -> str:
         """Return the token that the file holds now."""
         return self._current().decode()
@@ -135,21 +140,17 @@ class TokenFile(_ChangingFile):
         return hmac.compare_digest(given, self.header().encode())
 
     def _load(self) -> bytes:
-        return read_token(self.path).encode()
+        return read_token(self.path, self._name).encode()
 
 
 class PemFile(_ChangingFile):
-    """A certificate, a key or a list of authorities in PEM form, at most 1 MiB, in file `path`.
-
-    Errors call it `name`.
+    """A certificate, a key or a list of authorities in PEM form, in a file of at most 1 MiB.
 
     Raises:
         ConfigError: It cannot be read, or holds nothing in PEM form.
     """
 
-    def __init__(self, path: str, name: str = "TLS file") -> None:
-        self._name = name
-        super().__init__(path)
+    _default_name = "TLS file"
 
     def read(self) -> bytes:
         """Return what the file holds now."""
