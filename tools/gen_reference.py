@@ -212,7 +212,7 @@ def exit_codes() -> str:
 def events() -> str:
     """Return a section for each kind of event, with a table of its fields."""
     classes = vars(importlib.import_module(f"{SHARED}._events.kinds")).values()
-    kinds = [each for each in classes if isinstance(each, type) and getattr(each, "kind", "")]
+    kinds: list[Any] = [e for e in classes if isinstance(e, type) and vars(e).get("kind")]
     parts = []
     for each in kinds:
         summary, entries = documented(each)
