@@ -566,3 +566,82 @@ def test_core_under_sanitizers(tmp_path, sanitizer):
 def test_callbacks_without_memory(tmp_path):
     """No allocation that fails in a callback ends the process; its record counts as dropped."""
     assert run_native(tmp_path, "no_memory.cpp", "-fsanitize=address").startswith("done")
+
+
+EXERCISES = """
+import ctypes, os, sys, threading
+sys.path[:0] = sys.argv[1:]
+import nvrx_cupti_module
+library = ctypes.CDLL(os.environ["NVRX_CUPTI_LIBRARY"])
+library.fake_run.argtypes = [ctypes.c_int] * 3 + [ctypes.c_int64] * 2
+library.fake_error.argtypes = [ctypes.c_char_p, ctypes.c_int]
+found = []
+
+def read():
+    for _ in range(50):
+        found.extend(profiler.get_stats().items())
+        profiler.reset()
+
+def launch():
+    for number in range(50):
+        library.fake_run(number % 7, 40, 300, 1000, 1)
+        library.fake_foreign()
+
+for life in range(2):
+    profiler = nvrx_cupti_module.CuptiProfiler(bufferSize=1 << 14, numBuffers=2)
+    library.fake_error(b"enable", 15)
+    try:
+        profiler.initialize()
+    except RuntimeError:
+        library.fake_error(b"enable", 0)
+    profiler.initialize()
+    profiler.start()
+    threads = [threading.Thread(target=run) for run in (read, read, launch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    library.fake_run(0, 3, 10, 1000, 1)
+    found.extend(profiler.get_stats().items())
+    print(found[-1][1].num_calls > 0, profiler.memory_bytes > 0, os.path.dirname(profiler.library))
+    if os.fork() == 0:
+        os._exit(bool(profiler.library))
+    assert os.wait()[1] == 0
+    if life == 0:
+        del profiler
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_extension_in_python_under_sanitizers(build_hook, tmp_path, sanitizer):
+    """The Python module is clean under a sanitizer: threads, errors, a fork, exit while it captures.
+
+    Python takes each object from malloc, so that the sanitizer sees what is used after its end.
+    """
+    flag = f"-fsanitize={sanitizer}"
+    build_hook.compile_extension(
+        fake_cupti.SOURCES.parent, tmp_path / build_hook.NAME, (flag, "-g")
+    )
+    library = fake_cupti.build(tmp_path / "libcupti_fake.so", "-shared", flag)
+    preloaded = [
+        subprocess.run(
+            ["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in (f"lib{sanitizer[0]}san.so", "libstdc++.so.6")
+    ]
+    folders = [str(Path(folder).parent) for folder in nvidia_resiliency_ext.__path__]
+    env = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(preloaded),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+        "NVRX_CUPTI_LIBRARY": str(library),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", EXERCISES, str(tmp_path), *folders],
+        capture_output=True, text=True, timeout=280, env=env, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [f"True True {tmp_path}"] * 2
