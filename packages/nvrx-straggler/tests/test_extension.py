@@ -215,9 +215,21 @@ def test_records_without_times_are_skipped(fake, profiler):
     assert profiler.get_stats() == {}
 
 
-@pytest.mark.parametrize("call", ["get_stats", "reset", "shutdown"])
-def test_other_threads_run_during_a_slow_flush(fake, profiler, call):
-    """While CUPTI flushes, other Python threads go on."""
+@pytest.mark.parametrize(
+    ("call", "slow"),
+    [
+        ("get_stats", "flush"),
+        ("reset", "flush"),
+        ("shutdown", "flush"),
+        ("start", "switch"),
+        ("stop", "switch"),
+    ],
+)
+def test_other_threads_run_during_a_slow_call(fake, profiler, call, slow):
+    """While CUPTI flushes or switches capture, other Python threads go on."""
+    if call == "stop":
+        profiler.start()
+    make_slow = getattr(fake, f"fake_{slow}_ms")
     ticks, ended = [], threading.Event()
 
     def tick():
@@ -226,11 +238,11 @@ def test_other_threads_run_during_a_slow_flush(fake, profiler, call):
 
     thread = threading.Thread(target=tick)
     thread.start()
-    fake.fake_flush_ms(1000)
+    make_slow(1000)
     begin = time.monotonic()
     getattr(profiler, call)()
     end = time.monotonic()
-    fake.fake_flush_ms(0)
+    make_slow(0)
     ended.set()
     thread.join()
     assert end - begin >= 1.0
@@ -378,17 +390,18 @@ def test_library_is_that_of_torch(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(200)
-def test_missing_library_is_a_clear_error(tmp_path):
-    """A library that is not there is an error that names it and the variable."""
+@pytest.mark.parametrize("name", [b"absent.so", b"absent-\xff.so"], ids=["text", "bytes"])
+def test_missing_library_is_a_clear_error(tmp_path, name):
+    """A library that is not there is an error that names it and the variable, whatever its name."""
     program = "import nvrx_cupti_module as m; m.CuptiProfiler().initialize()"
-    env = {**os.environ, "NVRX_CUPTI_LIBRARY": str(tmp_path / "absent.so")}
+    env = {**os.environ, "NVRX_CUPTI_LIBRARY": str(tmp_path / os.fsdecode(name))}
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True, text=True, timeout=180, env=env, check=False,
     )  # fmt: skip
     last = result.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError: no usable libcupti was found")
-    assert "absent.so" in last
+    assert "absent" in last
     assert "NVRX_CUPTI_LIBRARY" in last
 
 

@@ -292,6 +292,23 @@ def many_names(rank, count):
     return None if report is None else dict(report.gpu_relative_perf_scores)
 
 
+def names_without_end(rank, own):
+    """Report windows of 15 new kernels each, and `own` ones of rank 0, where 20 names are many."""
+    from nvidia_resiliency_ext.attribution.straggler import name_mapper
+    from nvidia_resiliency_ext.attribution.straggler._exchange import generator as generator_module
+
+    name_mapper.MAX_NAMES = generator_module.MAX_NAMES = 20
+    generator = ReportGenerator("all", node_name="n")
+    scores, counts = [], []
+    for window in range(6):
+        names = [f"w{window}k{i}" for i in range(15)]
+        names += [f"w{window}own{i}" for i in range(own if rank == 0 else 0)]
+        report = generator.generate_report({}, {name: summary(1.0 + rank) for name in names})
+        scores.append(None if report is None else dict(report.gpu_relative_perf_scores))
+        counts.append(generator.name_mapper.kernel_counter)
+    return scores if rank == 0 else [None] * 6, counts
+
+
 def malformed_names(rank):
     """Rank 1 sends bytes that are no names; both ranks refuse them alike."""
     from nvidia_resiliency_ext.attribution.straggler import name_mapper

@@ -83,6 +83,11 @@ class Wrapping:
         known = len(self._wrapped)
         try:
             for callable_id in callable_ids:
+                if not isinstance(callable_id, CallableId):
+                    raise TypeError(
+                        f"wrap_callables: {callable_id!r} is no CallableId; give a list such as"
+                        " [CallableId(trainer, 'train_step')]"
+                    )
                 self._wrap(callable_id, registry, profile_cuda=profile_cuda)
         except BaseException:
             self._restore(list(self._wrapped)[known:])
