@@ -629,7 +629,7 @@ for life in range(2):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_extension_in_python_under_sanitizers(build_hook, tmp_path, sanitizer):
-    """The Python module is clean under a sanitizer: threads, errors, a fork, exit while it captures.
+    """Threads, errors, a fork and an exit with capture on are clean under a sanitizer in Python.
 
     Python takes each object from malloc, so that the sanitizer sees what is used after its end.
     """

@@ -83,11 +83,6 @@ class Wrapping:
         known = len(self._wrapped)
         try:
             for callable_id in callable_ids:
-                if not isinstance(callable_id, CallableId):
-                    raise TypeError(
-                        f"wrap_callables: {callable_id!r} is no CallableId; give a list such as"
-                        " [CallableId(trainer, 'train_step')]"
-                    )
                 self._wrap(callable_id, registry, profile_cuda=profile_cuda)
         except BaseException:
             self._restore(list(self._wrapped)[known:])
@@ -96,6 +91,11 @@ class Wrapping:
     def _wrap(
         self, callable_id: CallableId, registry: SectionRegistry, *, profile_cuda: bool
     ) -> None:
+        if not isinstance(callable_id, CallableId):
+            raise TypeError(
+                f"wrap_callables: {callable_id!r} is no CallableId; give a list such as"
+                " [CallableId(trainer, 'train_step')]"
+            )
         obj, name = callable_id.obj, callable_id.name
         if callable_id in self._wrapped:
             logger.debug("straggler: %s is wrapped already", callable_id)
