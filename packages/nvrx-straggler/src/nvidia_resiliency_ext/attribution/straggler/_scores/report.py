@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -305,6 +304,8 @@ def _slow_from(times: _Array, slowdown: float) -> float:
     The fastest half is healthy, and so is the next rank as long as it is not too far from all
     that are faster. How much healthy ranks differ is thus measured without the slow ones.
     """
+    from statistics import NormalDist  # costs an import of some ms, which few programs need
+
     count = len(times)
     healthy = np.arange((count + 1) // 2, count + 1)
     later = times - times[0]
