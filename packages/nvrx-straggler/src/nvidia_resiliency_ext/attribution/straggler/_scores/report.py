@@ -138,16 +138,14 @@ class Report:
         for name, threshold in zip(DEFAULT_THRESHOLDS, given, strict=True):
             if math.isnan(threshold):
                 raise ValueError(f"{name}=nan: give a number, such as 0.75")
-        sections = self._section_ids_below
-        relative, individual = (
-            self.section_relative_perf_scores,
-            self.section_individual_perf_scores,
-        )
+        gpus, sections = self._ids_below, self._section_ids_below
         return {
-            "straggler_gpus_relative": self._ids_below(self.gpu_relative_perf_scores, given[0]),
-            "straggler_gpus_individual": self._ids_below(self.gpu_individual_perf_scores, given[2]),
-            "straggler_sections_relative": sections(relative, section_rel_threshold),
-            "straggler_sections_individual": sections(individual, section_indiv_threshold),
+            "straggler_gpus_relative": gpus(self.gpu_relative_perf_scores, given[0]),
+            "straggler_gpus_individual": gpus(self.gpu_individual_perf_scores, given[2]),
+            "straggler_sections_relative": sections(self.section_relative_perf_scores, given[1]),
+            "straggler_sections_individual": sections(
+                self.section_individual_perf_scores, given[3]
+            ),
         }
 
     def suggest_threshold(self, slowdown: float = 0.10) -> float:
