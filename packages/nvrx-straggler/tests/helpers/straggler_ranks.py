@@ -420,7 +420,7 @@ def late_at(rank, late_step, steps, in_step):
             store.wait([f"{step}/{1 - rank}"])
     store.set(f"rank{rank}-waited", "1")
     worker._last._done.wait(DEADLINE_S)
-    keys = worker._peers._keys()
+    keys = worker._peers._store
     Detector.shutdown()
     stages = range(1, worker._number + 1)
     left = [stage for stage in stages if keys.check([f"{stage}/{rank}"])]
