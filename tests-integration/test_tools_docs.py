@@ -283,6 +283,52 @@ def test_blocks_that_do_not_run_here_are_well_formed() -> None:
     assert commands > 10
 
 
+def flags_of_programs() -> dict[str, set[str]]:
+    """Return the flags that the reference lists for each program: it is made from the parsers."""
+    page = (ROOT / "docs/reference/programs.md").read_text()
+    found: dict[str, set[str]] = {}
+    for title, text in re.findall(r"^## `(.*?)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL):
+        found[title] = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | {"--help", "--version"}
+    found["nvrx-report"] |= found.pop("nvrx-report bundle") | {"--print-completion"}
+    found[f"python -m {OURS}.attribution"] = found["nvrx-attribution"]
+    return found
+
+
+def wrong_flags(text: str, programs: dict[str, set[str]]) -> list[str]:
+    """Return the flags in a shell program that its programs do not have, and programs not known."""
+    problems: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        for command in re.split(r"[|;&>]", line):
+            called = re.match(
+                rf"\s*(?:exec )?(nvrx-[a-z-]+|python -m {OURS}[\w.]*)(?= |$)", command
+            )
+            if called is None or called[1] in ("nvrx-control", "nvrx-smonsvc"):
+                continue
+            if called[1] not in programs:
+                problems.append(f"{called[1]} is no program of the reference")
+                continue
+            flags = re.findall(r"(?<!\S)(--[a-z][\w-]*)", command)
+            problems += [f"{called[1]} {flag}" for flag in flags if flag not in programs[called[1]]]
+    return problems
+
+
+def test_flags_of_other_programs_in_examples_exist() -> None:
+    """Shell examples take flags of nvrx-report and the others that the reference lists."""
+    programs, problems = flags_of_programs(), []
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md"), ROOT / "README.md"]
+    for page in [*pages, *ROOT.glob("packages/*/README.md")]:
+        for text in re.findall(
+            r"^```sh[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            problems += [f"{page}: {problem}" for problem in wrong_flags(text, programs)]
+    assert not problems
+    text = f"nvrx-report logs --htm x | cat\npython -m {OURS}.nowhere\nnvrx-report a --html b\n"
+    assert wrong_flags(text, programs) == [
+        "nvrx-report --htm",
+        f"python -m {OURS}.nowhere is no program of the reference",
+    ]
+
+
 def resolve(name: str, module: str = "") -> object:
     """Return what a dotted name means, from a module if one is given."""
     found: object = importlib.import_module(module or name)
