@@ -32,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
@@ -57,7 +58,9 @@ def services(
     """Run what a host runs, with cycle information in the folder; then let it go."""
     clock = SystemClock()
     loop = EventLoop(clock)
-    asked = ServicesPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
+    asked = ServicesPlan(
+        config=FaultToleranceConfig(cycle_info_dir=str(folder)), cycle_info_job_id="j", **plan
+    )
     place = CoordinatorContext("127.0.0.1", "host", str(folder))
     made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)
     try:

@@ -7,7 +7,6 @@ workers. It is served by the rounds of the barrier; nothing in the store is pick
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
@@ -28,15 +27,13 @@ from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
     host_rules,
-    member_settings,
     node_options,
-    placement_rules,
+    node_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_int,
 )
-from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 __all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "create_handler"]
 
@@ -99,13 +96,15 @@ class FtRendezvousHandler(StoreRendezvousHandler):
     def __init__(
         self, store: Store, settings: RendezvousSettings, options: NodeOptions, nproc: int = 1
     ) -> None:
-        placement = dataclasses.replace(
-            placement_rules(settings.min_nodes, settings.max_nodes),
+        rules = host_rules(
+            settings.min_nodes,
+            settings.max_nodes,
+            settings.timeout,
+            min_healthy=True,
             elastic=True,
             use_infra_rank=settings.use_infra_group_rank,
         )
-        rules = host_rules(placement, settings.timeout, min_healthy=True)
-        member = member_settings(
+        member = node_settings(
             options,
             rules,
             settings.timeout,
@@ -132,10 +131,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is gone.
         """
-        try:
-            self._member.leave(Kind.LEFT, self._cause("left", f"host {self._member.host} leaves"))
-        except StoreLostError as error:
-            raise RendezvousConnectionError(str(error)) from None
+        self._member.leave(Kind.LEFT, self._cause("left", f"host {self._member.host} leaves"))
 
     def get_worker_states(self) -> dict[NodeIdentity, WorkerState]:
         """Return the state of the workers of each node of the present round.
@@ -148,7 +144,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         entry = self._member.entry
         if entry is None or not entry.active:
             return {}
-        members = self._read(lambda store: read_members(store, entry.round))
+        members = self._member.read(lambda store: read_members(store, entry.round))
         return {
             NodeIdentity.parse(member.arrival.node): WorkerState[member.state.name]
             for member in members
@@ -189,10 +185,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             else:
                 session.send(Kind.STATE, state=state, cause=cause)
 
-        try:
-            self._member.ask(send)
-        except StoreLostError as error:
-            raise RendezvousConnectionError(str(error)) from None
+        self._member.ask(send)
 
 
 def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> FtRendezvousHandler:

@@ -25,9 +25,8 @@ from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     Timeouts,
     group_size,
     host_rules,
-    member_settings,
     node_options,
-    placement_rules,
+    node_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_int
 
@@ -162,20 +161,15 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
     """
 
     def __init__(self, store: Store, settings: RendezvousSettings, options: NodeOptions) -> None:
-        placement = placement_rules(
+        rules = host_rules(
             settings.min_nodes,
             settings.max_nodes,
-            segment=settings.segment,
-            group=settings.replacement_group_size,
-        )
-        rules = host_rules(placement, settings.timeout, min_healthy=False)
-        member = member_settings(
-            options,
-            rules,
             settings.timeout,
-            nproc=settings.nproc_per_node,
-            implementation="barrier",
+            segment=settings.segment,
+            group_size=settings.replacement_group_size,
         )
+        nproc, timeout = settings.nproc_per_node, settings.timeout
+        member = node_settings(options, rules, timeout, nproc=nproc, implementation="barrier")
         self._settings = settings
         super().__init__(store, settings.run_id, member, rules, options)
 
@@ -217,7 +211,7 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         entry = self._member.entry
         if entry is None or not entry.active:
             return []
-        return self._read(lambda store: read_members(store, entry.round))
+        return self._member.read(lambda store: read_members(store, entry.round))
 
     def remove_this_node(self) -> None:
         """Not of this rendezvous; `_ft_rendezvous` has it."""

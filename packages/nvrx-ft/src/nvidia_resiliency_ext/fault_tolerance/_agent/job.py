@@ -33,7 +33,7 @@ from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    services_plan_of,
+    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
@@ -69,7 +69,7 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
-from .agent import NodeAgent, Parts, Result
+from .agent import NodeAgent, Result
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
@@ -212,7 +212,13 @@ class Job:
         if not store_host.is_here:
             return None
         services = CoordinatorServices(
-            services_plan_of(self._plan),
+            ServicesPlan(
+                config=self._plan.fault_tolerance,
+                logs=self._plan.logs,
+                cycle_info_job_id=self._plan.cycle_info_job_id,
+                job_name=self._plan.job_name,
+                attribution=self._plan.attribution,
+            ),
             self._environ,
             CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,
@@ -381,29 +387,27 @@ class Job:
         window_s = config.restart_budget_window
         budget = None if window_s is None else RefillingBudget(plan.max_restarts, window_s)
         return NodeAgent(
-            Parts(
-                policy=policy,
-                loop=self._loop,
-                clock=self._clock,
-                rendezvous=self._rendezvous,
-                admission=self._admission,
-                on_bad_node=self._bad_node,
-                starter=self._prewarm,
-                specs=self._specs,
-                monitor=self._monitor,
-                tracker=TrainingProgressTracker(
-                    min_progress_iterations=config.min_progress_iterations,
-                    max_no_progress_cycles=config.max_no_progress_cycles,
-                    checkpoint_iteration_file=config.checkpoint_iteration_file,
-                ),
-                reporter=self._reporter,
-                tee=self._tee,
-                controller=self._controller,
-                host=self._paths.host,
-                reports_leftovers=config.check_remaining_processes,
-                start_failure_limit=config.start_failure_limit,
-                budget=budget,
-            )
+            policy=policy,
+            loop=self._loop,
+            clock=self._clock,
+            rendezvous=self._rendezvous,
+            admission=self._admission,
+            on_bad_node=self._bad_node,
+            starter=self._prewarm,
+            specs=self._specs,
+            monitor=self._monitor,
+            tracker=TrainingProgressTracker(
+                min_progress_iterations=config.min_progress_iterations,
+                max_no_progress_cycles=config.max_no_progress_cycles,
+                checkpoint_iteration_file=config.checkpoint_iteration_file,
+            ),
+            reporter=self._reporter,
+            tee=self._tee,
+            controller=self._controller,
+            host=self._paths.host,
+            reports_leftovers=config.check_remaining_processes,
+            start_failure_limit=config.start_failure_limit,
+            budget=budget,
         )
 
     def _watch(self) -> None:

@@ -15,14 +15,14 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     HangStage,
@@ -42,13 +42,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
-from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEvent
+from .rendezvous import Rendezvous, RoundEvent, RoundPorts
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
@@ -60,24 +58,6 @@ LAST_WORDS_S = 3.0
 # Some round trips to the store; ranks are ended this much later where it is slow or lost.
 SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """What this node is in the job. Times are seconds.
-
-    `arrival` is what the coordinator must know of it, but for port, domain and earlier rank.
-    """
-
-    arrival: Arrival
-    master_port: int | None
-    lease_s: float
-    join_timeout_s: float
-    connect_timeout_s: float
-    domain: Callable[[], str]
-    unfit_in: Callable[[int], Cause | None] = lambda _round: None
-    must_agree: Mapping[str, str]
-    where: str = ""
 
 
 class StoreRendezvous(Rendezvous):
@@ -115,20 +95,9 @@ class StoreRendezvous(Rendezvous):
         self._previous_rank: int | None = None
         self._is_over = False
         self._is_lost = False
-        self._has_left = False
         self._join_deadline: Timer | None = None
-        self._reserved = PortReservation(settings.master_port)
-        self._in_use: PortReservation | None = None
-        self._threads = NodeThreads(
-            connect,
-            node=settings.arrival.node,
-            host=settings.arrival.host,
-            post=self._push,
-            clock=clock,
-            lease_s=settings.lease_s,
-            connect_timeout_s=settings.connect_timeout_s,
-            settings=dict(settings.must_agree),
-        )
+        self._ports = RoundPorts(settings.master_port)
+        self._client = NodeClient(settings, connect, self._push, clock)
         # A clock that is set meanwhile must not move this node's times against its record.
         self._wall_ahead_s = clock.wall() - clock.monotonic()
         self._said_of_clocks = ""
@@ -141,16 +110,15 @@ class StoreRendezvous(Rendezvous):
 
     def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
         """Offer this node for the next round; the answer comes from `poll`."""
-        if self._in_use is not None and self._settings.master_port is None:
-            self._in_use.release()
-            self._in_use = None
-        s = self._settings
+        self._ports.end_round()
         arrival = dataclasses.replace(
-            s.arrival, master_port=self._reserved.port, previous_rank=self._previous_rank
+            self._settings.arrival,
+            master_port=self._ports.offered,
+            previous_rank=self._previous_rank,
         )
-        self._threads.submit(lambda session: self._arrive(session, arrival))
+        self._client.submit(lambda session: self._arrive(session, arrival))
         self._cancel_join_deadline()
-        at = self._clock.monotonic() + s.join_timeout_s
+        at = self._clock.monotonic() + self._settings.join_timeout_s
         self._join_deadline = self._loop.call_at(at, self._join_timed_out)
 
     def poll(self) -> list[RoundEvent]:
@@ -170,26 +138,25 @@ class StoreRendezvous(Rendezvous):
     def open_next(self, cause: Cause) -> None:
         """Open the next round for everybody, unless somebody has."""
         round_ = self._round
-        self._threads.submit(lambda session: session.open_next(round_, cause))
+        self._client.submit(lambda session: session.open_next(round_, cause))
 
     def close(self, reason: str, cause: Cause | None = None) -> None:
         """End the job for everybody; the first reason stays."""
         self._is_over = True
-        self._threads.submit(lambda session: session.end(reason, cause))
+        self._client.submit(lambda session: session.end(reason, cause))
 
     def succeeded(self) -> None:
         """Say that all workers of this node ended well."""
         round_ = self._round
-        self._threads.submit(lambda session: session.succeeded(round_))
+        self._client.submit(lambda session: session.succeeded(round_))
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
         """Say that workers of this node failed."""
         round_, state = self._round, WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
-        self._threads.submit(lambda session: session.broken(round_, state, cause))
+        self._client.submit(lambda session: session.broken(round_, state, cause))
 
     def leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
-        self._has_left = True
         kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
         me = self._settings.arrival
@@ -202,23 +169,23 @@ class StoreRendezvous(Rendezvous):
             finally:
                 is_said.set()
 
-        self._threads.submit_last_words(say)
+        self._client.submit_last_words(say)
         # This node's ranks are ended next, and those of others fail by that: what comes first in
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
 
     def preempted(self, cause: Cause) -> None:
         """Say that this node must go, and why."""
-        self._threads.submit(lambda session: session.send(Kind.PREEMPTED, cause=cause))
+        self._client.submit(lambda session: session.send(Kind.PREEMPTED, cause=cause))
 
     def held(self, calls: int) -> None:
         """Say how far this node's ranks are, which wait."""
-        self._threads.submit(lambda session: session.send(Kind.HELD, calls=calls))
+        self._client.submit(lambda session: session.send(Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang."""
         round_, states = self._round, tuple(ranks)
-        self._threads.submit(lambda session: session.hung(round_, states, accusation))
+        self._client.submit(lambda session: session.hung(round_, states, accusation))
 
     @property
     def must_stay(self) -> bool:
@@ -235,18 +202,14 @@ class StoreRendezvous(Rendezvous):
             if timer is not None:
                 timer.cancel()
         if not self._is_lost:
-            kind = Kind.GOODBYE if self._is_over else Kind.LEFT
-            if not self._has_left or self._is_over:
-                self._threads.submit_last_words(lambda session: session.send(kind))
-        self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
+            self._client.say_goodbye()
+        self._client.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self._host is not None:
             self._host.join(LAST_WORDS_S + 1.0)
             self._host.stop()
             self._host.join(LAST_WORDS_S)
         self._wake_up.close()
-        for reservation in (self._in_use, self._reserved):
-            if reservation is not None:
-                reservation.release()
+        self._ports.close()
 
     # What the threads tell ---------------------------------------------------------------------
 
@@ -324,9 +287,8 @@ class StoreRendezvous(Rendezvous):
         self._cancel_join_deadline()
         self._round = entry.round
         self._previous_rank = own.group_rank
-        if own.group_rank == 0 and self._settings.master_port is None:
-            # Offered and taken: kept while rank 0 is here; the next round offers another.
-            self._in_use, self._reserved = self._reserved, PortReservation()
+        if own.group_rank == 0:
+            self._ports.take()
         assignment = machine.Assignment(
             cycle=entry.round,
             group_rank=own.group_rank,
@@ -354,12 +316,12 @@ class StoreRendezvous(Rendezvous):
     def _evaluate_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
         lease_s, now = self._settings.lease_s, self._clock.monotonic()
-        confirmed = self._threads.confirmed_at
+        confirmed, fenced_at = self._client.confirmed_at, self._client.fenced_at
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
                 self._on_lease(confirmed + keys.LEASES_TO_KILL * lease_s)
-            if now >= confirmed + keys.LEASES_TO_FENCE * lease_s:
+            if fenced_at is not None and now >= fenced_at:
                 self._is_lost = True
                 what = (
                     f"the job's store has not answered for {now - confirmed:.1f} s;"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause, signal_name
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -23,7 +24,6 @@ from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
-    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
@@ -83,35 +83,20 @@ class ServicesPlan:
     """What the host of a job runs beside the store.
 
     Attributes:
+        config: Where files about cycles go, whether hosts that attribution names get a place, and
+            the file with the job's token.
         logs: Which log servers there are, and where they may write.
-        cycle_info_dir: Where files about cycles go; None: nowhere.
-        cycle_info_job_id: The job in their names and at the service; None takes the scheduler's.
+        cycle_info_job_id: The job in the names of files about cycles and at the service; None takes
+            the scheduler's.
         job_name: The job's name at a service where no scheduler has one; None: it has none.
         attribution: The service that is asked why a cycle ended.
-        excludes_named: Whether hosts that it names get no place any more.
     """
 
+    config: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
-    cycle_info_dir: str | None = None
     cycle_info_job_id: str | None = None
     job_name: str | None = None
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
-    excludes_named: bool = False
-    token_file: str | None = None
-
-
-def services_plan_of(plan: LaunchPlan) -> ServicesPlan:
-    """Return what the launcher with the job's store runs for a launch."""
-    config = plan.fault_tolerance
-    return ServicesPlan(
-        logs=plan.logs,
-        cycle_info_dir=config.cycle_info_dir,
-        cycle_info_job_id=plan.cycle_info_job_id,
-        job_name=plan.job_name,
-        attribution=plan.attribution,
-        excludes_named=config.attribution_node_action == "exclude",
-        token_file=config.rdzv_token_file,
-    )
 
 
 logger = logging.getLogger("nvrx")
@@ -172,7 +157,7 @@ class CoordinatorServices:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
-        token = token_file(self._environ, self._plan.token_file, self._place.run_dir)
+        token = token_file(self._environ, self._plan.config.rdzv_token_file, self._place.run_dir)
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
         if self._is_shared and not token.is_given:
             logger.info(
@@ -192,12 +177,13 @@ class CoordinatorServices:
 
     def _open_info(self) -> None:
         plan = self._plan
-        if plan.cycle_info_dir is None:
+        directory = plan.config.cycle_info_dir
+        if directory is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
 
         self._reporter = CycleInfoReporter(
-            plan.cycle_info_dir, plan.logs.applog_prefix, plan.cycle_info_job_id
+            directory, plan.logs.applog_prefix, plan.cycle_info_job_id
         )
 
     def follow_attribution(
@@ -213,7 +199,7 @@ class CoordinatorServices:
         plan = self._plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
             return
-        excludes = plan.excludes_named
+        excludes = plan.config.attribution_node_action == "exclude"
         if excludes and not self._is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
@@ -235,7 +221,7 @@ class CoordinatorServices:
         self._watch = AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
-            token_file=plan.token_file,
+            token_file=plan.config.rdzv_token_file,
             node_id=self._place.host,
             post=(lambda call: call()) if self._loop is None else self._loop.post,
             on_stop=on_stop,

@@ -325,6 +325,13 @@ class NodeSession:
         self._append(message, self._present().round)
         self.notify()
 
+    def say_goodbye(self) -> None:
+        """Send the last message: the job is over, or this node takes no part any more."""
+        if self._present().phase is Phase.OVER:
+            self.send(Kind.GOODBYE)
+        elif self._left is None:
+            self.send(Kind.LEFT)
+
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
         if self._is_in(round_):
