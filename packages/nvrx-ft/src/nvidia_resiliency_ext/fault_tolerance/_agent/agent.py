@@ -16,22 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
+from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
-from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
-    ErrorFile,
-    read_error_file,
-    read_error_output,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    Effect,
-    Event,
-    Node,
-    Phase,
-    Policy,
-)
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
@@ -43,13 +30,8 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     hang_cause,
     root_cause,
 )
+from nvidia_resiliency_ext.fault_tolerance._workers import workers
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Tee
-from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
-    Listener,
-    Starter,
-    WorkerGroup,
-    WorkerSpec,
-)
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -103,14 +85,14 @@ class NodeAgent:
     It owns the worker group; the parts that it is made of belong to the caller.
     """
 
-    policy: Policy
+    policy: machine.Policy
     loop: EventLoop
     clock: Clock
     rendezvous: Rendezvous
     admission: AdmissionCheck
     on_bad_node: Callable[[Cause], None]
-    starter: Starter
-    specs: Callable[[Assignment, float | None], list[WorkerSpec]]
+    starter: workers.Starter
+    specs: Callable[[machine.Assignment, float | None], list[workers.WorkerSpec]]
     monitor: SharedMonitor | MonitorPerRank
     tracker: TrainingProgressTracker
     reporter: EventReporter
@@ -123,27 +105,27 @@ class NodeAgent:
 
     def __post_init__(self) -> None:
         rendezvous, controller = self.rendezvous, self.controller
-        self._node = Node(self.policy)
+        self._node = machine.Node(self.policy)
         self._start_failures = StartFailures(self.start_failure_limit)
-        self._workers = WorkerGroup(
+        self._workers = workers.WorkerGroup(
             self.loop,
             self.clock,
             self.tee,
-            listener=Listener(
+            listener=workers.Listener(
                 self._worker_exited,
                 lambda given_up: self.post(machine.GroupStopped(given_up)),
                 self._started_again,
             ),
             reports_leftovers=self.reports_leftovers,
         )
-        self._events: collections.deque[Event] = collections.deque()
+        self._events: collections.deque[machine.Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
         self._ranks_in_hang: list[dict[str, Any]] = []
         self._failures: list[Failure] = []
-        self._assignment: Assignment | None = None
+        self._assignment: machine.Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._error_outputs: dict[int, tuple[str, int]] = {}
-        self._errors: dict[int, ErrorFile | None] = {}
+        self._errors: dict[int, exceptions.ErrorFile | None] = {}
         self._others_until: float | None = None
         self._cycle_start_time: float | None = None
         self._started_at: float | None = None
@@ -183,13 +165,13 @@ class NodeAgent:
         )
 
     @property
-    def workers(self) -> WorkerGroup:
+    def workers(self) -> workers.WorkerGroup:
         """The worker processes of the present cycle."""
         return self._workers
 
     # What happens, reported by the effects ------------------------------------------------------
 
-    def post(self, event: Event) -> None:
+    def post(self, event: machine.Event) -> None:
         """Hand in an event; it is decided in the order of arrival."""
         self._events.append(event)
 
@@ -272,20 +254,20 @@ class NodeAgent:
             return True
         return False
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: machine.Event) -> None:
         before = self._node.phase
-        if before is Phase.RUNNING and isinstance(event, machine.RanksAsked):
+        if before is machine.Phase.RUNNING and isinstance(event, machine.RanksAsked):
             self.monitor.examine()
-        if before is Phase.RUNNING and isinstance(event, machine.HangEvaluated):
+        if before is machine.Phase.RUNNING and isinstance(event, machine.HangEvaluated):
             event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
-        if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
+        if before is machine.Phase.RUNNING and self._node.phase is not machine.Phase.RUNNING:
             self._record_progress()
             self._record_end()
         if isinstance(event, machine.NodeUnfit):
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
-        if before is Phase.STOPPING and isinstance(event, machine.GroupStopped):
+        if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):
             self.reporter.workers_stopped()
         for effect in effects:
             self._apply(effect)
@@ -318,14 +300,14 @@ class NodeAgent:
             self.admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
 
-    def _apply(self, effect: Effect) -> None:
+    def _apply(self, effect: machine.Effect) -> None:
         self._perform[type(effect)](effect)
 
     # Exits ---------------------------------------------------------------------------------
 
     def _others_may_fail(self) -> bool:
         """Return whether to wait for the other ranks, which may fail at their start like these."""
-        if self._node.phase is not Phase.RUNNING or self._node.policy.many_nodes:
+        if self._node.phase is not machine.Phase.RUNNING or self._node.policy.many_nodes:
             return False
         now = self.clock.monotonic()
         if self._others_until is None:
@@ -358,7 +340,7 @@ class NodeAgent:
     def _evaluate_exits(self) -> None:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
-        running = self._node.phase is Phase.RUNNING
+        running = self._node.phase is machine.Phase.RUNNING
         hang = self.monitor.hang_report()
         # A hung rank may leave with code 0 when it is asked to: the monitor's word counts.
         failures = [
@@ -385,7 +367,7 @@ class NodeAgent:
                     local_rank, status, own, no_progress, is_hopeless and own is not None
                 )
             )
-        if self._node.phase is Phase.RUNNING:
+        if self._node.phase is machine.Phase.RUNNING:
             self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
@@ -417,13 +399,13 @@ class NodeAgent:
             error=error,
         )
 
-    def _error_of(self, local_rank: int, status: ExitStatus) -> ErrorFile | None:
+    def _error_of(self, local_rank: int, status: ExitStatus) -> exceptions.ErrorFile | None:
         """Return the exception of a rank: from `@record`, else from the file of its stderr."""
-        written = read_error_file(self._error_files.get(local_rank, ""))
+        written = exceptions.read_error_file(self._error_files.get(local_rank, ""))
         is_uncaught = status.code == UNCAUGHT_EXCEPTION
         if written is not None or not is_uncaught or local_rank not in self._error_outputs:
             return written
-        return read_error_output(*self._error_outputs[local_rank])
+        return exceptions.read_error_output(*self._error_outputs[local_rank])
 
     def _makes_no_progress(self) -> bool:
         iteration = self.monitor.last_iteration()
@@ -450,7 +432,7 @@ class NodeAgent:
     def _admitted(self, cycle: int, unfit: Cause | None) -> None:
         if unfit is not None:
             self.post(machine.NodeUnfit(unfit))
-        elif self._node.phase is Phase.JOINING:  # It may have ended meanwhile.
+        elif self._node.phase is machine.Phase.JOINING:  # It may have ended meanwhile.
             self.rendezvous.join(cycle)
             self._poll_rendezvous()
 
@@ -469,7 +451,7 @@ class NodeAgent:
         self._steps_recorded = Steps(None, 0, self.clock.monotonic())
         self.admission.start(lambda: self._start_now(assignment))
 
-    def _start_now(self, assignment: Assignment) -> None:
+    def _start_now(self, assignment: machine.Assignment) -> None:
         try:
             specs = self.specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
@@ -562,7 +544,7 @@ class NodeAgent:
         self._finish = effect
 
     def _tick_progress(self) -> None:
-        if self._node.phase is Phase.RUNNING:
+        if self._node.phase is machine.Phase.RUNNING:
             self._record_progress()
         self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
 
@@ -573,12 +555,12 @@ class NodeAgent:
             self._steps_recorded = steps
 
 
-def _message_of(error: ErrorFile | None) -> str | None:
+def _message_of(error: exceptions.ErrorFile | None) -> str | None:
     """Return what an exception says that has ended a worker for certain, else None."""
     return error.message if error is not None and error.is_last else None
 
 
-def _error_outputs(specs: Sequence[WorkerSpec]) -> dict[int, tuple[str, int]]:
+def _error_outputs(specs: Sequence[workers.WorkerSpec]) -> dict[int, tuple[str, int]]:
     """Return the files that take workers' stderr, with their sizes before the workers start."""
     paths = {spec.local_rank: spec.output.stderr.path for spec in specs}
     return {rank: (path, _size_of(path)) for rank, path in paths.items() if path is not None}

@@ -47,13 +47,7 @@ from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     JobFacts,
     TorchEvents,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.command import (
-    OF_AN_OUTER_RANK,
-    CycleStamp,
-    JobEnvironment,
-    rank_variables,
-    shared_variables,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import command
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
     Tee,
     console_output,
@@ -285,7 +279,7 @@ class Job:
 
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         plan, paths = self._plan, self._paths
-        self._environment = JobEnvironment(
+        self._environment = command.JobEnvironment(
             nproc=plan.nproc_per_node,
             role=plan.role,
             job_id=plan.run_id,
@@ -298,10 +292,10 @@ class Job:
             virtual_devices=plan.virtual_devices,
             signals_to_handle=",".join(signum.name for signum in plan.signals_to_handle),
         )
-        inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}
+        inherited = {k: v for k, v in self._environ.items() if k not in command.OF_AN_OUTER_RANK}
         self._base_env = {
             **inherited,
-            **shared_variables(self._environment, self._environ),
+            **command.shared_variables(self._environment, self._environ),
             **self._event_log.environment(),
             **cycle_info_environment(plan),
         }
@@ -522,7 +516,7 @@ class Job:
         if self._plan.max_nodes == 1 and self._services is not None:
             here = Arrival("", self._paths.host, infra_rank=0)
             self._services.begins(assignment.cycle, [here])
-        stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
+        stamp = command.CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         has_space = self._has_space(assignment.cycle)
         specs = [
             self._spec(assignment, local_rank, stamp, has_space=has_space)
@@ -552,7 +546,7 @@ class Job:
         return not problem
 
     def _spec(
-        self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_space: bool
+        self, assignment: Assignment, local_rank: int, stamp: command.CycleStamp, *, has_space: bool
     ) -> WorkerSpec:
         plan, paths = self._plan, self._paths
         rank = assignment.rank_offset + local_rank
@@ -562,7 +556,7 @@ class Job:
         if paths.output.writes_files and not has_space:
             output = console_output(directory)
         output = self._cycles.output(output, rank)
-        variables = rank_variables(
+        variables = command.rank_variables(
             self._environment, assignment, local_rank, stamp, output.error_file
         )
         return WorkerSpec(

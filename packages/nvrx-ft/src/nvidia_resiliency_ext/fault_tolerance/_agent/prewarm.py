@@ -16,14 +16,8 @@ from collections.abc import Callable, Mapping
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
+from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
-from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed
-from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
-    cold_reason,
-    go_reason,
-    should_hold_first_cycle,
-    wants_prewarming,
-)
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     STILL_IMPORTING,
@@ -89,7 +83,7 @@ class PrewarmStarter(Starter):
         elif plan.prewarm.prewarm != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"
         else:
-            reason = cold_reason(plan.command, self._base_env, (), plan.prewarm.prewarm)
+            reason = conditions.cold_reason(plan.command, self._base_env, (), plan.prewarm.prewarm)
         if reason is not None:
             self._insist(reason)
         return reason
@@ -109,7 +103,7 @@ class PrewarmStarter(Starter):
             if self._plan.prewarm.prewarm != "off":
                 logger.info("workers start cold: %s", self._why_cold)
             return
-        wanted = self._plan.prewarm.prewarm == "on" or should_hold_first_cycle(
+        wanted = self._plan.prewarm.prewarm == "on" or conditions.should_hold_first_cycle(
             self._plan.command, self._imports
         )
         if wanted:
@@ -139,7 +133,7 @@ class PrewarmStarter(Starter):
             if slot in self._ready and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
                 self._step(pools.Stale(slot))
-        self._step(pools.Wanted(wants_prewarming(self._running_pids())))
+        self._step(pools.Wanted(conditions.wants_prewarming(self._running_pids())))
 
     def _step(self, event: pools.Event) -> None:
         self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
@@ -273,7 +267,7 @@ class PrewarmStarter(Starter):
         stderr_fd: int | None,
     ) -> tuple[Started | None, str]:
         slot = spec.local_rank
-        reason = go_reason(standby.env, spec.env)
+        reason = conditions.go_reason(standby.env, spec.env)
         if reason is not None:
             self._insist(f"worker {slot}: {reason}")
         if reason is None and (path := standby.stale_file()) is not None:

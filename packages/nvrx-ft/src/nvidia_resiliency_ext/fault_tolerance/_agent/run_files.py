@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    IN_A_FILE,
-    NO_SERVER,
-    TokenFile,
-    token_file,
-    write_token,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting import services
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
     LogDirectoryError,
@@ -182,7 +176,7 @@ class CycleRecords:
         self._environ = environ
         self._paths = paths
         self._store_host = store_host
-        self._token: TokenFile = token_file(
+        self._token: services.TokenFile = services.token_file(
             environ, plan.fault_tolerance.rdzv_token_file, paths.run_dir.path
         )
         self.asks_for_log_server = plan.logs.server is not None and not store_host.is_here
@@ -231,12 +225,12 @@ class CycleRecords:
     def log_server_said(self, said: str | None) -> None:
         """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
         with self._lock:
-            first, self._log_server_said = not self._log_server_said, said or NO_SERVER
-        if said == IN_A_FILE and self._token.is_given:
+            first, self._log_server_said = not self._log_server_said, said or services.NO_SERVER
+        if said == services.IN_A_FILE and self._token.is_given:
             return
-        if said is not None and said not in (IN_A_FILE, NO_SERVER):
+        if said is not None and said not in (services.IN_A_FILE, services.NO_SERVER):
             if not self._token.is_given:
-                write_token(self._token.path, said)
+                services.write_token(self._token.path, said)
                 if self._logs is not None:
                     self._logs.try_again()
             return
@@ -246,7 +240,7 @@ class CycleRecords:
 
     def _write_files_instead(self, said: str | None) -> None:
         why = "the rendezvous host runs no log server"
-        if said == IN_A_FILE:
+        if said == services.IN_A_FILE:
             why = (
                 "the job's log server asks for a token from a file:"
                 f" give this node {_env.LOG_FUNNEL_TOKEN_FILE}, too"

@@ -21,15 +21,8 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
-    Arrival,
-    HangStage,
-    Kind,
-    Phase,
-    WorkerState,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Hung,
     Leaves,
@@ -152,12 +145,15 @@ class StoreRendezvous(Rendezvous):
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
         """Say that workers of this node failed."""
-        round_, state = self._round, WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
+        round_, state = (
+            self._round,
+            records.WorkerState.FAILED if all_gone else records.WorkerState.UNHEALTHY,
+        )
         self._client.submit(lambda session: session.broken(round_, state, cause))
 
     def leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
-        kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
+        kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
         me = self._settings.arrival
         is_said = threading.Event()
@@ -176,11 +172,11 @@ class StoreRendezvous(Rendezvous):
 
     def preempted(self, cause: Cause) -> None:
         """Say that this node must go, and why."""
-        self._client.submit(lambda session: session.send(Kind.PREEMPTED, cause=cause))
+        self._client.submit(lambda session: session.send(records.Kind.PREEMPTED, cause=cause))
 
     def held(self, calls: int) -> None:
         """Say how far this node's ranks are, which wait."""
-        self._client.submit(lambda session: session.send(Kind.HELD, calls=calls))
+        self._client.submit(lambda session: session.send(records.Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang."""
@@ -213,7 +209,7 @@ class StoreRendezvous(Rendezvous):
 
     # What the threads tell ---------------------------------------------------------------------
 
-    def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
+    def _arrive(self, session: NodeSession, arrival: records.Arrival) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
             arrival,
@@ -222,11 +218,11 @@ class StoreRendezvous(Rendezvous):
         )
         entry = session.entry
         assert entry is not None
-        if entry.phase is Phase.OVER:
+        if entry.phase is records.Phase.OVER:
             self._push(Over(entry))
             return
         unfit = None
-        if entry.phase is Phase.OPEN:
+        if entry.phase is records.Phase.OPEN:
             unfit = self._settings.unfit_in(entry.round)
         if unfit is not None:
             self._push(machine.NodeUnfit(unfit))
@@ -260,7 +256,7 @@ class StoreRendezvous(Rendezvous):
             cause = entry.cause or Cause("preempted", "a node must go")
             return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
         if isinstance(event, Hung):
-            judged = event.entry.cause if event.entry.hang == HangStage.EVALUATED else None
+            judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
         if isinstance(event, Over):
             self._is_over = True

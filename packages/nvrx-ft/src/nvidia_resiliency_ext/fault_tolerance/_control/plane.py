@@ -21,12 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     token_file,
 )
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
-    read_settings,
-    rules_from_settings,
-    write_settings,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     EndpointError,
     claim,
@@ -185,7 +180,7 @@ class ControlPlane:
         plan = self._plan
         says = {
             keys.LOG_TOKEN: self._services.log_token,
-            keys.CONTROL_SETTINGS: write_settings(PROGRAM, plan.settings()),
+            keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings()),
         }
         self._thread = CoordinatorThread(
             lambda: served_store(
@@ -237,7 +232,7 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
     while not stop.is_set():
         try:
             text = store.wait_for(keys.SETTINGS, LOOK_S)
-            settings = None if text is None else read_settings(text)
+            settings = None if text is None else agreement.read_settings(text)
         except ForeignValueError as error:
             store.report_foreign(error)
             store.delete(keys.SETTINGS)
@@ -249,7 +244,7 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
 
 def _rules_from(settings: Mapping[str, str]) -> CoordinatorRules:
     try:
-        return rules_from_settings(settings)
+        return agreement.rules_from_settings(settings)
     except ConfigError as error:
         # Nobody gave them to this program.
         raise NvrxError(str(error)) from None

@@ -20,19 +20,6 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import agreement, coordinator, keys, restarts
-from .coordinator import (
-    AskRanks,
-    Close,
-    CoordinatorRules,
-    Decision,
-    End,
-    EvaluateHang,
-    Leave,
-    Memory,
-    Open,
-    View,
-    Wait,
-)
 from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
 from .placement import Placement, check_texts, summary
 from .records import (
@@ -90,7 +77,7 @@ class Coordinator:
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         store: JobStore,
-        rules: CoordinatorRules,
+        rules: coordinator.CoordinatorRules,
         *,
         me: str,
         epoch: str,
@@ -109,7 +96,7 @@ class Coordinator:
         self._follower = follower
         self._on_bad_node = on_bad_node
         self._denylist = Denylist() if denylist is None else denylist
-        self._memory = Memory()
+        self._memory = coordinator.Memory()
         self._stop = threading.Event() if stop is None else stop
         self._messages: list[NodeMessage] = []
         self._read_to = 0
@@ -126,7 +113,7 @@ class Coordinator:
         self._clocks: dict[str, agreement.Reading] = {}
         self._resuming_since: float | None = None
         # Written once, by whatever thread asks for the end.
-        self._end_asked: End | None = None
+        self._end_asked: coordinator.End | None = None
         first = Entry(
             seq=0,
             phase=Phase.OPEN,
@@ -166,7 +153,7 @@ class Coordinator:
 
     def end_job(self, reason: str, cause: Cause) -> None:
         """End the job for everybody, within a second; from any thread. The first reason stays."""
-        self._end_asked = self._end_asked or End(reason, cause)
+        self._end_asked = self._end_asked or coordinator.End(reason, cause)
 
     # What the store says -----------------------------------------------------------------------
 
@@ -395,7 +382,7 @@ class Coordinator:
             }
             members = tuple(ranked[rank] for rank in sorted(ranked))
             now = self._clock.monotonic()
-            self._memory = Memory(
+            self._memory = coordinator.Memory(
                 active=members,
                 unhealthy=self._memory.unhealthy,
                 gone=self._memory.gone,
@@ -415,19 +402,19 @@ class Coordinator:
             if self._follower is not None:
                 self._follower.goes_on(closed, members)
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> coordinator.Decision:
         now = self._clock.monotonic()
         if self._is_last_call or now - self._leases_at >= self._rules.lease_s / 4:
             self._read_leases()
         self._read_messages()
         if self._resume():
-            return Wait(now + coordinator.LOOK_AGAIN_S)
+            return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
         self._publish_reputation()
         self._announce_named()
         if self._entry.phase is Phase.OPEN:
             named = frozenset(self._denylist.why)
             self._memory = dataclasses.replace(self._memory, excluded=named)
-        view = View(
+        view = coordinator.View(
             entry=self._entry,
             messages=tuple(self._messages),
             quiet_s=self._quiet_s(),
@@ -436,7 +423,7 @@ class Coordinator:
             me=self._me,
         )
         decision = coordinator.decide(self._rules, self._memory, view, now)
-        if isinstance(decision, Wait):
+        if isinstance(decision, coordinator.Wait):
             self._record_wait(decision, now)
             for message in coordinator.losses(self._rules, self._memory, view):
                 # The others cannot see leases, and may want to know.
@@ -453,7 +440,7 @@ class Coordinator:
             message.node for message in self._messages if message.kind is Kind.ACKNOWLEDGED
         )
 
-    def _record_wait(self, decision: Wait, now: float) -> None:
+    def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
         self._is_last_call = decision.is_last_call
         if self._memory.enough_since is None and decision.is_last_call:
             self._memory = dataclasses.replace(self._memory, enough_since=now)
@@ -463,22 +450,22 @@ class Coordinator:
 
     # What is done ------------------------------------------------------------------------------
 
-    def _act(self, decision: Decision) -> float:
-        if isinstance(decision, Wait):
+    def _act(self, decision: coordinator.Decision) -> float:
+        if isinstance(decision, coordinator.Wait):
             return decision.until
-        if isinstance(decision, Close):
+        if isinstance(decision, coordinator.Close):
             self._close_round(decision.placement)
-        elif isinstance(decision, Open):
+        elif isinstance(decision, coordinator.Open):
             self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
-        elif isinstance(decision, Leave):
+        elif isinstance(decision, coordinator.Leave):
             said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
             self._create(self._entry.again(self._me, **said))
-        elif isinstance(decision, AskRanks):
+        elif isinstance(decision, coordinator.AskRanks):
             self._create(self._entry.again(self._me, hang=HangStage.ASKED))
-        elif isinstance(decision, EvaluateHang):
+        elif isinstance(decision, coordinator.EvaluateHang):
             said = {"cause": decision.cause, "hang": HangStage.EVALUATED}
             self._create(self._entry.again(self._me, **said))
-        elif isinstance(decision, End):
+        elif isinstance(decision, coordinator.End):
             self._create(
                 self._next(
                     Phase.OVER, self._entry.round, cause=decision.cause, reason=decision.reason
@@ -586,7 +573,7 @@ class Coordinator:
                 return
 
 
-def _keep_decisions_s(rules: CoordinatorRules) -> float:
+def _keep_decisions_s(rules: coordinator.CoordinatorRules) -> float:
     return max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(rules))
 
 

@@ -24,21 +24,10 @@ from torch.distributed.elastic.rendezvous.api import (
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundPorts
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_GRACEFUL
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import arrived
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import LEASES_TO_FENCE
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
-    Arrival,
-    Entry,
-    ForeignValueError,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    WorkerState,
-    decode,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     NodeSession,
@@ -53,16 +42,18 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 _LEFT = "this node has left the rendezvous"
-FINAL = frozenset({WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.UNKNOWN})
+FINAL = frozenset(
+    {records.WorkerState.SUCCEEDED, records.WorkerState.FAILED, records.WorkerState.UNKNOWN}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundMember:
     """One node of a round; `group_rank` is None for a spare, `state` is that of its workers."""
 
-    arrival: Arrival
+    arrival: records.Arrival
     group_rank: int | None
-    state: WorkerState = WorkerState.HEALTHY
+    state: records.WorkerState = records.WorkerState.HEALTHY
 
 
 def read_members(store: JobStore, round_: int) -> list[RoundMember]:
@@ -74,37 +65,41 @@ def read_members(store: JobStore, round_: int) -> list[RoundMember]:
     states = worker_states(messages)
     there = arrived(messages)
     members = []
-    everybody = {n.node: n.arrival for n in messages if n.kind is Kind.ARRIVED and n.arrival}
+    everybody = {
+        n.node: n.arrival for n in messages if n.kind is records.Kind.ARRIVED and n.arrival
+    }
     for node, arrival in everybody.items():
         text = store.peek(keys.assignment(node))
-        place = None if text is None else decode(RankAssignment, text)
+        place = None if text is None else records.decode(records.RankAssignment, text)
         rank = place.group_rank if place is not None and place.round == round_ else None
         if rank is not None or node in there:
-            members.append(RoundMember(arrival, rank, states.get(node, WorkerState.HEALTHY)))
+            members.append(
+                RoundMember(arrival, rank, states.get(node, records.WorkerState.HEALTHY))
+            )
     return sorted(members, key=lambda member: (member.group_rank is None, member.group_rank or 0))
 
 
-def read_messages(store: JobStore, round_: int) -> tuple[NodeMessage, ...]:
+def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ...]:
     """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
     messages = []
     for line in store.lines(keys.messages(round_), 0)[0]:
         try:
-            messages.append(decode(NodeMessage, line))
-        except ForeignValueError as error:
+            messages.append(records.decode(records.NodeMessage, line))
+        except records.ForeignValueError as error:
             store.report_foreign(error)
     return tuple(messages)
 
 
-def worker_states(messages: Iterable[NodeMessage]) -> dict[str, WorkerState]:
+def worker_states(messages: Iterable[records.NodeMessage]) -> dict[str, records.WorkerState]:
     """Return what is said of each node's workers; the first final word stays."""
-    states: dict[str, WorkerState] = {}
+    states: dict[str, records.WorkerState] = {}
     for message in messages:
         if states.get(message.node) in FINAL:
             continue
-        if message.kind is Kind.STATE and message.state is not None:
+        if message.kind is records.Kind.STATE and message.state is not None:
             states[message.node] = message.state
-        elif message.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            states[message.node] = WorkerState.UNKNOWN
+        elif message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
+            states[message.node] = records.WorkerState.UNKNOWN
     return states
 
 
@@ -139,7 +134,7 @@ class Membership:
         # Guards what follows.
         self._changed = threading.Condition()
         self._event: SessionEvent | None = None
-        self.entry: Entry | None = None
+        self.entry: records.Entry | None = None
         self.placed: Placed | None = None
         self._joined_round: int | None = None
         self._lost = ""
@@ -153,7 +148,7 @@ class Membership:
     @property
     def is_over(self) -> bool:
         """Whether there is no further round."""
-        return self.entry is not None and self.entry.phase is Phase.OVER
+        return self.entry is not None and self.entry.phase is records.Phase.OVER
 
     @property
     def is_next_round_open(self) -> bool:
@@ -162,7 +157,7 @@ class Membership:
         It may have closed since: a node that was too slow for it must stop its workers, too.
         """
         entry, joined = self.entry, self._joined_round
-        if entry is None or joined is None or entry.phase is Phase.OVER:
+        if entry is None or joined is None or entry.phase is records.Phase.OVER:
             return False
         return entry.round > joined
 
@@ -209,7 +204,7 @@ class Membership:
         """End the job for everybody; the first reason stays."""
         self.ask(lambda session: session.end(reason, cause))
 
-    def leave(self, kind: Kind, cause: Cause) -> None:
+    def leave(self, kind: records.Kind, cause: Cause) -> None:
         """Say that this node takes part no longer."""
         arrival = self._settings.arrival
         self.ask(lambda session: session.send(kind, cause=cause, arrival=arrival))
@@ -276,7 +271,7 @@ class Membership:
         placed, entry = self.placed, self.entry
         if placed is None or entry is None:
             return
-        if entry.phase is Phase.CLOSED and entry.round == placed.entry.round:
+        if entry.phase is records.Phase.CLOSED and entry.round == placed.entry.round:
             what = f"host {self.host} began another rendezvous"
             cause, round_ = Cause("opened", what, host=self.host), entry.round
             self.ask(lambda session: session.open_next(round_, cause))
@@ -294,10 +289,10 @@ class Membership:
         def arrive(session: NodeSession) -> tuple[int, bool]:
             entry = session.entry
             assert entry is not None
-            if entry.phase is Phase.OVER:
+            if entry.phase is records.Phase.OVER:
                 raise self._over(entry)
             is_in_time = session.arrive(arrival)
-            late = entry.phase is Phase.CLOSED and entry.active < self._settings.max_nodes
+            late = entry.phase is records.Phase.CLOSED and entry.active < self._settings.max_nodes
             if late and self._settings.grows:
                 what = f"host {arrival.host} wants to work, too"
                 session.open_next(entry.round, Cause("opened", what, host=arrival.host))
@@ -324,7 +319,7 @@ class Membership:
                 if self._is_closed:
                     raise RendezvousConnectionError(_LEFT)
                 entry, event = self.entry, self._event
-                if entry is not None and entry.phase is Phase.OVER:
+                if entry is not None and entry.phase is records.Phase.OVER:
                     raise self._over(entry)
                 self.check()
                 if (
@@ -333,9 +328,9 @@ class Membership:
                     and event.entry == entry
                 ):
                     return event
-                if entry is not None and entry.round > round_ and entry.phase is Phase.OPEN:
+                if entry is not None and entry.round > round_ and entry.phase is records.Phase.OPEN:
                     return None
-                is_closed = entry is not None and entry.phase is Phase.CLOSED
+                is_closed = entry is not None and entry.phase is records.Phase.CLOSED
                 left_s = deadline - self._clock.monotonic()
                 if is_closed or not is_in_time:
                     self._changed.wait(self._fence_s())
@@ -345,7 +340,7 @@ class Membership:
                 else:
                     break
         what = f"round {round_} did not close within {self._settings.join_timeout_s:.0f} s"
-        self.leave(Kind.LEFT, Cause("left", what, host=self.host))
+        self.leave(records.Kind.LEFT, Cause("left", what, host=self.host))
         raise RendezvousTimeoutError(what)
 
     # What the threads bring ------------------------------------------------------------------
@@ -367,7 +362,7 @@ class Membership:
                 self.placed = None
             self._changed.notify_all()
 
-    def _record(self, entry: Entry | None) -> None:
+    def _record(self, entry: records.Entry | None) -> None:
         if entry is not None and (self.entry is None or entry.seq >= self.entry.seq):
             self.entry = entry
 
@@ -376,7 +371,7 @@ class Membership:
         fenced_at = self._client.fenced_at
         return None if fenced_at is None else fenced_at - self._clock.monotonic()
 
-    def _over(self, entry: Entry) -> Exception:
+    def _over(self, entry: records.Entry) -> Exception:
         """Return how a caller learns that the job is over: a node without a place just goes."""
         why = f": {entry.cause.what}" if entry.cause is not None else ""
         text = f"the job is over ({entry.reason}){why}"
