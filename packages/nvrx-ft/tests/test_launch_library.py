@@ -16,7 +16,7 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._torch import elastic
-from nvidia_resiliency_ext.fault_tolerance._torch.elastic import config_from_plan, plan_from_config
+from nvidia_resiliency_ext.fault_tolerance._torch.elastic import plan_from_config
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
@@ -95,15 +95,15 @@ def test_variables_of_the_command_line_have_no_part_in_it(
         clean_environment.setenv(f"PET_{name}", value)
     made = plan(describe(), {**ENVIRON, "PET_NNODES": "2", "PET_MASTER_PORT": "2001"})
     assert (made.max_nodes, made.master_port) == (1, None)
-    assert made.signals_to_handle[0] is signal.SIGTERM
+    assert made.signals[0] is signal.SIGTERM
 
 
 def test_a_default_configuration_may_be_debugged() -> None:
     """Without options of its own a job takes the level of the log from the environment."""
-    assert plan(describe(), {**ENVIRON, "NVRX_LOG_DEBUG": "1"}).fault_tolerance.log_level == 10
+    assert plan(describe(), {**ENVIRON, "NVRX_LOG_DEBUG": "1"}).fault_tol_cfg.log_level == 10
     given = FaultToleranceConfig(log_level=30)
     made = plan(describe(given), {**ENVIRON, "NVRX_LOG_DEBUG": "1"})
-    assert made.fault_tolerance.log_level == 30
+    assert made.fault_tol_cfg.log_level == 30
 
 
 def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path)
         str(script),
     )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
-    again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
+    again = plan_from_config(first, first.command, ENVIRON)
     # Settings of the rendezvous that nobody gave are filled in; they only describe.
-    assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+    assert dataclasses.replace(again, rdzv_configs=first.rdzv_configs) == first
 
 
 def test_no_flag_gets_lost_on_the_way_through_a_configuration(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_no_flag_gets_lost_on_the_way_through_a_configuration(tmp_path: Path) ->
         "--ft-no-restart-exit-code=77", "--local-addr=10.9.8.6", "--no-python", "/bin/true",
     )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
-    again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
-    assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+    again = plan_from_config(first, first.command, ENVIRON)
+    assert dataclasses.replace(again, rdzv_configs=first.rdzv_configs) == first
     assert (again.master_port, again.node_rank, again.no_restart_exit_code) == (23456, 3, 77)
 
 
@@ -139,7 +139,7 @@ def test_torchs_own_fields_mean_what_they_mean_there() -> None:
     """The static backend's rank orders nodes, its port is that of the rendezvous, and so on."""
     static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 1}, "master_port": 1}
     made = plan(nodes(**static, shutdown_timeout=7))
-    assert (made.node_rank, made.master_port, made.workers_stop_timeout_s) == (1, None, 7)
+    assert (made.node_rank, made.master_port, made.workers_stop_timeout) == (1, None, 7)
     assert plan(nodes(**static, node_rank=0)).node_rank == 0
 
 
@@ -185,11 +185,10 @@ def test_a_command_line_of_many_nodes_survives_too(tmp_path: Path) -> None:
         "--ft-rdzv-impl=legacy", "--ft-use-infra-group-rank=false", str(script),
     )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
-    config = config_from_plan(first)
-    again = plan_from_config(config, first.command, ENVIRON)
-    same = {"rdzv_configuration": first.rdzv_configuration, "warnings": first.warnings}
+    again = plan_from_config(first, first.command, ENVIRON)
+    same = {"rdzv_configs": first.rdzv_configs, "warnings": first.warnings}
     assert dataclasses.replace(again, **same) == first
-    assert again.rdzv_configuration.items() >= first.rdzv_configuration.items()
+    assert again.rdzv_configs.items() >= first.rdzv_configs.items()
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,9 @@ class Job:
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
         self._infra_rank = self._ask_infra_rank()
-        announcing = plan.fault_tolerance.preempt_signal
+        announcing = plan.fault_tol_cfg.preempt_signal
         extra = () if announcing is None else (announcing,)
-        self._signals = SignalQueue(dict.fromkeys((*plan.signals_to_handle, *extra)))
+        self._signals = SignalQueue(dict.fromkeys((*plan.signals, *extra)))
         stack.callback(self._signals.close)
         stack.enter_context(self._signals.installed())
         self._loop = EventLoop(self._clock)
@@ -134,7 +134,7 @@ class Job:
         self._build_record()
         self._torch_events = self._build_torch_events()
         self._bad_node = open_bad_node_hook(
-            plan.fault_tolerance.bad_node_hook,
+            plan.fault_tol_cfg.bad_node_hook,
             self._environ,
             stack,
             job=plan.run_id,
@@ -207,7 +207,7 @@ class Job:
             return None
         services = CoordinatorServices(
             ServicesPlan(
-                config=self._plan.fault_tolerance,
+                config=self._plan.fault_tol_cfg,
                 logs=self._plan.logs,
                 cycle_info_job_id=self._plan.cycle_info_job_id,
                 job_name=self._plan.job_name,
@@ -290,7 +290,7 @@ class Job:
             omp_num_threads=plan.omp_num_threads,
             inprocess_store=None if endpoint is None else endpoint.address,
             virtual_devices=plan.virtual_devices,
-            signals_to_handle=",".join(signum.name for signum in plan.signals_to_handle),
+            signals_to_handle=",".join(signum.name for signum in plan.signals),
         )
         inherited = {k: v for k, v in self._environ.items() if k not in command.OF_AN_OUTER_RANK}
         self._base_env = {
@@ -315,7 +315,7 @@ class Job:
         self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_controller(self) -> PreemptionController:
-        config = self._plan.fault_tolerance
+        config = self._plan.fault_tol_cfg
         return PreemptionController(
             self._loop,
             self._clock,
@@ -329,7 +329,7 @@ class Job:
         if not self._plan.monitors_enabled:
             return MonitorPerRank([])
         local_ranks = list(range(self._plan.nproc_per_node))
-        if self._plan.fault_tolerance.monitor_mode == "per-rank":
+        if self._plan.fault_tol_cfg.monitor_mode == "per-rank":
             return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])
         return self._monitor_of(local_ranks)
 
@@ -339,7 +339,7 @@ class Job:
 
         def start(cycle: int, save_word: int) -> MonitorHandle:
             return MonitorHandle.launch(
-                self._plan.fault_tolerance.to_dict(),
+                self._plan.fault_tol_cfg.to_dict(),
                 [paths.monitor_sockets[rank] for rank in local_ranks],
                 local_ranks=local_ranks,
                 run_id=paths.run_id,
@@ -360,18 +360,18 @@ class Job:
             on_stuck=self._rank_stuck,
             on_save_acknowledged=self._controller.acknowledged,
             on_ranks_seen=self._ranks_seen,
-            unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
-            needs_heartbeats=needs_heartbeats(self._plan.fault_tolerance),
+            unwatched_after_s=longest_limit_s(self._plan.fault_tol_cfg),
+            needs_heartbeats=needs_heartbeats(self._plan.fault_tol_cfg),
         )
         self._stack.callback(monitor.close)
         return monitor
 
     def _build_agent(self) -> NodeAgent:
-        plan, config = self._plan, self._plan.fault_tolerance
+        plan, config = self._plan, self._plan.fault_tol_cfg
         policy = Policy(
             plan.max_restarts,
-            plan.workers_stop_timeout_s,
-            plan.term_timeout_s,
+            plan.workers_stop_timeout,
+            plan.term_timeout,
             plan.no_restart_exit_code,
             many_nodes=plan.max_nodes > 1,
             is_store_host=self._is_store_host,

@@ -139,7 +139,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
     """
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
-        is_host = rdzv_config_get_as_bool(plan.rdzv_configuration, "is_host")
+        is_host = rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
     port = port or DEFAULT_PORT
@@ -150,7 +150,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
     """Return what the rendezvous host decides by. Raises ConfigError."""
-    config, conf = plan.fault_tolerance, plan.rdzv_configuration
+    config, conf = plan.fault_tol_cfg, plan.rdzv_configs
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
     try:
@@ -189,7 +189,7 @@ def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
     Raises:
         ConfigError: one of them is no such time.
     """
-    conf = plan.rdzv_configuration
+    conf = plan.rdzv_configs
     try:
         join_s = _seconds(conf, "join_timeout", JOIN_TIMEOUT_S)
         return join_s, _seconds(conf, "store_connect_wait_seconds", CONNECT_WAIT_S)
@@ -211,7 +211,7 @@ def _seconds(
 
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
-    config = plan.fault_tolerance
+    config = plan.fault_tol_cfg
     agreed = settings_of(rules, plan.restart_policy, plan.rdzv_impl)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
     for option in OPTIONS:
@@ -242,7 +242,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         ConfigError: the settings are unusable.
     """
     rules = rules_of(plan, environ)
-    config = plan.fault_tolerance
+    config = plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)

@@ -50,7 +50,7 @@ class PrewarmStarter(Starter):
         reporter: EventReporter,
         running_pids: Callable[[], list[int]],
     ) -> None:
-        super().__init__(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
+        super().__init__(die_with_parent=plan.fault_tol_cfg.orphan_workers == "kill")
         self._plan = plan
         self._base_env = base_env
         self._loop = loop
@@ -78,7 +78,7 @@ class PrewarmStarter(Starter):
     def _never_reason(self) -> str | None:
         """Return why no worker of this job can come from a prewarmed worker, or None."""
         plan = self._plan
-        if plan.prewarm.prewarm != "off" and plan.fault_tolerance.orphan_workers == "keep":
+        if plan.prewarm.prewarm != "off" and plan.fault_tol_cfg.orphan_workers == "keep":
             reason: str | None = "workers that outlive the launcher cannot be standbys"
         elif plan.prewarm.prewarm != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"

@@ -146,7 +146,7 @@ class StoreHost:
 
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
     """Return the environment variables about cycle information; the same in all cycles."""
-    directory = plan.fault_tolerance.cycle_info_dir
+    directory = plan.fault_tol_cfg.cycle_info_dir
     if directory is None:
         return {}
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
@@ -177,7 +177,7 @@ class CycleRecords:
         self._paths = paths
         self._store_host = store_host
         self._token: services.TokenFile = services.token_file(
-            environ, plan.fault_tolerance.rdzv_token_file, paths.run_dir.path
+            environ, plan.fault_tol_cfg.rdzv_token_file, paths.run_dir.path
         )
         self.asks_for_log_server = plan.logs.server is not None and not store_host.is_here
         self._lock = threading.Lock()  # guards the next field

@@ -179,7 +179,7 @@ def _check_with_others(
 ) -> list[Finding]:
     """Claim or resolve the endpoint, check this node and compare it with the others."""
     rules = rules_of(plan, environ)
-    conf, token_file = plan.rdzv_configuration, plan.fault_tolerance.rdzv_token_file
+    conf, token_file = plan.rdzv_configs, plan.fault_tol_cfg.rdzv_token_file
     try:
         wait_s = rdzv_config_get_as_float(conf, "join_timeout", WAIT_S) or WAIT_S
         endpoint = find_endpoint(plan)

@@ -7,7 +7,7 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -33,6 +33,7 @@ from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
     LaunchPlan,
+    LogSettings,
     check_job_id,
     fixed_port,
     log_warnings,
@@ -49,7 +50,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs
-from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
+from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_int,
@@ -64,57 +65,6 @@ POLICIES = ("any-failed", "min-healthy")
 IMPLEMENTATIONS = ("barrier", "legacy")
 HIGHEST_PORT = 65535
 HIGHEST_EXIT_CODE = 255
-# Fields of `LaunchPlan` and `LaunchConfig` with one name and one meaning.
-_SAME_FIELDS = (
-    "min_nodes", "max_nodes", "nproc_per_node", "role",
-    "max_restarts", "restart_policy", "start_method", "local_addr",
-    "rdzv_backend", "rdzv_endpoint", "event_log_handler", "log_line_prefix_template",
-    "no_restart_exit_code", "node_health_check_endpoint", "cycle_info_job_id", "master_addr",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """Where the workers' output goes; `LaunchConfig.logs_specs` of a parsed command line."""
-
-    log_dir: str | None = None
-    output: OutputSettings = field(default_factory=lambda: OutputSettings({}, {}, None))
-    output_specs: OutputSpecs | None = None
-    logs: LogPlan = field(default_factory=LogPlan)
-    attribution: AttributionConfig | None = None
-
-
-def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
-    """Return the configuration that describes `plan` to callers of `elastic_launch`."""
-    return LaunchConfig(
-        **{name: getattr(plan, name) for name in _SAME_FIELDS},
-        fault_tol_cfg=plan.fault_tolerance,
-        logs_specs=LogSettings(
-            plan.log_dir, plan.output, plan.output_specs, plan.logs, plan.attribution
-        ),
-        run_id=plan.run_id,
-        rdzv_configs={**plan.rdzv_configuration, **_rdzv_flags(plan)},
-        term_timeout=plan.term_timeout_s,
-        workers_stop_timeout=plan.workers_stop_timeout_s,
-        monitor_interval=plan.monitor_interval_s,
-        numa_options=getattr(plan.command.numa, "mode", None),
-        duplicate_stdout_filters=plan.output.filters.get(Stream.STDOUT) or None,
-        duplicate_stderr_filters=plan.output.filters.get(Stream.STDERR) or None,
-        virtual_local_rank=plan.virtual_devices is not None,
-        signals_to_handle=",".join(signal.name for signal in plan.signals_to_handle),
-        master_port=plan.master_port,
-        node_rank=plan.node_rank,
-    )
-
-
-def _rdzv_flags(plan: LaunchPlan) -> dict[str, str]:
-    """Return the flags of the rendezvous that a `LaunchConfig` has no field for, if given."""
-    flags = {}
-    if plan.rdzv_impl != IMPLEMENTATIONS[0]:
-        flags[RDZV_IMPL] = plan.rdzv_impl
-    if not plan.use_infra_group_rank:
-        flags[USE_INFRA_GROUP_RANK] = "false"
-    return flags
 
 
 def plan_from_config(
@@ -159,39 +109,31 @@ def plan_from_config(
         raise FaultToleranceConfigError(problems)
     threads = environment.omp_rule(environ, config.nproc_per_node)
     filters = _filters(config)
-    return LaunchPlan(
-        **{name: getattr(config, name) for name in _SAME_FIELDS},
-        command=command,
-        run_id=config.run_id or ("none" if config.max_nodes > 1 else random_id()),
-        term_timeout_s=config.term_timeout,
-        workers_stop_timeout_s=(
-            config.workers_stop_timeout
-            if config.shutdown_timeout is None
-            else config.shutdown_timeout
+    values: dict[str, Any] = {
+        item.name: getattr(config, item.name) for item in fields(LaunchConfig)
+    }
+    if config.shutdown_timeout is not None:
+        values["workers_stop_timeout"] = config.shutdown_timeout
+    values |= {
+        "fault_tol_cfg": fault_tolerance,
+        "run_id": config.run_id or ("none" if config.max_nodes > 1 else random_id()),
+        "master_port": fixed_port(
+            config.master_port or None, config.rdzv_endpoint, config.max_nodes
         ),
-        monitor_interval_s=config.monitor_interval,
-        master_port=fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes),
-        rdzv_configuration={
-            key: str(value)
-            for key, value in config.rdzv_configs.items()
-            if key not in {RDZV_IMPL, USE_INFRA_GROUP_RANK} and value is not None
-        },
-        rdzv_impl=str(config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])),
-        use_infra_group_rank=rdzv_config_get_as_bool(
-            config.rdzv_configs, USE_INFRA_GROUP_RANK, True
-        )
-        is not False,
-        node_rank=_node_rank(config),
+        "node_rank": _node_rank(config),
+    }
+    return LaunchPlan(
+        **values,
+        command=command,
         log_dir=logs.log_dir,
         output=replace(logs.output, filters=filters),
         output_specs=logs.output_specs and replace(logs.output_specs, filters=filters),
-        virtual_devices=devices,
-        signals_to_handle=parse_signals(config.signals_to_handle),
-        omp_num_threads=threads.omp_num_threads,
-        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        fault_tolerance=fault_tolerance,
         logs=logs.logs,
         attribution=attribution,
+        signals=parse_signals(config.signals_to_handle),
+        virtual_devices=devices,
+        omp_num_threads=threads.omp_num_threads,
+        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         warnings=(threads.warning,) if threads.warning else (),
     )
 
@@ -309,9 +251,9 @@ def config_from_args(
         logs = replace(
             plan.logs, launcher_log_file=launcher_log_file, launcher_pipe_fd=launcher_pipe_read_fd
         )
-        plan = replace(plan, logs=logs)
+        plan = replace(plan, logs=logs, logs_specs=replace(plan.logs_specs, logs=logs))
     command, *rest = plan.command.argv
-    return config_from_plan(plan), command, rest
+    return plan, command, rest
 
 
 def run(args: argparse.Namespace) -> None:
