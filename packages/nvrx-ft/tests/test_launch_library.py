@@ -50,7 +50,7 @@ def plan(config: LaunchConfig, environ: dict[str, str] = ENVIRON) -> LaunchPlan:
 def test_prewarm_is_what_the_configuration_says() -> None:
     """How workers are kept warm follows from the given options, not from a command line's."""
     made = plan(describe(FaultToleranceConfig(prewarm="off", prewarm_import="apex,numpy")))
-    assert (made.prewarm.prewarm, made.prewarm.modules) == ("off", ("apex", "numpy"))
+    assert (made.fault_tol_cfg.prewarm, made.fault_tol_cfg.prewarm_import) == ("off", "apex,numpy")
 
 
 @pytest.mark.parametrize(

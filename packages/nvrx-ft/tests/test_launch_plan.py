@@ -14,6 +14,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import Std
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._workers.conditions import import_list
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
@@ -56,8 +57,8 @@ def test_the_default_plan(script: str) -> None:
     assert made.signals[0] is signal.SIGTERM
     assert made.no_restart_exit_code == 93
     assert made.monitors_enabled
-    assert made.prewarm.prewarm == "auto"
-    assert "torch" in made.prewarm.modules
+    assert made.fault_tol_cfg.prewarm == "auto"
+    assert "torch" in import_list(made.fault_tol_cfg.prewarm_import)
     assert made.fault_tol_cfg == FaultToleranceConfig()
     assert made.warnings == ()
 
@@ -85,7 +86,7 @@ def test_flags_reach_the_plan(script: str) -> None:
     assert (made.master_addr, made.master_port, made.local_addr) == ("::1", 2000, "10.0.0.1")
     assert made.signals == (signal.SIGUSR1, signal.SIGTERM)
     assert made.no_restart_exit_code == 7
-    assert (made.prewarm.prewarm, made.prewarm.modules) == ("off", ("apex",))
+    assert (made.fault_tol_cfg.prewarm, made.fault_tol_cfg.prewarm_import) == ("off", "apex")
     assert made.log_line_prefix_template == "[${rank}]"
 
 
@@ -156,7 +157,7 @@ def test_a_file_gives_options_and_flags_win(script: str, tmp_path: Path) -> None
     assert made.fault_tol_cfg == FaultToleranceConfig(
         prewarm="off", safety_factor=3.0, max_no_progress_cycles=1
     )
-    assert made.prewarm.prewarm == "off"
+    assert made.fault_tol_cfg.prewarm == "off"
     assert len(made.warnings) == 1
 
 

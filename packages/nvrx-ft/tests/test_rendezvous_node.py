@@ -291,7 +291,7 @@ def test_settings_that_a_stranger_has_written_over_are_put_right(
 ) -> None:
     """Who can read the host's word has the job's token, and replaces what cannot be read."""
     with hosted(served, rules(1)) as host:
-        host._store.put(keys.LOG_TOKEN, "none")
+        host.store.put(keys.LOG_TOKEN, "none")
         served.raw().set(PREFIX + keys.SETTINGS, "garbage")
         one = beside(must_agree={"--nnodes": "1:1"})
         one.join(0)

@@ -229,7 +229,7 @@ def test_an_event_does_not_overtake_an_exit_that_waits_for_others(agent):
 
 def test_the_output_of_a_rank_is_read_once(agent, monkeypatch):
     """It may be on a file system that hangs."""
-    monkeypatch.setattr(agents, "read_error_output", None)
+    monkeypatch.setattr(agents.exceptions, "read_error_output", None)
     agent.clock.advance(OTHERS_MAY_TAKE_S)
     assert agent._settle()
     assert agent._failures[0].error.message == MISSING

@@ -22,11 +22,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL, read_members
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
     host_rules,
+    job_settings,
     node_options,
     node_settings,
 )
@@ -36,8 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
 )
 
 __all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "create_handler"]
-
-KEEP_ALIVE_MAX_ATTEMPT = 3
 
 
 class RendezvousTimeout(Timeouts):
@@ -141,13 +140,9 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is gone.
         """
-        entry = self._member.entry
-        if entry is None or not entry.active:
-            return {}
-        members = self._member.read(lambda store: read_members(store, entry.round))
         return {
             NodeIdentity.parse(member.arrival.node): WorkerState[member.state.name]
-            for member in members
+            for member in self._members()
             if member.group_rank is not None
         }
 
@@ -208,14 +203,8 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
     del backend
     check = node_check(params.config)
     conf = params.config
-    timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(conf)
     settings = RendezvousSettings(
-        run_id=params.run_id,
-        min_nodes=params.min_nodes,
-        max_nodes=params.max_nodes,
-        timeout=timeout,
-        keep_alive_interval=timeout.heartbeat,
-        keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
+        **job_settings(params, RendezvousTimeout),
         upscaling_enabled=rdzv_config_get_as_bool(conf, "upscaling_enabled", True) is not False,
         use_infra_group_rank=rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)
         is not False,

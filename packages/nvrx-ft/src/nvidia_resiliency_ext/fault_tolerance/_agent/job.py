@@ -109,7 +109,6 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End and remove everything."""
         self._stack.close()
 
     # Assembly; each part is taken down in the reverse order ----------------------------------
@@ -590,7 +589,6 @@ def _sweep(run_id: str) -> None:
 
 
 def show_failures(name: str, result: Result) -> None:
-    """Print the failure report of a job that failed for good on stderr."""
     from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
 
     if result.exit_code != 0 and result.failures:

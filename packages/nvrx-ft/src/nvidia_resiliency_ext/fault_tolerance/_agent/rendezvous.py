@@ -59,7 +59,6 @@ class RoundPorts:
             self._in_use = None
 
     def close(self) -> None:
-        """Give all ports back."""
         self.end_round()
         self._offered.release()
 
@@ -148,12 +147,10 @@ class LocalRendezvous(Rendezvous):
         self._events.append(machine.RoundReady(assignment, tuple(range(self._nproc))))
 
     def poll(self) -> list[RoundEvent]:
-        """Return the rounds completed since the last call."""
         events, self._events = self._events, []
         return events
 
     def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
-        """Refuse further rounds."""
         if self._closed is None:
             self._closed = reason
 
@@ -166,5 +163,4 @@ class LocalRendezvous(Rendezvous):
         self._events.append(SaveAgreed(agreed_call([calls])))
 
     def shutdown(self) -> None:
-        """Give the reserved ports back."""
         self._ports.close()

@@ -149,7 +149,6 @@ class AttributionConfig:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a service is asked at all."""
         return self.endpoint is not None
 
     @property

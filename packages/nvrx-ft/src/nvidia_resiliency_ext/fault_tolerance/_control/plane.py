@@ -81,7 +81,6 @@ class ControlPlane:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the store and everything else go."""
         self._stack.close()
 
     def run(self) -> None:

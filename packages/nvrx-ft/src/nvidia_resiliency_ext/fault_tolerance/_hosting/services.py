@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -111,6 +111,7 @@ class CoordinatorContext:
     run_dir: str
 
 
+@dataclass(eq=False)
 class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
@@ -125,21 +126,15 @@ class CoordinatorServices:
         NvrxError: A port is taken, or a directory cannot be used.
     """
 
-    def __init__(
-        self,
-        plan: ServicesPlan,
-        environ: Mapping[str, str],
-        place: CoordinatorContext,
-        loop: EventLoop | None,
-        clock: Clock,
-        *,
-        is_shared: bool,
-    ) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._place = place
-        self._is_shared = is_shared
-        self._loop = loop
+    plan: ServicesPlan
+    environ: Mapping[str, str]
+    place: CoordinatorContext
+    loop: EventLoop | None
+    clock: Clock
+    _: KW_ONLY
+    is_shared: bool
+
+    def __post_init__(self) -> None:
         self.log_token = NO_SERVER
         self.cycle = -1
         self._servers: LogServers | None = None
@@ -147,36 +142,36 @@ class CoordinatorServices:
         self._watch: AttributionWatch | None = None
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._open_servers(clock)
+            self._open_servers()
             self._open_info()
             on_failure.pop_all()
 
-    def _open_servers(self, clock: Clock) -> None:
-        server, roots = self._plan.logs.server, self._plan.logs.roots
+    def _open_servers(self) -> None:
+        server, roots = self.plan.logs.server, self.plan.logs.roots
         if server is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
-        token = token_file(self._environ, self._plan.config.rdzv_token_file, self._place.run_dir)
+        token = token_file(self.environ, self.plan.config.rdzv_token_file, self.place.run_dir)
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
-        if self._is_shared and not token.is_given:
+        if self.is_shared and not token.is_given:
             logger.info(
                 "the log server's token goes through the rendezvous, which guards against mistakes "
                 "and not against whoever reads the store; %s names a file on all nodes instead",
                 _env.LOG_FUNNEL_TOKEN_FILE,
             )
-        assert self._loop is not None
+        assert self.loop is not None
         for root in roots:
             _make_directory(root)
         servers = LogServers(
             dataclasses.replace(server, allowed_roots=roots),
-            *(self._place.address, token.path, self._environ, self._loop, clock),
+            *(self.place.address, token.path, self.environ, self.loop, self.clock),
         )
         servers.start()
         self._servers = servers
 
     def _open_info(self) -> None:
-        plan = self._plan
+        plan = self.plan
         directory = plan.config.cycle_info_dir
         if directory is None:
             return
@@ -196,11 +191,11 @@ class CoordinatorServices:
             on_nodes: Called in any thread with hosts that are to have no place any more, where
                 that was asked for.
         """
-        plan = self._plan
+        plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
             return
         excludes = plan.config.attribution_node_action == "exclude"
-        if excludes and not self._is_shared:
+        if excludes and not self.is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
         from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import (
@@ -210,24 +205,24 @@ class CoordinatorServices:
         )
 
         # A job of several nodes may span the tasks of an array, and the next task takes it over.
-        scheduled = job_id_from_env() if self._is_shared else task_id_from_env()
+        scheduled = job_id_from_env() if self.is_shared else task_id_from_env()
         job_id = plan.cycle_info_job_id or scheduled or plan.job_name
         manager = AttributionManager(
             plan.attribution,
             is_store_host=True,
-            environ=self._environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self._place.run_dir),
+            environ=self.environ,
+            state_dir=state_dir(plan.attribution.log_file, job_id, self.place.run_dir),
         )
         self._watch = AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.config.rdzv_token_file,
-            node_id=self._place.host,
-            post=(lambda call: call()) if self._loop is None else self._loop.post,
+            node_id=self.place.host,
+            post=(lambda call: call()) if self.loop is None else self.loop.post,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
             job_id=job_id,
-            log_complete=not self._is_shared and plan.logs.server is None,
+            log_complete=not self.is_shared and plan.logs.server is None,
         )
         self._watch.start()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     connect,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
 
     from .services import CoordinatorServices
@@ -153,7 +153,7 @@ class CoordinatorThread(threading.Thread):
                 is_controlled=self._is_controlled,
                 follower=self._services,
                 on_bad_node=self._on_bad_node,
-                denylist=self._denylist,
+                denylist=self._denylist or Denylist(),
                 stop=self._end_asked,
             )
             self._host.run()

@@ -42,7 +42,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     visible_gpus,
     worker_command,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.conditions import import_list
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
 from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
@@ -71,14 +70,6 @@ class LogSettings:
     output_specs: OutputSpecs | None = None
     logs: LogPlan = field(default_factory=LogPlan)
     attribution: AttributionConfig | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrewarmSettings:
-    """How workers are kept warm: `prewarm` is auto, on or off; `modules` are imported early."""
-
-    prewarm: str
-    modules: tuple[str, ...]
 
 
 @dataclass(kw_only=True)
@@ -129,12 +120,6 @@ class LaunchPlan(LaunchConfig):
     def use_infra_group_rank(self) -> bool:
         """Whether the scheduler's order of nodes gives the ranks."""
         return rdzv_config_get_as_bool(self.rdzv_configs, USE_INFRA_GROUP_RANK, True) is not False
-
-    @property
-    def prewarm(self) -> PrewarmSettings:
-        """How workers are kept warm."""
-        config = self.fault_tol_cfg
-        return PrewarmSettings(config.prewarm, import_list(config.prewarm_import))
 
 
 def log_warnings(plan: LaunchPlan) -> None:

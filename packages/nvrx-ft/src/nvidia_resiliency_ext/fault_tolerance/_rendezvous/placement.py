@@ -133,7 +133,6 @@ class PlacementError(NvrxError):
         self.nodes = nodes
 
     def __str__(self) -> str:
-        """Return the message alone."""
         return str(self.args[0])
 
 

@@ -304,7 +304,6 @@ class NodeSession:
         )
 
     def end(self, reason: str, cause: Cause | None) -> None:
-        """End the job for everybody, unless it is over."""
         self._decide(
             lambda now: now.next(self.node, phase=Phase.OVER, reason=reason, cause=cause),
             until=lambda now: now.phase is Phase.OVER,
@@ -352,11 +351,9 @@ class NodeSession:
             self.notify()
 
     def read(self, reader: Callable[[JobStore], _T]) -> _T:
-        """Return what `reader` finds in the store."""
         return reader(self._store)
 
     def notify(self) -> None:
-        """Wake the host."""
         self._store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:

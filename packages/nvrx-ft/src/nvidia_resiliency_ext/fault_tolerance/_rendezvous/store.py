@@ -141,7 +141,6 @@ class JobStore:
         return None if raw is None else self.unseal(key, raw)
 
     def has(self, key: str) -> bool:
-        """Return whether `key` has a value."""
         name = self._name(key)
         return bool(self._call(lambda: self._client.check([name])))
 
@@ -182,7 +181,6 @@ class JobStore:
         return True
 
     def put(self, key: str, text: str) -> None:
-        """Set `key`, whatever it was."""
         name, sealed = self._name(key), self._seal(key, text)
         self._call(lambda: self._client.set(name, sealed))
 
@@ -264,7 +262,6 @@ class JobStore:
         return [_number(value) for value in raw]
 
     def delete(self, key: str) -> None:
-        """Remove `key`, if it is there."""
         name = self._name(key)
         self._call(lambda: self._client.delete_key(name))
 

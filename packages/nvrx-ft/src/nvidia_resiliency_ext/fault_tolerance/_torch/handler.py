@@ -52,7 +52,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 
-from .membership import LAST_WORDS_S, Membership
+from .membership import LAST_WORDS_S, Membership, RoundMember, read_members
 from .settings import NodeOptions
 
 
@@ -368,6 +368,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._is_unfit = True
         with contextlib.suppress(RendezvousConnectionError):
             self._member.leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
+
+    def _members(self) -> list[RoundMember]:
+        """Return the nodes of the present round; none while one is open."""
+        entry = self._member.entry
+        if entry is None or not entry.active:
+            return []
+        return self._member.read(lambda store: read_members(store, entry.round))
 
     def _cause(self, kind: str, what: str) -> Cause:
         return Cause(kind, what, host=self._member.host)

@@ -346,7 +346,6 @@ class Membership:
     # What the threads bring ------------------------------------------------------------------
 
     def _take(self, event: SessionEvent) -> None:
-        """Handle an event, in the session's thread."""
         self._on_event(event)
         with self._changed:
             self._event = event

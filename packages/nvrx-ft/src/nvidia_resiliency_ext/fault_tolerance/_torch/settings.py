@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 # Restarts are counted by the agent that uses the handler.
 _NO_LIMIT = 1 << 30
+KEEP_ALIVE_MAX_ATTEMPT = 3
 
 Duration = timedelta | None
 
@@ -161,6 +162,19 @@ def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
             stop_action="no-restart" if enforces else "log",
         ),
     )
+
+
+def job_settings(params: RendezvousParameters, timeouts: type[Timeouts]) -> dict[str, Any]:
+    """Return the fields that the settings of both kinds of handler have in common."""
+    timeout: Timeouts = timeouts.from_configuration(params.config)
+    return {
+        "run_id": params.run_id,
+        "min_nodes": params.min_nodes,
+        "max_nodes": params.max_nodes,
+        "timeout": timeout,
+        "keep_alive_interval": timeout.heartbeat,
+        "keep_alive_max_attempt": KEEP_ALIVE_MAX_ATTEMPT,
+    }
 
 
 def _is_store_host(params: RendezvousParameters) -> bool:
