@@ -59,7 +59,9 @@ def services(
     clock = SystemClock()
     loop = EventLoop(clock)
     asked = ServicesPlan(
-        config=FaultToleranceConfig(cycle_info_dir=str(folder)), cycle_info_job_id="j", **plan
+        fault_tol_cfg=FaultToleranceConfig(cycle_info_dir=str(folder)),
+        cycle_info_job_id="j",
+        **plan,
     )
     place = CoordinatorContext("127.0.0.1", "host", str(folder))
     made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)

@@ -33,7 +33,6 @@ from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
@@ -205,13 +204,7 @@ class Job:
         if not store_host.is_here:
             return None
         services = CoordinatorServices(
-            ServicesPlan(
-                config=self._plan.fault_tol_cfg,
-                logs=self._plan.logs,
-                cycle_info_job_id=self._plan.cycle_info_job_id,
-                job_name=self._plan.job_name,
-                attribution=self._plan.attribution,
-            ),
+            self._plan,
             self._environ,
             CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
             self._loop,

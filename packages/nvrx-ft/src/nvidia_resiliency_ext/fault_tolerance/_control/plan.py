@@ -214,7 +214,7 @@ def _services(args: argparse.Namespace, config: FaultToleranceConfig) -> Service
     except ValueError as error:
         raise FaultToleranceConfigError([str(error)]) from None
     return ServicesPlan(
-        config=config,
+        fault_tol_cfg=config,
         logs=logs,
         cycle_info_job_id=args.ft_cycle_info_job_id,
         job_name=job_name(args),

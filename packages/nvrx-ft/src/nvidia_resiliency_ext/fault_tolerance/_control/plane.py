@@ -110,7 +110,7 @@ class ControlPlane:
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
-        config = plan.services.config
+        config = plan.services.fault_tol_cfg
         secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
         # Before anybody can connect: a client in the queue of a port does not learn that no store
         # is there yet, and its lease does not stand still.
@@ -147,7 +147,7 @@ class ControlPlane:
 
     def _build_services(self) -> CoordinatorServices:
         plan = self._plan.services
-        job_token, run_dir = plan.config.rdzv_token_file, ""
+        job_token, run_dir = plan.fault_tol_cfg.rdzv_token_file, ""
         has_servers = plan.logs.server is not None
         if has_servers and not token_file(self._environ, job_token, run_dir).is_given:
             # What one that was killed has left.

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
+    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
@@ -80,11 +81,11 @@ def _snapshot(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
-    """What the host of a job runs beside the store.
+    """What the host of a job runs beside the store; a launch plan says that, too.
 
     Attributes:
-        config: Where files about cycles go, whether hosts that attribution names get a place, and
-            the file with the job's token.
+        fault_tol_cfg: Where files about cycles go, whether hosts that attribution names get a place,
+            and the file with the job's token.
         logs: Which log servers there are, and where they may write.
         cycle_info_job_id: The job in the names of files about cycles and at the service; None takes
             the scheduler's.
@@ -92,7 +93,7 @@ class ServicesPlan:
         attribution: The service that is asked why a cycle ended.
     """
 
-    config: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    fault_tol_cfg: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
     cycle_info_job_id: str | None = None
     job_name: str | None = None
@@ -126,7 +127,7 @@ class CoordinatorServices:
         NvrxError: A port is taken, or a directory cannot be used.
     """
 
-    plan: ServicesPlan
+    plan: ServicesPlan | LaunchPlan
     environ: Mapping[str, str]
     place: CoordinatorContext
     loop: EventLoop | None
@@ -152,7 +153,9 @@ class CoordinatorServices:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
-        token = token_file(self.environ, self.plan.config.rdzv_token_file, self.place.run_dir)
+        token = token_file(
+            self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.place.run_dir
+        )
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
         if self.is_shared and not token.is_given:
             logger.info(
@@ -172,7 +175,7 @@ class CoordinatorServices:
 
     def _open_info(self) -> None:
         plan = self.plan
-        directory = plan.config.cycle_info_dir
+        directory = plan.fault_tol_cfg.cycle_info_dir
         if directory is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
@@ -194,7 +197,7 @@ class CoordinatorServices:
         plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
             return
-        excludes = plan.config.attribution_node_action == "exclude"
+        excludes = plan.fault_tol_cfg.attribution_node_action == "exclude"
         if excludes and not self.is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
@@ -216,7 +219,7 @@ class CoordinatorServices:
         self._watch = AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
-            token_file=plan.config.rdzv_token_file,
+            token_file=plan.fault_tol_cfg.rdzv_token_file,
             node_id=self.place.host,
             post=(lambda call: call()) if self.loop is None else self.loop.post,
             on_stop=on_stop,

@@ -97,7 +97,7 @@ class CoordinatorThread(threading.Thread):
         clock: Clock,
         services: CoordinatorServices,
         is_controlled: bool = False,
-        on_bad_node: Callable[[Cause], None] | None = None,
+        on_bad_node: Callable[[Cause], None] = lambda _: None,
         denylist: Denylist | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:

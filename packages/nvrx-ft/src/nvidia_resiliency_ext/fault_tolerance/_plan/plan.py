@@ -394,15 +394,11 @@ def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
     if command.is_module:
         # Another interpreter has modules of its own.
         missing = "" if environ.get(_env.PYTHON_EXEC) else missing_module(command.entry)
-        problems += [missing] if missing else []
+    elif command.is_python:
+        missing = missing_script(command.entry)
     else:
-        missing = (
-            missing_script(command.entry)
-            if command.is_python
-            else missing_program(command.entry, environ)
-        )
-        problems += [missing] if missing else []
-    return problems
+        missing = missing_program(command.entry, environ)
+    return [*problems, missing] if missing else problems
 
 
 def _bound(

@@ -84,7 +84,7 @@ class Coordinator:
     clock: Clock
     is_controlled: bool = False
     follower: RoundFollower | None = None
-    on_bad_node: Callable[[Cause], None] | None = None
+    on_bad_node: Callable[[Cause], None] = lambda _: None
     denylist: Denylist = field(default_factory=Denylist)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -201,7 +201,7 @@ class Coordinator:
         if cause is None or not cause.host or not restarts.is_of_the_node(cause.kind):
             return
         if cause.kind == "node_lost":
-            self._report_bad_node(cause)
+            self.on_bad_node(cause)
         before = restarts.blamed(self._memory.failures, now, rules)
         failures = restarts.record_failure(self._memory.failures, cause.host, now, rules)
         self._memory = dataclasses.replace(self._memory, failures=failures)
@@ -212,14 +212,7 @@ class Coordinator:
             )
             logger.warning("%s; the last one: %s", what, cause.what)
             detail = {"last": cause.what, "failures": rules.limit, "window_s": rules.window_s}
-            self._report_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
-
-    def _report_bad_node(self, cause: Cause) -> None:
-        if self.on_bad_node is not None:
-            self.on_bad_node(cause)
-
-    def _read_messages(self) -> None:
-        self._read_messages_of(self._entry.round)
+            self.on_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
 
     def _read_messages_of(self, round_: int) -> None:
         lines, self._read_to = self.store.lines(keys.messages(round_), self._read_to)
@@ -399,7 +392,7 @@ class Coordinator:
         now = self.clock.monotonic()
         if self._is_last_call or now - self._leases_at >= self.rules.lease_s / 4:
             self._read_leases()
-        self._read_messages()
+        self._read_messages_of(self._entry.round)
         if self._resume():
             return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
         self._publish_reputation()
@@ -524,7 +517,7 @@ class Coordinator:
             if name not in self._reported:
                 self._reported.add(name)
                 what = f"attribution names host {node.host}: {why[name]}"
-                self._report_bad_node(Cause("attribution", what, host=node.host))
+                self.on_bad_node(Cause("attribution", what, host=node.host))
 
     def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
         now = self.clock.monotonic()
@@ -554,7 +547,7 @@ class Coordinator:
         )
         while not self.stop.is_set():
             try:
-                self._read_messages()
+                self._read_messages_of(self._entry.round)
                 said = {n.node for n in self._messages if n.kind in (Kind.GOODBYE, Kind.LEFT)}
                 now = self.clock.monotonic()
                 awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}

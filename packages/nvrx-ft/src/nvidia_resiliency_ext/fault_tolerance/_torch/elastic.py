@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._agent.job import Job
+from nvidia_resiliency_ext.fault_tolerance._config import values as v
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import BACKENDS
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
@@ -21,7 +22,8 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     LaunchConfig,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_signals
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import SIGNALS, parse_signals
+from nvidia_resiliency_ext.fault_tolerance._config.table import RESTART_POLICY
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     FaultToleranceConfigError,
     NoRestartRequested,
@@ -61,10 +63,21 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import Specs
     from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 
-POLICIES = ("any-failed", "min-healthy")
-IMPLEMENTATIONS = ("barrier", "legacy")
-HIGHEST_PORT = 65535
-HIGHEST_EXIT_CODE = 255
+_KINDS: Mapping[str, v.Kind] = {
+    "nproc_per_node": v.integer_in(1, MOST_WORKERS),
+    "max_restarts": v.COUNT,
+    "term_timeout": v.SECONDS,
+    "workers_stop_timeout": v.SECONDS,
+    "shutdown_timeout": v.SECONDS_OR_NONE,
+    "restart_policy": RESTART_POLICY,
+    "master_port": v.or_none(v.integer_in(0, 65535)),
+    "no_restart_exit_code": v.integer_in(1, 255),
+    "signals_to_handle": SIGNALS,
+}
+_KINDS_OF_MANY_NODES: Mapping[str, v.Kind] = {
+    "rdzv_backend": v.choice(*BACKENDS),
+    RDZV_IMPL: v.choice("barrier", "legacy"),
+}
 
 
 def plan_from_config(
@@ -108,7 +121,10 @@ def plan_from_config(
     if problems or logs is None:
         raise FaultToleranceConfigError(problems)
     threads = environment.omp_rule(environ, config.nproc_per_node)
-    filters = _filters(config)
+    filters = {
+        Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
+        Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
+    }
     values: dict[str, Any] = {
         item.name: getattr(config, item.name) for item in fields(LaunchConfig)
     }
@@ -145,13 +161,6 @@ def _node_rank(config: LaunchConfig) -> int | None:
     return config.node_rank
 
 
-def _filters(config: LaunchConfig) -> dict[Stream, tuple[str, ...]]:
-    return {
-        Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
-        Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
-    }
-
-
 def _log_settings(specs: object) -> LogSettings | None:
     """Return what log specifications say; None for what is none."""
     if specs is None:
@@ -176,48 +185,22 @@ def _problems(config: LaunchConfig) -> list[str]:
             f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
             f"1 <= min_nodes <= max_nodes must hold"
         )
-    if config.max_nodes > 1:
-        problems += _problems_of_endpoint(config)
-    if not 1 <= config.nproc_per_node <= MOST_WORKERS:
-        problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
-    for name in ("max_restarts", "term_timeout", "workers_stop_timeout", "shutdown_timeout"):
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            problems.append(f"{name}={value}: must not be negative")
-    if config.restart_policy not in POLICIES:
-        problems.append(f"restart_policy={config.restart_policy!r}: use {' or '.join(POLICIES)}")
-    if config.master_port is not None and not 0 <= config.master_port <= HIGHEST_PORT:
-        problems.append(f"master_port={config.master_port}: is not from 0 to {HIGHEST_PORT}")
-    if not 1 <= config.no_restart_exit_code <= HIGHEST_EXIT_CODE:
-        code = config.no_restart_exit_code
-        problems.append(f"no_restart_exit_code={code}: is not from 1 to {HIGHEST_EXIT_CODE}")
+    kinds = _KINDS if config.max_nodes == 1 else {**_KINDS, **_KINDS_OF_MANY_NODES}
+    given = {**vars(config), RDZV_IMPL: config.rdzv_configs.get(RDZV_IMPL, "barrier")}
+    for name, kind in kinds.items():
+        try:
+            v.read(kind, given[name], name)
+        except ValueError as error:  # all problems at once
+            problems.append(str(error))
     try:
-        parse_signals(config.signals_to_handle)
-    except ValueError as error:
-        problems.append(f"signals_to_handle: {error}")
-    try:
+        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
         check_job_id(config.cycle_info_job_id)
     except ValueError as error:
         problems.append(str(error))
+    if config.max_nodes > 1 and not config.rdzv_endpoint:
+        problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
     if config.rank_monitors:
         problems.append("rank_monitors: the launcher starts its own; leave it out")
-    return problems
-
-
-def _problems_of_endpoint(config: LaunchConfig) -> list[str]:
-    """Return a sentence for each field that keeps several nodes from meeting."""
-    problems = []
-    if not config.rdzv_endpoint:
-        problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
-    if config.rdzv_backend not in BACKENDS:
-        problems.append(f"rdzv_backend={config.rdzv_backend!r}: use {' or '.join(BACKENDS)}")
-    implementation = config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])
-    if implementation not in IMPLEMENTATIONS:
-        problems.append(f"{RDZV_IMPL}={implementation!r}: use {' or '.join(IMPLEMENTATIONS)}")
-    try:
-        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
-    except ValueError as error:
-        problems.append(str(error))
     return problems
 
 

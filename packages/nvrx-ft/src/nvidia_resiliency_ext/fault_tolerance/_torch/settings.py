@@ -152,7 +152,7 @@ def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
         )
     enforces = rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
     return ServicesPlan(
-        config=FaultToleranceConfig(
+        fault_tol_cfg=FaultToleranceConfig(
             cycle_info_dir=conf.get("cycle_info_dir") or None,
             rdzv_token_file=conf.get("rdzv_token_file") or None,
         ),
