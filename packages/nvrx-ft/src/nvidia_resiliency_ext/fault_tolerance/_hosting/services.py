@@ -84,8 +84,8 @@ class ServicesPlan:
     """What the host of a job runs beside the store; a launch plan says that, too.
 
     Attributes:
-        fault_tol_cfg: Where files about cycles go, whether hosts that attribution names get a place,
-            and the file with the job's token.
+        fault_tol_cfg: Where files about cycles go, whether hosts that attribution names get a
+            place, and the file with the job's token.
         logs: Which log servers there are, and where they may write.
         cycle_info_job_id: The job in the names of files about cycles and at the service; None takes
             the scheduler's.
