@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
-from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import (
-    FaultToleranceConfig,
     layers_from_args,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
@@ -23,7 +21,12 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     log_plan,
     server_problems,
 )
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import check_job_id, job_name, missing_hook
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
+    attribution_of,
+    check_job_id,
+    job_name,
+    missing_hook,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance.cli_args import FlagParser
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -181,6 +184,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         last_call_s = rdzv_config_get_as_float(conf, "last_call_timeout")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
+    logs = log_plan(args)
     return ControlPlan(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -198,28 +202,19 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         log_level=(
             config.log_level if "log_level" in layers.given else environment.log_level(environ)
         ),
-        services=_services(args, config),
+        services=ServicesPlan(
+            fault_tol_cfg=config,
+            logs=logs,
+            cycle_info_job_id=args.ft_cycle_info_job_id,
+            job_name=job_name(args),
+            attribution=attribution_of(args, logs, config),
+        ),
         warnings=(*args.warnings, *layers.warnings),
     )
 
 
 def _says_where_logs_are(args: argparse.Namespace) -> bool:
     return any(getattr(args, name) for name in _LOG_FILES)
-
-
-def _services(args: argparse.Namespace, config: FaultToleranceConfig) -> ServicesPlan:
-    logs = log_plan(args)
-    try:
-        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
-    return ServicesPlan(
-        fault_tol_cfg=config,
-        logs=logs,
-        cycle_info_job_id=args.ft_cycle_info_job_id,
-        job_name=job_name(args),
-        attribution=attribution,
-    )
 
 
 def _problems_of_cycle_info(directory: str, job_id: str | None) -> list[str]:

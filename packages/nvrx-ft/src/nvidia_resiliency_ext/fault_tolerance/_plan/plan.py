@@ -183,7 +183,7 @@ def plan_from_args(
     policy = layers.restart_policy()
     output = _output(args, nproc)
     output_specs = _output_specs(args, output)
-    attribution = _attribution(args, logs, config)
+    attribution = attribution_of(args, logs, config)
     return LaunchPlan(
         command=command,
         nproc_per_node=nproc,
@@ -311,9 +311,10 @@ def _problems_of_workers(
     return problems
 
 
-def _attribution(
+def attribution_of(
     args: argparse.Namespace, logs: LogPlan, config: FaultToleranceConfig
 ) -> AttributionConfig:
+    """Return the settings of attribution. Raises FaultToleranceConfigError."""
     try:
         return AttributionConfig.from_args(args, logs.applog_prefix, config)
     except ValueError as error:
