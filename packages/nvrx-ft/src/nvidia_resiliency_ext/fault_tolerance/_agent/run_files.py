@@ -183,11 +183,11 @@ class CycleRecords:
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._stack.close)
+        try:
             self._open_logs()
-            on_failure.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _open_logs(self) -> None:
         logs = self._plan.logs
@@ -201,7 +201,6 @@ class CycleRecords:
             funnel=self._funnel(),
             spill_dir=self._environ.get(_env.NODE_LOCAL_TMPDIR),
         )
-        self._stack.callback(self._close_logs)
         if logs.launcher_log_file is not None and logs.launcher_pipe_fd is not None:
             self._logs.read_own(logs.launcher_pipe_fd, logs.launcher_log_file)
         elif logs.launcher_log_file is not None:
@@ -266,9 +265,6 @@ class CycleRecords:
 
     def close(self) -> None:
         """Write what is left, for some seconds at most, and end the threads."""
-        self._stack.close()
-
-    def _close_logs(self) -> None:
         logs, self._logs = self._logs, None
         if logs is not None and not logs.close():
             logger.error("not all output of the workers is in %s", self._plan.logs.applog_prefix)
