@@ -18,7 +18,6 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance import launcher
 from nvidia_resiliency_ext.fault_tolerance._agent.run_files import (
     CycleRecords,
-    StoreHost,
     cycle_info_environment,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
@@ -241,7 +240,7 @@ def test_a_node_does_what_the_host_says_of_log_servers(  # noqa: PLR0913, PLR091
     monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._logs.collector.CycleLogs", Logs)
     place = types.SimpleNamespace(host="n1", run_dir=types.SimpleNamespace(path=str(tmp_path)))
     environ = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/given"} if is_given else {}
-    records = CycleRecords(launch, environ, place, StoreHost(False, "c", is_shared=True))
+    records = CycleRecords(launch, environ, place, "c", is_host=False)
     logs: Any = records._logs
     assert records.asks_for_log_server
     for one in said:

@@ -67,7 +67,7 @@ from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
-from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_run_paths
+from .run_files import CycleRecords, cycle_info_environment, make_run_paths
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
@@ -123,11 +123,13 @@ class Job:
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
         endpoint = self._find_endpoint()
-        store_host = StoreHost() if endpoint is None else endpoint.store_host
-        self._is_store_host = store_host.is_here
+        address = "127.0.0.1" if endpoint is None else endpoint.host
+        self._is_store_host = endpoint is None or endpoint.is_here
         self._paths = make_run_paths(plan, self._environ, stack)
-        self._services = self._build_services(store_host)
-        self._cycles = CycleRecords(plan, self._environ, self._paths, store_host)
+        self._services = self._build_services(address)
+        self._cycles = CycleRecords(
+            plan, self._environ, self._paths, address, is_host=self._is_store_host
+        )
         stack.callback(self._cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
@@ -199,17 +201,17 @@ class Job:
             self._stack.callback(endpoint.listener.close)
         return endpoint
 
-    def _build_services(self, store_host: StoreHost) -> CoordinatorServices | None:
+    def _build_services(self, address: str) -> CoordinatorServices | None:
         """Start what this node runs for the whole job, if it is the one that does."""
-        if not store_host.is_here:
+        if not self._is_store_host:
             return None
         services = CoordinatorServices(
             self._plan,
             self._environ,
-            CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
+            CoordinatorContext(address, self._paths.host, self._paths.run_dir.path),
             self._loop,
             self._clock,
-            is_shared=store_host.is_shared,
+            is_shared=self._plan.max_nodes > 1,
         )
         self._stack.callback(services.close)
         return services

@@ -60,7 +60,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .run_files import CycleRecords, StoreHost
+from .run_files import CycleRecords
 from .store_rendezvous import StoreRendezvous, node_identity, own_address
 
 if TYPE_CHECKING:
@@ -123,11 +123,6 @@ class StoreEndpoint:
     def is_hidden(self) -> bool:
         """Whether other machines cannot come here, though the endpoint's name does not say so."""
         return is_loopback(self.served_at) and not is_loopback(self.host)
-
-    @property
-    def store_host(self) -> StoreHost:
-        """Where the job's servers run."""
-        return StoreHost(self.is_here, self.host, is_shared=True)
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:

@@ -129,21 +129,6 @@ def _remove_again(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreHost:
-    """The node that runs the job's servers and writes what is written once per job.
-
-    Attributes:
-        is_here: Whether it is this one.
-        address: Where its servers listen, as other nodes reach it.
-        is_shared: Whether other nodes send to its servers.
-    """
-
-    is_here: bool = True
-    address: str = "127.0.0.1"
-    is_shared: bool = False
-
-
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
     """Return the environment variables about cycle information; the same in all cycles."""
     directory = plan.fault_tol_cfg.cycle_info_dir
@@ -162,6 +147,10 @@ def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
 class CycleRecords:
     """Cycle logs of one node; `close` ends all of it.
 
+    Args:
+        server_address: Where the job's servers listen, as this node reaches it.
+        is_host: Whether this node runs them.
+
     Attributes:
         asks_for_log_server: Whether this node must ask for the job's log servers.
 
@@ -170,16 +159,22 @@ class CycleRecords:
     """
 
     def __init__(
-        self, plan: LaunchPlan, environ: Mapping[str, str], paths: RunPaths, store_host: StoreHost
+        self,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        paths: RunPaths,
+        server_address: str,
+        *,
+        is_host: bool,
     ) -> None:
         self._plan = plan
         self._environ = environ
         self._paths = paths
-        self._store_host = store_host
+        self._server_address = server_address
         self._token: services.TokenFile = services.token_file(
             environ, plan.fault_tol_cfg.rdzv_token_file, paths.run_dir.path
         )
-        self.asks_for_log_server = plan.logs.server is not None and not store_host.is_here
+        self.asks_for_log_server = plan.logs.server is not None and not is_host
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None
@@ -215,7 +210,7 @@ class CycleRecords:
 
         node_id = logs.node_id or self._paths.host
         if logs.server is not None:
-            return funnel_of(logs.server.ports, self._store_host.address, node_id, self._token.path)
+            return funnel_of(logs.server.ports, self._server_address, node_id, self._token.path)
         given = self._token.path if self._token.is_given else None
         return FunnelAddress(str(logs.server_endpoint), node_id, given)
 

@@ -17,9 +17,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
+    agree_on_secret,
     connect,
     serve,
-    share_secret,
 )
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -60,7 +60,7 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
         says: What stands in it before anything is decided, by key.
     """
     server = serve(listener, host, nodes)
-    own = connect(host, port, prefix, secret or share_secret(server, prefix), timeout_s)
+    own = connect(host, port, prefix, secret or agree_on_secret(server, prefix), timeout_s)
     try:
         own.put_all(says)
         yield own

@@ -369,7 +369,7 @@ def another_client(client: Any) -> Any:
 def agree_on_secret(client: Any, prefix: str) -> bytes:
     """Leave a key for digests in a store unless one is there, and return the one that is.
 
-    As that of `share_secret` it guards against mistakes only.
+    It keeps other jobs' values apart and guards against nobody who reads the store.
 
     Raises:
         StoreLostError: the store is gone, or something else stands there.
@@ -382,18 +382,6 @@ def agree_on_secret(client: Any, prefix: str) -> bytes:
         return bytes.fromhex(stands.decode("ascii"))
     except ValueError:
         raise StoreLostError(_no_key(name)) from None
-
-
-def share_secret(client: Any, prefix: str) -> bytes:
-    """Leave a key for digests in a store that is served here, and return it.
-
-    It keeps other jobs' values apart and guards against nobody who reads the store.
-    """
-    import secrets
-
-    key = secrets.token_bytes(32)
-    client.set(prefix + _SECRET, key.hex())
-    return key
 
 
 def serve(listener: socket.socket, host: str, nodes: int) -> Any:
