@@ -223,7 +223,7 @@ def served() -> Iterator[Served]:
 def test_settings_that_a_stranger_has_written_are_removed_and_waited_for(served: Served) -> None:
     """A value that is not the job's ends no control plane: the launchers' own is taken."""
     launch = rules(2)
-    text = write_settings("n1", settings_of(launch, "any-failed", "barrier"))
+    text = write_settings("n1", settings_of(launch))
     served.raw().set(PREFIX + keys.SETTINGS, "garbage")
     found: queue.Queue[Any] = queue.Queue()
     stop, own, other = threading.Event(), served.connect(), served.connect()

@@ -108,7 +108,6 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             rules,
             settings.timeout,
             nproc=nproc,
-            implementation="legacy",
             grows=settings.upscaling_enabled,
         )
         self._settings = settings

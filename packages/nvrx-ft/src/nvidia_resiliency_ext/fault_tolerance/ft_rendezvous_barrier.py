@@ -168,7 +168,7 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         )
         self._settings = settings
         nproc, timeout = settings.nproc_per_node, settings.timeout
-        member = node_settings(options, rules, timeout, nproc=nproc, implementation="barrier")
+        member = node_settings(options, rules, timeout, nproc=nproc)
         super().__init__(store, settings.run_id, member, rules, options)
 
     @property

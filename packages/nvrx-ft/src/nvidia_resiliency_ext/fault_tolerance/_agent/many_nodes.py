@@ -207,7 +207,7 @@ def _seconds(
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
     config = plan.fault_tol_cfg
-    agreed = settings_of(rules, plan.restart_policy, plan.rdzv_impl)
+    agreed = settings_of(rules)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
     for option in OPTIONS:
         name = f"--{option.flag}"

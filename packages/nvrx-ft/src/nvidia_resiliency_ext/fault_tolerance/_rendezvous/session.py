@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
@@ -309,19 +309,9 @@ class NodeSession:
             until=lambda now: now.phase is Phase.OVER,
         )
 
-    def send(
-        self,
-        kind: Kind,
-        *,
-        arrival: Arrival | None = None,
-        state: WorkerState | None = None,
-        cause: Cause | None = None,
-        text: str = "",
-        calls: int = 0,
-    ) -> None:
+    def send(self, kind: Kind, **fields: Any) -> None:
         """Leave a message for the host, with those fields of `NodeMessage`."""
-        message = NodeMessage(kind, self.node, arrival, state, cause, text, calls=calls)
-        self._append(message, self._present().round)
+        self._append(NodeMessage(kind, self.node, **fields), self._present().round)
         self.notify()
 
     def say_goodbye(self) -> None:

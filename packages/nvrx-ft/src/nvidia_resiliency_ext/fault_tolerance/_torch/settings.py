@@ -235,12 +235,10 @@ def node_settings(
     timeout: Timeouts,
     *,
     nproc: int,
-    implementation: str,
     grows: bool = False,
 ) -> NodeSettings:
     """Return what this node is in the job."""
     placement, join_s = rules.placement, timeout.join.total_seconds()
-    policy = "min-healthy" if rules.min_healthy else "any-failed"
     return NodeSettings(
         arrival=Arrival(
             node=node_identity(options.addr),
@@ -255,7 +253,7 @@ def node_settings(
         join_timeout_s=join_s,
         connect_timeout_s=2 * join_s,
         answer_timeout_s=timeout.close.total_seconds(),
-        must_agree=settings_of(rules, policy, implementation),
+        must_agree=settings_of(rules),
         grows=grows,
         max_nodes=placement.max_nodes,
     )
