@@ -237,7 +237,7 @@ def test_functions_run_on_many_nodes(tmp_path: Path) -> None:
 
 def test_an_impossible_configuration_is_an_error_and_no_exit() -> None:
     """`launch_agent` raises ValueError before anything starts; it never ends the program."""
-    with pytest.raises(ValueError, match="nproc_per_node=0"):
+    with pytest.raises(ValueError, match="nproc_per_node: 0"):
         launch_agent(describe(nproc_per_node=0), "/bin/true", [])
 
 
