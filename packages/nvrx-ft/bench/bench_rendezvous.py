@@ -41,6 +41,7 @@ from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint, keys, store
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
@@ -53,7 +54,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Over,
     Placed,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreClient
 
@@ -370,15 +370,11 @@ def measure_idle_operations(idle_s: float) -> float:
             made[0].another = lambda: made.append(another()) or made[1]  # type: ignore[method-assign]
             return made[0]
 
-        threads = NodeThreads(
+        threads = NodeClient(
+            NodeSettings(arrival=arrival(0, None), lease_s=LEASE_S, connect_timeout_s=LIMIT_S),
             make,
-            node=name(0),
-            host="node",
-            post=lambda news: placed.set() if isinstance(news, Placed) else None,
-            clock=SystemClock(),
-            lease_s=LEASE_S,
-            connect_timeout_s=LIMIT_S,
-            settings={},
+            lambda news: placed.set() if isinstance(news, Placed) else None,
+            SystemClock(),
         )
         threads.submit(lambda session: session.arrive(arrival(0, None)))
         assert placed.wait(LIMIT_S)

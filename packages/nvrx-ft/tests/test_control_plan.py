@@ -46,7 +46,7 @@ def test_without_further_flags_only_the_store_is_served() -> None:
     found = made()
     assert (found.min_nodes, found.max_nodes, found.host, found.port) == (2, 3, "control1", 29400)
     services = found.services
-    assert (services.logs.server, services.cycle_info_dir) == (None, None)
+    assert (services.logs.server, services.fault_tol_cfg.cycle_info_dir) == (None, None)
     assert not services.attribution.is_enabled
     assert found.settings() == {"--nnodes": "2:3"}
 
@@ -86,13 +86,16 @@ def test_everything_that_a_store_host_runs_can_be_asked_for(tmp_path: Path) -> N
     services = found.services
     assert services.logs.server is not None
     assert services.logs.server.ports.listen_ports() == (6000, 6001, 6002)
-    assert (services.cycle_info_dir, services.cycle_info_job_id) == (str(tmp_path), "j7")
+    assert (services.fault_tol_cfg.cycle_info_dir, services.cycle_info_job_id) == (
+        str(tmp_path),
+        "j7",
+    )
     assert services.attribution.is_managed
     assert services.attribution.enforce_stop
     assert services.attribution.llm_api_key_file == str(key)
-    assert services.excludes_named
-    assert (services.token_file, found.token_file) == ("/t", "/t")
-    assert found.bad_node_hook == "true --x"
+    assert services.fault_tol_cfg.attribution_node_action == "exclude"
+    assert services.fault_tol_cfg.rdzv_token_file == "/t"
+    assert services.fault_tol_cfg.bad_node_hook == "true --x"
     assert found.settings() == {
         "--nnodes": "2:3",
         "--ft-segment": "2",
@@ -220,7 +223,7 @@ def served() -> Iterator[Served]:
 def test_settings_that_a_stranger_has_written_are_removed_and_waited_for(served: Served) -> None:
     """A value that is not the job's ends no control plane: the launchers' own is taken."""
     launch = rules(2)
-    text = write_settings("n1", settings_of(launch, "any-failed", "barrier"))
+    text = write_settings("n1", settings_of(launch))
     served.raw().set(PREFIX + keys.SETTINGS, "garbage")
     found: queue.Queue[Any] = queue.Queue()
     stop, own, other = threading.Event(), served.connect(), served.connect()

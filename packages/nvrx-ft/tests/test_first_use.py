@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceCon
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import Probing
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, missing_module
@@ -120,9 +119,9 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
         endpoint = many_nodes.StoreEndpoint(host, port, None)
         for wait_s in (5.0, 120.0):
             stop.clear()
-            way = many_nodes._Way(endpoint, "job/", None, wait_s, Probing())
+            way = many_nodes.StoreConnector(endpoint, "job/", None, wait_s, 5.0, clock, stop)
             with pytest.raises(StoreLostError, match=f"{port}, tried for {wait_s:g} s: it does"):
-                many_nodes._connect(way, clock, stop, lambda: None, lambda _: None)
+                way(lambda: None)
     short_s, long_s = given
     assert 0 < short_s <= 5.0 < long_s == many_nodes.CALL_TIMEOUT_S
 

@@ -18,7 +18,6 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance import launcher
 from nvidia_resiliency_ext.fault_tolerance._agent.run_files import (
     CycleRecords,
-    StoreHost,
     cycle_info_environment,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
@@ -32,6 +31,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
@@ -57,7 +57,11 @@ def services(
     """Run what a host runs, with cycle information in the folder; then let it go."""
     clock = SystemClock()
     loop = EventLoop(clock)
-    asked = ServicesPlan(cycle_info_dir=str(folder), cycle_info_job_id="j", **plan)
+    asked = ServicesPlan(
+        fault_tol_cfg=FaultToleranceConfig(cycle_info_dir=str(folder)),
+        cycle_info_job_id="j",
+        **plan,
+    )
     place = CoordinatorContext("127.0.0.1", "host", str(folder))
     made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)
     try:
@@ -236,7 +240,7 @@ def test_a_node_does_what_the_host_says_of_log_servers(  # noqa: PLR0913, PLR091
     monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._logs.collector.CycleLogs", Logs)
     place = types.SimpleNamespace(host="n1", run_dir=types.SimpleNamespace(path=str(tmp_path)))
     environ = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/given"} if is_given else {}
-    records = CycleRecords(launch, environ, place, StoreHost(False, "c", is_shared=True))
+    records = CycleRecords(launch, environ, place, "c", is_host=False)
     logs: Any = records._logs
     assert records.asks_for_log_server
     for one in said:

@@ -4,7 +4,7 @@
 import dataclasses
 import types
 
-from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent, Parts
+from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Event,
@@ -30,26 +30,24 @@ class LastRounds:
         self.closed: list[tuple[str, Cause | None]] = []
         self.left: list[Cause] = []
         self._events = [NodeUnfit(UNFIT), *events]
-        parts = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
+        parts = dict.fromkeys(field.name for field in dataclasses.fields(NodeAgent))
         nothing = types.SimpleNamespace(fault=lambda *_, **__: None, cycle_ended=lambda _: None)
         self.agent = NodeAgent(
-            Parts(
-                **parts
-                | {
-                    "policy": POLICY,
-                    "host": "node1",
-                    "loop": types.SimpleNamespace(
-                        run_once=self._turn, watch=None, call_at=lambda *_: None
-                    ),
-                    "clock": types.SimpleNamespace(monotonic=lambda: 0.0),
-                    "admission": types.SimpleNamespace(admit=lambda *_: None),
-                    "monitor": types.SimpleNamespace(last_iteration=lambda: None),
-                    "reporter": nothing,
-                    "controller": types.SimpleNamespace(start_grace=None),
-                    "on_bad_node": lambda _: None,
-                    "rendezvous": self,
-                }
-            )
+            **parts
+            | {
+                "policy": POLICY,
+                "host": "node1",
+                "loop": types.SimpleNamespace(
+                    run_once=self._turn, watch=None, call_at=lambda *_: None
+                ),
+                "clock": types.SimpleNamespace(monotonic=lambda: 0.0),
+                "admission": types.SimpleNamespace(admit=lambda *_: None),
+                "monitor": types.SimpleNamespace(last_iteration=lambda: None),
+                "reporter": nothing,
+                "controller": types.SimpleNamespace(start_grace=None),
+                "on_bad_node": lambda _: None,
+                "rendezvous": self,
+            }
         )
 
     def _turn(self) -> None:

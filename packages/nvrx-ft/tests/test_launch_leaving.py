@@ -8,7 +8,7 @@ import types
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
-from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent, Parts
+from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
@@ -196,7 +196,7 @@ class Stays:
     def __init__(self, *events):
         self.reported, self.must_stay, self._events = [], True, list(events)
         loop = types.SimpleNamespace(run_once=self.turn)
-        parts = dict.fromkeys((field.name for field in dataclasses.fields(Parts)), None)
+        parts = dict.fromkeys((field.name for field in dataclasses.fields(NodeAgent)), None)
         controller = types.SimpleNamespace(start_grace=lambda: self.reported.append("grace"))
         parts |= {
             "policy": SERVES,
@@ -205,7 +205,7 @@ class Stays:
             "controller": controller,
             "host": "a",
         }
-        self.agent = NodeAgent(Parts(**parts | {"reports_leftovers": False}))
+        self.agent = NodeAgent(**parts | {"reports_leftovers": False})
 
     def turn(self):
         self.agent.post(self._events.pop(0))

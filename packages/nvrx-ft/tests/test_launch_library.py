@@ -16,7 +16,7 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._torch import elastic
-from nvidia_resiliency_ext.fault_tolerance._torch.elastic import config_from_plan, plan_from_config
+from nvidia_resiliency_ext.fault_tolerance._torch.elastic import plan_from_config
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
@@ -50,7 +50,7 @@ def plan(config: LaunchConfig, environ: dict[str, str] = ENVIRON) -> LaunchPlan:
 def test_prewarm_is_what_the_configuration_says() -> None:
     """How workers are kept warm follows from the given options, not from a command line's."""
     made = plan(describe(FaultToleranceConfig(prewarm="off", prewarm_import="apex,numpy")))
-    assert (made.prewarm.prewarm, made.prewarm.modules) == ("off", ("apex", "numpy"))
+    assert (made.fault_tol_cfg.prewarm, made.fault_tol_cfg.prewarm_import) == ("off", "apex,numpy")
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_prewarm_is_what_the_configuration_says() -> None:
             "needs --ft-per-cycle-applog-prefix",
         ),
         (describe(event_log_handler="nobody"), "--event-log-handler nobody: torch knows no"),
-        (describe(nproc_per_node=0), "nproc_per_node=0: is not from 1 to 65536"),
-        (describe(nproc_per_node=10**11), "nproc_per_node=100000000000: is not from"),
+        (describe(nproc_per_node=0), "nproc_per_node: 0 is not an integer"),
+        (describe(nproc_per_node=10**11), "nproc_per_node: 100000000000 is not an"),
         (describe(max_nodes=0), "max_nodes=0: 1 <= min_nodes <= max_nodes"),
         (describe(max_nodes=2, rdzv_backend="c10d"), "rdzv_endpoint: say where"),
-        (describe(max_nodes=2, rdzv_endpoint="a:1"), "rdzv_backend='etcd'"),
-        (nodes(rdzv_configs={"rdzv_impl": "other"}), "rdzv_impl='other': use barrier or legacy"),
+        (describe(max_nodes=2, rdzv_endpoint="a:1"), "rdzv_backend: 'etcd' is not one of c10d"),
+        (nodes(rdzv_configs={"rdzv_impl": "other"}), "rdzv_impl: 'other' is not one of"),
         (nodes(rdzv_configs={"use_infra_group_rank": "perhaps"}), "use_infra_group_rank"),
-        (describe(max_restarts=-1), "max_restarts=-1: must not"),
-        (describe(term_timeout=-1), "term_timeout=-1: must not"),
-        (describe(restart_policy="sometimes"), "restart_policy='sometimes': use any-failed or"),
+        (describe(max_restarts=-1), "max_restarts: -1 is not"),
+        (describe(term_timeout=-1), "term_timeout: -1 is not"),
+        (describe(restart_policy="sometimes"), "restart_policy: 'sometimes' is not"),
         (describe(rank_monitors={0: object()}), "rank_monitors"),
-        (describe(shutdown_timeout=-1), "shutdown_timeout=-1: must not"),
-        (describe(master_port=70000), "master_port=70000: is not from 0 to 65535"),
-        (describe(no_restart_exit_code=0), "no_restart_exit_code=0: is not from 1 to 255"),
-        (describe(signals_to_handle="SIGNO"), "signals_to_handle: 'SIGNO' is no signal"),
+        (describe(shutdown_timeout=-1), "shutdown_timeout: -1 is not"),
+        (describe(master_port=70000), "master_port: 70000 is not"),
+        (describe(no_restart_exit_code=0), "no_restart_exit_code: 0 is not"),
+        (describe(signals_to_handle="SIGNO"), "signals_to_handle: 'SIGNO' is not a comma"),
         (describe(cycle_info_job_id="a/b"), "--ft-cycle-info-job-id"),
         (describe(logs_specs=object()), "logs_specs"),
         (describe(FaultToleranceConfig(bad_node_hook="/no/such")), "--ft-bad-node-hook"),
@@ -95,15 +95,15 @@ def test_variables_of_the_command_line_have_no_part_in_it(
         clean_environment.setenv(f"PET_{name}", value)
     made = plan(describe(), {**ENVIRON, "PET_NNODES": "2", "PET_MASTER_PORT": "2001"})
     assert (made.max_nodes, made.master_port) == (1, None)
-    assert made.signals_to_handle[0] is signal.SIGTERM
+    assert made.signals[0] is signal.SIGTERM
 
 
 def test_a_default_configuration_may_be_debugged() -> None:
     """Without options of its own a job takes the level of the log from the environment."""
-    assert plan(describe(), {**ENVIRON, "NVRX_LOG_DEBUG": "1"}).fault_tolerance.log_level == 10
+    assert plan(describe(), {**ENVIRON, "NVRX_LOG_DEBUG": "1"}).fault_tol_cfg.log_level == 10
     given = FaultToleranceConfig(log_level=30)
     made = plan(describe(given), {**ENVIRON, "NVRX_LOG_DEBUG": "1"})
-    assert made.fault_tolerance.log_level == 30
+    assert made.fault_tol_cfg.log_level == 30
 
 
 def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_command_line_survives_the_way_through_a_configuration(tmp_path: Path)
         str(script),
     )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
-    again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
+    again = plan_from_config(first, first.command, ENVIRON)
     # Settings of the rendezvous that nobody gave are filled in; they only describe.
-    assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+    assert dataclasses.replace(again, rdzv_configs=first.rdzv_configs) == first
 
 
 def test_no_flag_gets_lost_on_the_way_through_a_configuration(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_no_flag_gets_lost_on_the_way_through_a_configuration(tmp_path: Path) ->
         "--ft-no-restart-exit-code=77", "--local-addr=10.9.8.6", "--no-python", "/bin/true",
     )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
-    again = plan_from_config(config_from_plan(first), first.command, ENVIRON)
-    assert dataclasses.replace(again, rdzv_configuration=first.rdzv_configuration) == first
+    again = plan_from_config(first, first.command, ENVIRON)
+    assert dataclasses.replace(again, rdzv_configs=first.rdzv_configs) == first
     assert (again.master_port, again.node_rank, again.no_restart_exit_code) == (23456, 3, 77)
 
 
@@ -139,7 +139,7 @@ def test_torchs_own_fields_mean_what_they_mean_there() -> None:
     """The static backend's rank orders nodes, its port is that of the rendezvous, and so on."""
     static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 1}, "master_port": 1}
     made = plan(nodes(**static, shutdown_timeout=7))
-    assert (made.node_rank, made.master_port, made.workers_stop_timeout_s) == (1, None, 7)
+    assert (made.node_rank, made.master_port, made.workers_stop_timeout) == (1, None, 7)
     assert plan(nodes(**static, node_rank=0)).node_rank == 0
 
 
@@ -185,11 +185,10 @@ def test_a_command_line_of_many_nodes_survives_too(tmp_path: Path) -> None:
         "--ft-rdzv-impl=legacy", "--ft-use-infra-group-rank=false", str(script),
     )  # fmt: skip
     first = plan_from_args(parse_args(words), ENVIRON)
-    config = config_from_plan(first)
-    again = plan_from_config(config, first.command, ENVIRON)
-    same = {"rdzv_configuration": first.rdzv_configuration, "warnings": first.warnings}
+    again = plan_from_config(first, first.command, ENVIRON)
+    same = {"rdzv_configs": first.rdzv_configs, "warnings": first.warnings}
     assert dataclasses.replace(again, **same) == first
-    assert again.rdzv_configuration.items() >= first.rdzv_configuration.items()
+    assert again.rdzv_configs.items() >= first.rdzv_configs.items()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,7 @@ def test_functions_run_on_many_nodes(tmp_path: Path) -> None:
 
 def test_an_impossible_configuration_is_an_error_and_no_exit() -> None:
     """`launch_agent` raises ValueError before anything starts; it never ends the program."""
-    with pytest.raises(ValueError, match="nproc_per_node=0"):
+    with pytest.raises(ValueError, match="nproc_per_node: 0"):
         launch_agent(describe(nproc_per_node=0), "/bin/true", [])
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import Std
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
+from nvidia_resiliency_ext.fault_tolerance._workers.conditions import import_list
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
@@ -47,18 +48,18 @@ def test_the_default_plan(script: str) -> None:
     assert not made.command.is_module
     assert (made.nproc_per_node, made.min_nodes, made.max_nodes) == (1, 1, 1)
     assert (made.max_restarts, made.restart_policy, made.role) == (0, "any-failed", "default")
-    assert (made.term_timeout_s, made.workers_stop_timeout_s) == (1800.0, 15.0)
+    assert (made.term_timeout, made.workers_stop_timeout) == (1800.0, 15.0)
     assert (made.master_addr, made.master_port, made.local_addr) == ("127.0.0.1", None, None)
     assert made.rdzv_endpoint == "127.0.0.1:29500"
     assert len(made.run_id) == 32
     assert made.output.redirects == made.output.tee == {0: Std.NONE}
     assert made.output.console_ranks is None
-    assert made.signals_to_handle[0] is signal.SIGTERM
+    assert made.signals[0] is signal.SIGTERM
     assert made.no_restart_exit_code == 93
     assert made.monitors_enabled
-    assert made.prewarm.prewarm == "auto"
-    assert "torch" in made.prewarm.modules
-    assert made.fault_tolerance == FaultToleranceConfig()
+    assert made.fault_tol_cfg.prewarm == "auto"
+    assert "torch" in import_list(made.fault_tol_cfg.prewarm_import)
+    assert made.fault_tol_cfg == FaultToleranceConfig()
     assert made.warnings == ()
 
 
@@ -76,16 +77,16 @@ def test_flags_reach_the_plan(script: str) -> None:
     )
     assert (made.nproc_per_node, made.max_restarts, made.role) == (4, 2, "r")
     assert (made.run_id, made.rdzv_endpoint, made.log_dir) == ("job7", "h:1", "/logs")
-    assert made.rdzv_configuration == {"timeout": "5", "join_timeout": "6"}
+    assert made.rdzv_configs == {"timeout": "5", "join_timeout": "6"}
     assert made.output.redirects == dict.fromkeys(range(4), Std.ALL)
     assert made.output.tee == {0: Std.OUT, 1: Std.NONE, 2: Std.ALL, 3: Std.NONE}
     assert made.output.console_ranks == frozenset({0, 2})
-    assert (made.term_timeout_s, made.workers_stop_timeout_s) == (5.0, 6.0)
-    assert (made.monitor_interval_s, made.start_method) == (2.0, "fork")
+    assert (made.term_timeout, made.workers_stop_timeout) == (5.0, 6.0)
+    assert (made.monitor_interval, made.start_method) == (2.0, "fork")
     assert (made.master_addr, made.master_port, made.local_addr) == ("::1", 2000, "10.0.0.1")
-    assert made.signals_to_handle == (signal.SIGUSR1, signal.SIGTERM)
+    assert made.signals == (signal.SIGUSR1, signal.SIGTERM)
     assert made.no_restart_exit_code == 7
-    assert (made.prewarm.prewarm, made.prewarm.modules) == ("off", ("apex",))
+    assert (made.fault_tol_cfg.prewarm, made.fault_tol_cfg.prewarm_import) == ("off", "apex")
     assert made.log_line_prefix_template == "[${rank}]"
 
 
@@ -99,17 +100,17 @@ def test_standalone_has_an_id_of_its_own(script: str) -> None:
 
 def test_the_newer_name_of_the_stop_timeout_is_taken(script: str) -> None:
     """`--shutdown-timeout` sets it, and our own name wins when both are given."""
-    assert plan("--shutdown-timeout=3", script).workers_stop_timeout_s == 3.0
+    assert plan("--shutdown-timeout=3", script).workers_stop_timeout == 3.0
     both = plan("--shutdown-timeout=3", "--workers-stop-timeout=4", script)
-    assert both.workers_stop_timeout_s == 4.0
+    assert both.workers_stop_timeout == 4.0
 
 
 def test_torchs_variable_stands_in_for_the_flags(script: str) -> None:
     """TORCH_ELASTIC_SHUTDOWN_TIMEOUT counts where no flag says how long workers have to end."""
     environ = ENVIRON | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-    assert plan(script, environ=environ).workers_stop_timeout_s == 5.0
-    assert plan("--shutdown-timeout=3", script, environ=environ).workers_stop_timeout_s == 3.0
-    assert plan("--workers-stop-timeout=4", script, environ=environ).workers_stop_timeout_s == 4.0
+    assert plan(script, environ=environ).workers_stop_timeout == 5.0
+    assert plan("--shutdown-timeout=3", script, environ=environ).workers_stop_timeout == 3.0
+    assert plan("--workers-stop-timeout=4", script, environ=environ).workers_stop_timeout == 4.0
     for wrong in ("-1", "soon"):
         with pytest.raises(ValueError, match=f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT.*{wrong}"):
             plan(script, environ=ENVIRON | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": wrong})
@@ -153,10 +154,10 @@ def test_a_file_gives_options_and_flags_win(script: str, tmp_path: Path) -> None
         "trainer: {fault_tolerance: {prewarm: off, safety_factor: 2, max_no_progress_restarts: 1}}"
     )
     made = plan(f"--ft-cfg-path={path}", "--ft-safety-factor=3", script)
-    assert made.fault_tolerance == FaultToleranceConfig(
+    assert made.fault_tol_cfg == FaultToleranceConfig(
         prewarm="off", safety_factor=3.0, max_no_progress_cycles=1
     )
-    assert made.prewarm.prewarm == "off"
+    assert made.fault_tol_cfg.prewarm == "off"
     assert len(made.warnings) == 1
 
 
@@ -166,7 +167,7 @@ def test_a_missing_file_may_be_allowed(script: str, tmp_path: Path) -> None:
     empty.write_text("a: 1\n")
     for path in (empty, tmp_path / "none.yaml"):
         made = plan(f"--ft-cfg-path={path}", "--ft-ignore-missing-cfg", script)
-        assert made.fault_tolerance == FaultToleranceConfig()
+        assert made.fault_tol_cfg == FaultToleranceConfig()
         assert len(made.warnings) == 1
 
 
@@ -177,7 +178,7 @@ def test_unknown_keys_may_be_allowed(script: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown key 'aa'.*unknown key 'bb'"):
         plan(f"--ft-cfg-path={path}", script)
     made = plan(f"--ft-cfg-path={path}", "--ft-ignore-unknown-cfg", script)
-    assert made.fault_tolerance.safety_factor == 2.0
+    assert made.fault_tol_cfg.safety_factor == 2.0
     assert len(made.warnings) == 1
 
 
@@ -193,7 +194,7 @@ def test_a_file_with_every_default_starts_a_job(script: str, tmp_path: Path) -> 
     path = tmp_path / "job.yaml"
     FaultToleranceConfig(enable_nic_healthcheck=False).to_yaml_file(path)
     made = plan(f"--ft-cfg-path={path}", script)
-    assert made.fault_tolerance.enable_nic_healthcheck is False
+    assert made.fault_tol_cfg.enable_nic_healthcheck is False
 
 
 def test_every_worker_sees_one_device_as_its_first(script: str) -> None:
@@ -293,7 +294,7 @@ def test_binding_without_numactl_is_said_at_the_start(script: str, tmp_path: Pat
 
 def test_a_hook_that_cannot_run_is_said_at_the_start(script: str) -> None:
     """The command that is told of bad nodes must exist, and be a command."""
-    assert plan("--ft-bad-node-hook=sh -c 'exit 0'", script).fault_tolerance.bad_node_hook
+    assert plan("--ft-bad-node-hook=sh -c 'exit 0'", script).fault_tol_cfg.bad_node_hook
     with pytest.raises(ValueError, match="--ft-bad-node-hook: program '/no/such' does not exist"):
         plan("--ft-bad-node-hook=/no/such thing", script)
     with pytest.raises(SystemExit):
@@ -431,7 +432,7 @@ def test_a_plan_needs_no_record_of_who_gave_what(script: str) -> None:
     assert plan_from_args(args, ENVIRON).master_port == 2000
     args.ft_attribution_node_action = "exclude"
     made = plan_from_args(args, ENVIRON)
-    assert made.fault_tolerance.attribution_node_action == "exclude"
+    assert made.fault_tol_cfg.attribution_node_action == "exclude"
 
 
 def test_planning_imports_neither_torch_nor_yaml(script: str) -> None:
@@ -459,10 +460,10 @@ def test_debug_logging_is_a_variable_unless_an_option_says_more(script: str) -> 
     """NVRX_LOG_DEBUG means what it means to the logger; a given level wins over it."""
     for text, level in (("1", 10), ("Yes", 10), ("0", 20), ("", 20)):
         made = plan(script, environ=ENVIRON | {"NVRX_LOG_DEBUG": text})
-        assert made.fault_tolerance.log_level == level
+        assert made.fault_tol_cfg.log_level == level
     environ = ENVIRON | {"NVRX_LOG_DEBUG": "1"}
     made = plan("--ft-log-level=WARNING", script, environ=environ)
-    assert made.fault_tolerance.log_level == 30
+    assert made.fault_tol_cfg.log_level == 30
 
 
 def test_host_and_port_may_come_from_two_places(script: str, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_rules_travel_to_a_control_plane():
     rules = coordinator.CoordinatorRules(
         PlacementRules(2, 3), Budget(9, None), 5.0, blame=BlameRules(7, 60.0)
     )
-    assert rules_from_settings(settings_of(rules, "any-failed", "barrier")) == rules
+    assert rules_from_settings(settings_of(rules)) == rules
     assert dataclasses.replace(rules, blame=BlameRules()).blame.limit == 3
 
 

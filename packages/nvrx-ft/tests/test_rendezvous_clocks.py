@@ -12,14 +12,12 @@ import pytest
 from rendezvous_store import Served, arrival, hosted, rules
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
-from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
-    NodeSettings,
-    StoreRendezvous,
-)
+from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundReady
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import Preempted
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import Reading, off_by, read
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
-    NodeSettings,
-    StoreRendezvous,
-)
+from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.machine import StoreLost
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, threads
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import client, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import write_settings
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import (
+    LeaseExpiredError,
+    NodeClient,
+    NodeSettings,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
@@ -32,7 +34,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import LeaseExpiredError, NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
@@ -58,14 +59,9 @@ class Beside:
 
     def __init__(self, index: int, connect: Callable[[Any], JobStore], **fields: Any) -> None:
         self.event: queue.Queue[SessionEvent] = queue.Queue()
-        self.threads = NodeThreads(
-            connect,
-            node=name(index),
-            host=f"node{index}",
-            post=self.event.put,
-            clock=SystemClock(),
-            **{"lease_s": LEASE_S, "connect_timeout_s": 5.0, "settings": {}, **fields},
-        )
+        given: dict[str, Any] = {"lease_s": LEASE_S, "connect_timeout_s": 5.0, **fields}
+        settings = NodeSettings(arrival=arrival(index), **given)
+        self.threads = NodeClient(settings, connect, self.event.put, SystemClock())
 
     def next(self) -> SessionEvent:
         """Return the next event."""
@@ -150,7 +146,7 @@ def test_whatever_a_command_raises_is_news(
 ) -> None:
     """A defect in a step of the session ends the node, and says so."""
     # A record of the error would keep the connection.
-    monkeypatch.setattr(threads.logger, "exception", lambda *_: None)
+    monkeypatch.setattr(client.logger, "exception", lambda *_: None)
     with hosted(served, rules(1)):
         one = beside()
 
@@ -168,7 +164,7 @@ def test_a_defect_of_the_watch_is_news(
 ) -> None:
     """A node that would hear of nothing any more does not go on."""
 
-    monkeypatch.setattr(threads.logger, "exception", lambda *_: None)
+    monkeypatch.setattr(client.logger, "exception", lambda *_: None)
 
     def wait_for(*_: object) -> None:
         raise TypeError("a defect")
@@ -269,10 +265,10 @@ def test_another_start_is_refused_and_does_no_harm(
 ) -> None:
     """A node started otherwise than the others gets no place in a job that has begun."""
     with hosted(served, rules(1, most=2)):
-        right = beside(0, settings={"--nnodes": "1:2"})
+        right = beside(0, must_agree={"--nnodes": "1:2"})
         right.join(0)
         assert isinstance(right.next(), Placed)
-        wrong = beside(1, settings={"--nnodes": "2:2"})
+        wrong = beside(1, must_agree={"--nnodes": "2:2"})
         notified = wrong.next()
         assert isinstance(notified, Lost)
         assert "--nnodes is 2:2 on node1 and 1:2 on node0" in notified.what
@@ -295,9 +291,9 @@ def test_settings_that_a_stranger_has_written_over_are_put_right(
 ) -> None:
     """Who can read the host's word has the job's token, and replaces what cannot be read."""
     with hosted(served, rules(1)) as host:
-        host._store.put(keys.LOG_TOKEN, "none")
+        host.store.put(keys.LOG_TOKEN, "none")
         served.raw().set(PREFIX + keys.SETTINGS, "garbage")
-        one = beside(settings={"--nnodes": "1:1"})
+        one = beside(must_agree={"--nnodes": "1:1"})
         one.join(0)
         assert isinstance(one.next(), Placed)
         text = served.connect().peek(keys.SETTINGS)
@@ -349,16 +345,8 @@ def test_a_lease_that_has_expired_is_not_renewed_over_another_store(
     def connect(_: Any) -> JobStore:
         raise StoreLostError("no store is needed")
 
-    made = NodeThreads(
-        connect,
-        node=name(0),
-        host="node0",
-        post=lambda _: None,
-        clock=clock,
-        lease_s=10.0,
-        connect_timeout_s=5.0,
-        settings={},
-    )
+    settings = NodeSettings(arrival=arrival(0), lease_s=10.0, connect_timeout_s=5.0)
+    made = NodeClient(settings, connect, lambda _: None, clock)
     made._worker.join(DEADLINE_S)
     session = Session(clock)
     store: Any = types.SimpleNamespace(create=lambda _, text: text)

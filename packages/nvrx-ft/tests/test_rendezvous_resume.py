@@ -20,6 +20,7 @@ from rendezvous_store import Served, arrival, name, rules
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as restarts_module
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
     Coordinator,
@@ -51,7 +52,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
@@ -828,16 +828,8 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
             assert may_connect.wait(DEADLINE_S)
             return control.present.served.connect()
 
-        threads = NodeThreads(
-            connect,
-            node=name(2),
-            host="node2",
-            post=event.put,
-            clock=SystemClock(),
-            lease_s=20.0,
-            connect_timeout_s=5.0,
-            settings={},
-        )
+        settings = NodeSettings(arrival=arrival(2), lease_s=20.0, connect_timeout_s=5.0)
+        threads = NodeClient(settings, connect, event.put, SystemClock())
         arrived = threading.Event()
 
         def arrive(session: NodeSession) -> None:

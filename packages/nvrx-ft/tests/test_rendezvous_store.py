@@ -527,7 +527,7 @@ def test_a_store_without_the_job_is_said_so(served: Served) -> None:
 
 def test_a_shared_secret_is_found(served: Served) -> None:
     """Without a token nodes take the key that the host left."""
-    secret = store.share_secret(served.raw(), "p:")
+    secret = store.agree_on_secret(served.raw(), "p:")
     host = store.connect("127.0.0.1", served.port, "p:", secret, 1.0)
     node = store.connect("127.0.0.1", served.port, "p:", None, 1.0)
     host.put("k", "v")

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import agent as agents
-from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent, Parts
+from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
 from nvidia_resiliency_ext.fault_tolerance._agent.start_failures import (
     OTHERS_MAY_TAKE_S,
     StartFailures,
@@ -199,7 +199,7 @@ def agent(tmp_path):
     """Return an agent that runs two ranks, the first of which has just failed at its start."""
     clock, output = ManualClock(), tmp_path / "stderr.log"
     output.write_text(f"{TOP}{MISSING}\n")
-    given = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
+    given = dict.fromkeys(field.name for field in dataclasses.fields(NodeAgent))
     quiet = mock.MagicMock()
     quiet.steps_of_rank0.return_value = Steps(None, 0, 0.0)
     quiet.hang_report.return_value = {}
@@ -207,7 +207,7 @@ def agent(tmp_path):
     parts = ("rendezvous", "admission", "monitor", "tracker", "reporter", "controller", "loop")
     given |= dict.fromkeys(parts, quiet)
     given |= {"policy": Policy(2, 15.0, 15.0, 93), "clock": clock, "start_failure_limit": 2}
-    it = NodeAgent(Parts(**given))
+    it = NodeAgent(**given)
     it.monitor = quiet
     it._workers = mock.MagicMock(started={0: mock.MagicMock(), 1: mock.MagicMock()})
     it._assignment = Assignment(0, 0, 1, 0, 2, "h", 1)
@@ -229,8 +229,8 @@ def test_an_event_does_not_overtake_an_exit_that_waits_for_others(agent):
 
 def test_the_output_of_a_rank_is_read_once(agent, monkeypatch):
     """It may be on a file system that hangs."""
-    monkeypatch.setattr(agents, "read_error_output", None)
-    agent._clock.advance(OTHERS_MAY_TAKE_S)
+    monkeypatch.setattr(agents.exceptions, "read_error_output", None)
+    agent.clock.advance(OTHERS_MAY_TAKE_S)
     assert agent._settle()
     assert agent._failures[0].error.message == MISSING
 
@@ -240,7 +240,7 @@ def test_steps_are_remembered_while_a_monitor_is_replaced(agent):
     agent.monitor.steps_of_rank0.return_value = Steps(7, 7, 1.0)
     agent._tick_progress()
     agent.monitor.steps_of_rank0.return_value = Steps(None, 0, 0.0)
-    agent._clock.advance(OTHERS_MAY_TAKE_S)
+    agent.clock.advance(OTHERS_MAY_TAKE_S)
     assert agent._settle()
     assert not agent._start_failures.counts([MISSING], 1.0, stepped=False)
 
@@ -248,7 +248,7 @@ def test_steps_are_remembered_while_a_monitor_is_replaced(agent):
 def test_a_long_cycle_that_a_signal_ends_is_remembered(agent):
     """No exit was judged in it, and yet the program has shown that it can start."""
     agent._exits.clear()
-    agent._clock.advance(3600.0)
+    agent.clock.advance(3600.0)
     agent.post(Signalled(signal.SIGTERM))
     assert agent._settle()
     assert not agent._start_failures.counts([MISSING], 1.0, stepped=False)

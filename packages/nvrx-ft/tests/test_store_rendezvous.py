@@ -13,10 +13,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import store_rendezvous
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
-from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import (
-    NodeSettings,
-    StoreRendezvous,
-)
+from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     NextRoundOpened,
@@ -24,6 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     StoreLost,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     Entry,

@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
-from nvidia_resiliency_ext.fault_tolerance._torch.followers import follower_plan
+from nvidia_resiliency_ext.fault_tolerance._torch.settings import services_of
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 
@@ -37,9 +37,7 @@ def services(**conf: Any) -> Iterator[tuple[CoordinatorServices, list[str]]]:
     """Run what a rendezvous configuration asks for, as the handler does; also give its STOPs."""
     stops: list[str] = []
     context = CoordinatorContext("", "n", "")
-    made = CoordinatorServices(
-        follower_plan(conf), {}, context, None, SystemClock(), is_shared=True
-    )
+    made = CoordinatorServices(services_of(conf), {}, context, None, SystemClock(), is_shared=True)
     made.follow_attribution(stops.append, lambda *_: None)
     try:
         yield made, stops
@@ -97,7 +95,7 @@ def test_stop_is_known_where_it_is_to_be_obeyed(
 
 def test_nothing_asked_for_is_nothing() -> None:
     """Without parameters there is nobody to tell, and no STOP."""
-    assert follower_plan({}) == ServicesPlan()
+    assert services_of({}) == ServicesPlan()
     with services() as (made, stops):
         made.closed(closed(0), PLACED)
     assert not stops
@@ -114,4 +112,4 @@ def test_nothing_asked_for_is_nothing() -> None:
 def test_parameters_that_cannot_be_are_refused(conf: dict[str, Any], why: str) -> None:
     """As the command line refuses them."""
     with pytest.raises(ValueError, match=why):
-        follower_plan(conf)
+        services_of(conf)

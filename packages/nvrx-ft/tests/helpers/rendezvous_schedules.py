@@ -35,6 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
     keys,
     store,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
     Coordinator,
@@ -58,7 +59,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SessionEvent,
     SpareNode,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
 LEASE_S = 0.5
@@ -143,7 +143,7 @@ class Seen:
     taken: dict[str, list[Entry]] = field(default_factory=dict)
 
 
-class RecordedThreads(NodeThreads):
+class RecordedThreads(NodeClient):
     """Session threads that record which decisions they were told."""
 
     def __init__(self, record: list[Entry], *args: Any, **kwargs: Any) -> None:
@@ -196,16 +196,13 @@ class Node(threading.Thread):
     def _run(self) -> None:
         schedule = self.schedule
         time.sleep(self.plan.comes_after_s)
+        me = Arrival(node=self.plan.name, addr="", host=self.plan.name)
         self.threads = RecordedThreads(
             schedule.seen.taken.setdefault(self.plan.name, []),
+            NodeSettings(arrival=me, lease_s=LEASE_S, connect_timeout_s=LIMIT_S),
             lambda _: SlowStore(schedule.port, schedule.prefix, self.rng, self.plan.lives_for),
-            node=self.plan.name,
-            host=self.plan.name,
-            post=self.event.put,
-            clock=SystemClock(),
-            lease_s=LEASE_S,
-            connect_timeout_s=LIMIT_S,
-            settings={},
+            self.event.put,
+            SystemClock(),
         )
         try:
             self._join(None)

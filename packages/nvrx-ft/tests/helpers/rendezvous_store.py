@@ -95,7 +95,7 @@ def hosted(
         yield host
     finally:
         stop.set()
-        host._store.cut()
+        host.store.cut()
         thread.join(10)
     assert not thread.is_alive()
     if failed:

@@ -7,7 +7,6 @@ workers. It is served by the rounds of the barrier; nothing in the store is pick
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
@@ -23,24 +22,21 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL, read_members
+from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
     host_rules,
-    member_settings,
+    job_settings,
     node_options,
-    placement_rules,
+    node_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_int,
 )
-from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 __all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "create_handler"]
-
-KEEP_ALIVE_MAX_ATTEMPT = 3
 
 
 class RendezvousTimeout(Timeouts):
@@ -99,18 +95,19 @@ class FtRendezvousHandler(StoreRendezvousHandler):
     def __init__(
         self, store: Store, settings: RendezvousSettings, options: NodeOptions, nproc: int = 1
     ) -> None:
-        placement = dataclasses.replace(
-            placement_rules(settings.min_nodes, settings.max_nodes),
+        rules = host_rules(
+            settings.min_nodes,
+            settings.max_nodes,
+            settings.timeout,
+            min_healthy=True,
             elastic=True,
             use_infra_rank=settings.use_infra_group_rank,
         )
-        rules = host_rules(placement, settings.timeout, min_healthy=True)
-        member = member_settings(
+        member = node_settings(
             options,
             rules,
             settings.timeout,
             nproc=nproc,
-            implementation="legacy",
             grows=settings.upscaling_enabled,
         )
         self._settings = settings
@@ -132,10 +129,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is gone.
         """
-        try:
-            self._member.leave(Kind.LEFT, self._cause("left", f"host {self._member.host} leaves"))
-        except StoreLostError as error:
-            raise RendezvousConnectionError(str(error)) from None
+        self._member.leave(Kind.LEFT, self._cause("left", f"host {self._member.host} leaves"))
 
     def get_worker_states(self) -> dict[NodeIdentity, WorkerState]:
         """Return the state of the workers of each node of the present round.
@@ -145,13 +139,9 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is gone.
         """
-        entry = self._member.entry
-        if entry is None or not entry.active:
-            return {}
-        members = self._read(lambda store: read_members(store, entry.round))
         return {
             NodeIdentity.parse(member.arrival.node): WorkerState[member.state.name]
-            for member in members
+            for member in self._members()
             if member.group_rank is not None
         }
 
@@ -189,10 +179,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             else:
                 session.send(Kind.STATE, state=state, cause=cause)
 
-        try:
-            self._member.ask(send)
-        except StoreLostError as error:
-            raise RendezvousConnectionError(str(error)) from None
+        self._member.ask(send)
 
 
 def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> FtRendezvousHandler:
@@ -215,14 +202,8 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
     del backend
     check = node_check(params.config)
     conf = params.config
-    timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(conf)
     settings = RendezvousSettings(
-        run_id=params.run_id,
-        min_nodes=params.min_nodes,
-        max_nodes=params.max_nodes,
-        timeout=timeout,
-        keep_alive_interval=timeout.heartbeat,
-        keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
+        **job_settings(params, RendezvousTimeout),
         upscaling_enabled=rdzv_config_get_as_bool(conf, "upscaling_enabled", True) is not False,
         use_infra_group_rank=rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)
         is not False,

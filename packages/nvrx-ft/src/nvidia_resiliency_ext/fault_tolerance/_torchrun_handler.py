@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
@@ -37,7 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
     make_handler,
 )
 from nvidia_resiliency_ext.shared_utils import events
-from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 
@@ -109,7 +108,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
             return
         try:
             self._member.leave(Kind.LEFT, self._cause("left", what[:1000]))
-        except StoreLostError:
+        except RendezvousConnectionError:
             # No message can be sent: the lease expires.
             return
 

@@ -19,15 +19,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import RoundMember, read_members
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
     group_size,
     host_rules,
-    member_settings,
+    job_settings,
     node_options,
-    placement_rules,
+    node_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_int
 
@@ -35,8 +34,6 @@ __all__ = [
     "FtRendezvousBarrierHandler", "GroupRankStatus", "RendezvousParticipantInfo",
     "RendezvousSettings", "RendezvousStoreValue", "RendezvousTimeout", "create_handler",
 ]  # fmt: skip
-
-KEEP_ALIVE_MAX_ATTEMPT = 3
 
 
 class RendezvousTimeout(Timeouts):
@@ -162,21 +159,16 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
     """
 
     def __init__(self, store: Store, settings: RendezvousSettings, options: NodeOptions) -> None:
-        placement = placement_rules(
+        rules = host_rules(
             settings.min_nodes,
             settings.max_nodes,
-            segment=settings.segment,
-            group=settings.replacement_group_size,
-        )
-        rules = host_rules(placement, settings.timeout, min_healthy=False)
-        member = member_settings(
-            options,
-            rules,
             settings.timeout,
-            nproc=settings.nproc_per_node,
-            implementation="barrier",
+            segment=settings.segment,
+            group_size=settings.replacement_group_size,
         )
         self._settings = settings
+        nproc, timeout = settings.nproc_per_node, settings.timeout
+        member = node_settings(options, rules, timeout, nproc=nproc)
         super().__init__(store, settings.run_id, member, rules, options)
 
     @property
@@ -212,12 +204,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         members = [member for member in self._members() if member.group_rank is not None]
         ranks = [member.arrival.infra_rank for member in members]
         return ranks if min(ranks, default=0) >= 0 else list(range(len(members)))
-
-    def _members(self) -> list[RoundMember]:
-        entry = self._member.entry
-        if entry is None or not entry.active:
-            return []
-        return self._read(lambda store: read_members(store, entry.round))
 
     def remove_this_node(self) -> None:
         """Not of this rendezvous; `_ft_rendezvous` has it."""
@@ -263,14 +249,8 @@ def make_handler(
 ) -> _Handler:
     """Return a handler of a kind over `store`; see `create_handler`."""
     check = node_check(params.config)
-    timeout: RendezvousTimeout = RendezvousTimeout.from_configuration(params.config)
     settings = RendezvousSettings(
-        run_id=params.run_id,
-        min_nodes=params.min_nodes,
-        max_nodes=params.max_nodes,
-        timeout=timeout,
-        keep_alive_interval=timeout.heartbeat,
-        keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
+        **job_settings(params, RendezvousTimeout),
         segment=rdzv_config_get_as_int(params.config, "segment"),
         replacement_group_size=group_size(params.config),
         nproc_per_node=rdzv_config_get_as_int(params.config, "nproc_per_node", 1) or 1,

@@ -45,57 +45,32 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance.cli_args import get_args_parser, parse_args
 
 __all__ = [
-    "FT_LAUNCHER_IPC_SOCKET",
-    "LaunchConfig",
-    "LocalElasticAgent",
-    "LogFunnelPorts",
-    "NoRestartRequested",
-    "TerminalWorkerGroupFailure",
-    "UnhealthyNodeException",
-    "config_from_args",
-    "determine_local_world_size",
-    "elastic_launch",
-    "ensure_node_is_healthy",
-    "get_args_parser",
-    "get_node_health_check",
-    "get_rdzv_endpoint",
-    "get_use_env",
-    "init_node_health_check",
-    "launch_agent",
-    "main",
-    "parse_args",
-    "parse_min_max_nnodes",
-    "run",
+    "FT_LAUNCHER_IPC_SOCKET", "LaunchConfig", "LocalElasticAgent", "LogFunnelPorts",
+    "NoRestartRequested", "TerminalWorkerGroupFailure", "UnhealthyNodeException",
+    "config_from_args", "determine_local_world_size", "elastic_launch", "ensure_node_is_healthy",
+    "get_args_parser", "get_node_health_check", "get_rdzv_endpoint", "get_use_env",
+    "init_node_health_check", "launch_agent", "main", "parse_args", "parse_min_max_nnodes", "run",
     "run_script_path",
-]
+]  # fmt: skip
 
-_MODULES = {
-    "LaunchConfig": "_config.launch_config",
-    "LocalElasticAgent": "_torch.agent",
-    "LogFunnelPorts": "_config.launch_config",
-    "NoRestartRequested": "_core.errors",
-    "TerminalWorkerGroupFailure": "_core.errors",
-    "UnhealthyNodeException": "_core.errors",
-    "config_from_args": "_torch.elastic",
-    "determine_local_world_size": "_core.local_world",
-    "elastic_launch": "_torch.elastic",
-    "ensure_node_is_healthy": "_health.admission",
-    "get_args_parser": "cli_args",
-    "get_node_health_check": "_health.admission",
-    "get_rdzv_endpoint": "_config.launch_config",
-    "get_use_env": "_config.launch_config",
-    "init_node_health_check": "_health.admission",
-    "launch_agent": "_torch.elastic",
-    "parse_args": "cli_args",
-    "parse_min_max_nnodes": "_config.syntax",
-    "run": "_torch.elastic",
-    "run_script_path": "_workers.run_path",
-}
+_NAMES_OF = {
+    "_config.launch_config": ("LaunchConfig", "LogFunnelPorts", "get_rdzv_endpoint", "get_use_env"),
+    "_config.syntax": ("parse_min_max_nnodes",),
+    "_core.errors": ("NoRestartRequested", "TerminalWorkerGroupFailure", "UnhealthyNodeException"),
+    "_core.local_world": ("determine_local_world_size",),
+    "_health.admission": (
+        "ensure_node_is_healthy", "get_node_health_check", "init_node_health_check",
+    ),
+    "_torch.agent": ("LocalElasticAgent",),
+    "_torch.elastic": ("config_from_args", "elastic_launch", "launch_agent", "run"),
+    "_workers.run_path": ("run_script_path",),
+    "cli_args": ("get_args_parser", "parse_args"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use."""
-    module = _MODULES.get(name)
+    module = next((home for home, names in _NAMES_OF.items() if name in names), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not __name__: under `python -m` this module is called __main__.

@@ -16,22 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core import machine, preemption
+from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine, preemption
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
-from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
-    ErrorFile,
-    read_error_file,
-    read_error_output,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    Effect,
-    Event,
-    Node,
-    Phase,
-    Policy,
-)
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
@@ -43,13 +30,8 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     hang_cause,
     root_cause,
 )
+from nvidia_resiliency_ext.fault_tolerance._workers import workers
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Tee
-from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
-    Listener,
-    Starter,
-    WorkerGroup,
-    WorkerSpec,
-)
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -96,18 +78,21 @@ class Result:
         return root_cause(self.failures)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What an agent works with; the assembly makes it."""
+@dataclass(eq=False, kw_only=True)
+class NodeAgent:
+    """Runs the cycles of one node until `decide` says that it is over.
 
-    policy: Policy
+    It owns the worker group; the parts that it is made of belong to the caller.
+    """
+
+    policy: machine.Policy
     loop: EventLoop
     clock: Clock
     rendezvous: Rendezvous
     admission: AdmissionCheck
     on_bad_node: Callable[[Cause], None]
-    starter: Starter
-    specs: Callable[[Assignment, float | None], list[WorkerSpec]]
+    starter: workers.Starter
+    specs: Callable[[machine.Assignment, float | None], list[workers.WorkerSpec]]
     monitor: SharedMonitor | MonitorPerRank
     tracker: TrainingProgressTracker
     reporter: EventReporter
@@ -118,48 +103,29 @@ class Parts:
     start_failure_limit: int = 0
     budget: RefillingBudget | None = None
 
-
-class NodeAgent:
-    """Runs the cycles of one node until `decide` says that it is over.
-
-    It owns the worker group; the other parts belong to the caller.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self._node = Node(parts.policy)
-        self._loop = parts.loop
-        self._clock = parts.clock
-        self._rendezvous = rendezvous = parts.rendezvous
-        self._admission = parts.admission
-        self._on_bad_node = parts.on_bad_node
-        self._starter = parts.starter
-        self._specs = parts.specs
-        self._monitor = parts.monitor
-        self._tracker = parts.tracker
-        self._reporter = parts.reporter
-        self._controller = controller = parts.controller
-        self._host = parts.host
-        self._budget = parts.budget
-        self._start_failures = StartFailures(parts.start_failure_limit)
-        self._workers = WorkerGroup(
-            parts.loop,
-            parts.clock,
-            parts.tee,
-            listener=Listener(
+    def __post_init__(self) -> None:
+        rendezvous, controller = self.rendezvous, self.controller
+        self._node = machine.Node(self.policy)
+        self._start_failures = StartFailures(self.start_failure_limit)
+        self._workers = workers.WorkerGroup(
+            self.loop,
+            self.clock,
+            self.tee,
+            listener=workers.Listener(
                 self._worker_exited,
                 lambda given_up: self.post(machine.GroupStopped(given_up)),
                 self._started_again,
             ),
-            reports_leftovers=parts.reports_leftovers,
+            reports_leftovers=self.reports_leftovers,
         )
-        self._events: collections.deque[Event] = collections.deque()
+        self._events: collections.deque[machine.Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
         self._ranks_in_hang: list[dict[str, Any]] = []
         self._failures: list[Failure] = []
-        self._assignment: Assignment | None = None
+        self._assignment: machine.Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._error_outputs: dict[int, tuple[str, int]] = {}
-        self._errors: dict[int, ErrorFile | None] = {}
+        self._errors: dict[int, exceptions.ErrorFile | None] = {}
         self._others_until: float | None = None
         self._cycle_start_time: float | None = None
         self._started_at: float | None = None
@@ -199,25 +165,25 @@ class NodeAgent:
         )
 
     @property
-    def workers(self) -> WorkerGroup:
+    def workers(self) -> workers.WorkerGroup:
         """The worker processes of the present cycle."""
         return self._workers
 
     # What happens, reported by the effects ------------------------------------------------------
 
-    def post(self, event: Event) -> None:
+    def post(self, event: machine.Event) -> None:
         """Hand in an event; it is decided in the order of arrival."""
         self._events.append(event)
 
     def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
         """Record an exit; those seen in one round of the loop are judged together."""
-        self._exits.append((local_rank, status, self._clock.wall()))
+        self._exits.append((local_rank, status, self.clock.wall()))
 
     def rank_stuck(self, local_rank: int, why: str) -> None:
         """Record that the monitor cannot end a hung rank."""
         rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
-        what = f"rank {rank} on host {self._host} survived SIGKILL: {why}"
-        cause = Cause("unhealthy", what, rank, local_rank, self._host, detected_by="monitor")
+        what = f"rank {rank} on host {self.host} survived SIGKILL: {why}"
+        cause = Cause("unhealthy", what, rank, local_rank, self.host, detected_by="monitor")
         self.post(machine.WorkerStuck(cause))
 
     def ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
@@ -228,21 +194,21 @@ class NodeAgent:
             accusation = dataclasses.replace(
                 hang_cause(report), detail={"limit_words": limit_in_words(report)}
             )
-        self._rendezvous.hung(states_of(ranks), accusation)
+        self.rendezvous.hung(states_of(ranks), accusation)
 
     # The loop ------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Run cycles until the job is over here."""
-        fd = self._rendezvous.fileno()
+        fd = self.rendezvous.fileno()
         if fd is not None:
-            self._loop.watch(fd, self._poll_rendezvous)
-        self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
+            self.loop.watch(fd, self._poll_rendezvous)
+        self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
         self._join(machine.Join(0, None))
         while self._finish is None:
             if not self._settle():
-                self._loop.run_once()
-        self._reporter.cycle_ended(self._finish.reason)
+                self.loop.run_once()
+        self.reporter.cycle_ended(self._finish.reason)
         self._stay()
         return Result(
             self._finish.exit_code,
@@ -255,26 +221,26 @@ class NodeAgent:
 
     def _stay(self) -> None:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
-        if self._rendezvous.must_stay:
+        if self.rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
         preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
-        while self._rendezvous.must_stay:
-            self._loop.run_once()
+        while self.rendezvous.must_stay:
+            self.loop.run_once()
             self._poll_rendezvous()
             while self._events:
                 event = self._events.popleft()
                 if isinstance(event, _ASKS_TO_GO):
-                    what = f"host {self._host}, which serves the job's store, was told to go"
-                    cause = Cause("drained", what, host=self._host)
-                    self._rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
+                    what = f"host {self.host}, which serves the job's store, was told to go"
+                    cause = Cause("drained", what, host=self.host)
+                    self.rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
                     return
                 if isinstance(event, preemption.Preempted):
                     # The job ends with its store: first its ranks save.
                     preempted = event.cause
-                    self._controller.start_grace()
-                    self._rendezvous.preempted(preempted)
+                    self.controller.start_grace()
+                    self.rendezvous.preempted(preempted)
                 elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
-                    self._rendezvous.preempted(preempted)
+                    self.rendezvous.preempted(preempted)
                 elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
                     self._handle(event)
 
@@ -288,21 +254,21 @@ class NodeAgent:
             return True
         return False
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: machine.Event) -> None:
         before = self._node.phase
-        if before is Phase.RUNNING and isinstance(event, machine.RanksAsked):
-            self._monitor.examine()
-        if before is Phase.RUNNING and isinstance(event, machine.HangEvaluated):
+        if before is machine.Phase.RUNNING and isinstance(event, machine.RanksAsked):
+            self.monitor.examine()
+        if before is machine.Phase.RUNNING and isinstance(event, machine.HangEvaluated):
             event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
-        if before is Phase.RUNNING and self._node.phase is not Phase.RUNNING:
+        if before is machine.Phase.RUNNING and self._node.phase is not machine.Phase.RUNNING:
             self._record_progress()
             self._record_end()
         if isinstance(event, machine.NodeUnfit):
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
-        if before is Phase.STOPPING and isinstance(event, machine.GroupStopped):
-            self._reporter.workers_stopped()
+        if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):
+            self.reporter.workers_stopped()
         for effect in effects:
             self._apply(effect)
 
@@ -312,12 +278,12 @@ class NodeAgent:
         offset, cause = self._assignment.rank_offset, judged.cause
         ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
         local_ranks = [rank - offset for rank in ranks if rank - offset in self._workers.started]
-        self._monitor.sentence(local_ranks)
+        self.monitor.sentence(local_ranks)
         is_here = cause.rank is not None and cause.rank - offset in local_ranks
         if is_here:
             killed = ExitStatus(None, signal.SIGKILL)
             self._failures = [
-                self._failure(rank, killed, self._clock.wall()) for rank in local_ranks
+                self._failure(rank, killed, self.clock.wall()) for rank in local_ranks
             ]
         cause = dataclasses.replace(
             cause,
@@ -331,19 +297,19 @@ class NodeAgent:
         cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
         self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
         if cause is not None and self._started_at is not None:
-            self._admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
+            self.admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
 
-    def _apply(self, effect: Effect) -> None:
+    def _apply(self, effect: machine.Effect) -> None:
         self._perform[type(effect)](effect)
 
     # Exits ---------------------------------------------------------------------------------
 
     def _others_may_fail(self) -> bool:
         """Return whether to wait for the other ranks, which may fail at their start like these."""
-        if self._node.phase is not Phase.RUNNING or self._node.policy.many_nodes:
+        if self._node.phase is not machine.Phase.RUNNING or self._node.policy.many_nodes:
             return False
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if self._others_until is None:
             self._errors = {rank: self._error_of(rank, status) for rank, status, _ in self._exits}
             may_fail = self._start_failures.counts(
@@ -353,15 +319,15 @@ class NodeAgent:
             )
             self._others_until = now + OTHERS_MAY_TAKE_S if may_fail else now
             if may_fail:
-                self._loop.call_at(self._others_until, lambda: None)
+                self.loop.call_at(self._others_until, lambda: None)
         return now < self._others_until and len(self._exits) < len(self._node.running)
 
     def _has_stepped(self) -> bool:
         # A monitor that takes the place of another one knows nothing for a while.
-        return max(self._monitor.steps_of_rank0().count, self._steps_recorded.count) > 0
+        return max(self.monitor.steps_of_rank0().count, self._steps_recorded.count) > 0
 
     def _lived_s(self) -> float:
-        return 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
+        return 0.0 if self._started_at is None else self.clock.monotonic() - self._started_at
 
     def _is_hopeless(self, failures: list[Failure]) -> bool:
         return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
@@ -374,8 +340,8 @@ class NodeAgent:
     def _evaluate_exits(self) -> None:
         self._workers.reap_exited()
         exits, self._exits = self._exits, []
-        running = self._node.phase is Phase.RUNNING
-        hang = self._monitor.hang_report()
+        running = self._node.phase is machine.Phase.RUNNING
+        hang = self.monitor.hang_report()
         # A hung rank may leave with code 0 when it is asked to: the monitor's word counts.
         failures = [
             self._failure(rank, status, seen_at)
@@ -394,14 +360,14 @@ class NodeAgent:
             no_progress = self._makes_no_progress()
             is_hopeless = self._is_hopeless(failures)
         for local_rank, status, _ in exits:
-            self._reporter.worker_exited(local_rank, status)
+            self.reporter.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
             self._handle(
                 machine.WorkerExited(
                     local_rank, status, own, no_progress, is_hopeless and own is not None
                 )
             )
-        if self._node.phase is Phase.RUNNING:
+        if self._node.phase is machine.Phase.RUNNING:
             self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
@@ -412,7 +378,7 @@ class NodeAgent:
         local_rank = hang["local_rank"]
         seen = {failure.local_rank: failure for failure in failures}
         status = ExitStatus(None, hang["signal"])
-        culprit = seen.get(local_rank) or self._failure(local_rank, status, self._clock.wall())
+        culprit = seen.get(local_rank) or self._failure(local_rank, status, self.clock.wall())
         seen[local_rank] = dataclasses.replace(culprit, hang=hang)
         return list(seen.values())
 
@@ -427,26 +393,26 @@ class NodeAgent:
             rank=self._assignment.rank_offset + local_rank,
             local_rank=local_rank,
             pid=started.child.pid,
-            host=self._host,
+            host=self.host,
             status=status,
             seen_at=seen_at,
             error=error,
         )
 
-    def _error_of(self, local_rank: int, status: ExitStatus) -> ErrorFile | None:
+    def _error_of(self, local_rank: int, status: ExitStatus) -> exceptions.ErrorFile | None:
         """Return the exception of a rank: from `@record`, else from the file of its stderr."""
-        written = read_error_file(self._error_files.get(local_rank, ""))
+        written = exceptions.read_error_file(self._error_files.get(local_rank, ""))
         is_uncaught = status.code == UNCAUGHT_EXCEPTION
         if written is not None or not is_uncaught or local_rank not in self._error_outputs:
             return written
-        return read_error_output(*self._error_outputs[local_rank])
+        return exceptions.read_error_output(*self._error_outputs[local_rank])
 
     def _makes_no_progress(self) -> bool:
-        iteration = self._monitor.last_iteration()
+        iteration = self.monitor.last_iteration()
         if iteration is not None:
-            self._tracker.update_iteration(iteration)
-        self._tracker.analyze_previous_cycle()
-        return self._tracker.should_terminate_early()
+            self.tracker.update_iteration(iteration)
+        self.tracker.analyze_previous_cycle()
+        return self.tracker.should_terminate_early()
 
     # Effects -------------------------------------------------------------------------------
 
@@ -456,59 +422,59 @@ class NodeAgent:
         if effect.cause is not None:
             if self._assignment is None:  # It worked on nothing, so this is no restart of its own.
                 logger.info("a new round is opened: %s", effect.cause.what)
-            self._reporter.cycle_ended(effect.cause.what)
-            self._cycle_start_time = self._clock.wall()
+            self.reporter.cycle_ended(effect.cause.what)
+            self._cycle_start_time = self.clock.wall()
         self._assignment = None
         if self._workers.started:
-            self._admission.workers_gone()
-        self._admission.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
+            self.admission.workers_gone()
+        self.admission.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
 
     def _admitted(self, cycle: int, unfit: Cause | None) -> None:
         if unfit is not None:
             self.post(machine.NodeUnfit(unfit))
-        elif self._node.phase is Phase.JOINING:  # It may have ended meanwhile.
-            self._rendezvous.join(cycle)
+        elif self._node.phase is machine.Phase.JOINING:  # It may have ended meanwhile.
+            self.rendezvous.join(cycle)
             self._poll_rendezvous()
 
     def _poll_rendezvous(self) -> None:
-        self._events.extend(self._rendezvous.poll())
+        self._events.extend(self.rendezvous.poll())
 
     def _start_workers(self, effect: machine.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
-        if self._budget is not None:
-            now = self._clock.monotonic()
-            self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
+        if self.budget is not None:
+            now = self.clock.monotonic()
+            self.budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._report_budget()
-        self._reporter.round_joined(assignment)
+        self.reporter.round_joined(assignment)
         self._failures = []
         self._ranks_in_hang = []
-        self._steps_recorded = Steps(None, 0, self._clock.monotonic())
-        self._admission.start(lambda: self._start_now(assignment))
+        self._steps_recorded = Steps(None, 0, self.clock.monotonic())
+        self.admission.start(lambda: self._start_now(assignment))
 
-    def _start_now(self, assignment: Assignment) -> None:
+    def _start_now(self, assignment: machine.Assignment) -> None:
         try:
-            specs = self._specs(assignment, self._cycle_start_time)
+            specs = self.specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
             self._error_outputs = _error_outputs(specs)
             self._others_until = None
-            self._controller.cycle_begins()
-            self._monitor.prepare(assignment.cycle)
-            self._workers.start(specs, self._starter)
+            self.controller.cycle_begins()
+            self.monitor.prepare(assignment.cycle)
+            self._workers.start(specs, self.starter)
         except (NvrxError, OSError) as error:
-            self.post(machine.StartFailed(Cause("start", str(error), host=self._host)))
+            self.post(machine.StartFailed(Cause("start", str(error), host=self.host)))
             return
-        self._started_at = self._clock.monotonic()
+        self._started_at = self.clock.monotonic()
         self._update_monitor()
-        self._reporter.workers_started(self._workers.started)
+        self.reporter.workers_started(self._workers.started)
 
     def _report_budget(self) -> None:
-        assert self._budget is not None
-        now = self._clock.monotonic()
-        self.post(machine.BudgetChanged(self._budget.left(now)))
-        at = self._budget.next_change(now)
+        assert self.budget is not None
+        now = self.clock.monotonic()
+        self.post(machine.BudgetChanged(self.budget.left(now)))
+        at = self.budget.next_change(now)
         if self._refill is not None:
             self._refill.cancel()
-        self._refill = None if at is None else self._loop.call_at(at, self._report_budget)
+        self._refill = None if at is None else self.loop.call_at(at, self._report_budget)
 
     def _update_monitor(self) -> None:
         started, assignment = self._workers.started, self._assignment
@@ -516,7 +482,7 @@ class NodeAgent:
         local_ranks = sorted(started)
         # Under min-healthy each node judges alone: what it ends, the others may go on without.
         is_alone = self._node.policy.min_healthy
-        self._monitor.workers_changed(
+        self.monitor.workers_changed(
             WorkersChanged(
                 self._node.cycle,
                 [started[local_rank].child.pid for local_rank in local_ranks],
@@ -529,12 +495,12 @@ class NodeAgent:
 
     def _started_again(self, local_rank: int) -> None:
         self._update_monitor()
-        self._reporter.worker_started(local_rank, self._workers.started[local_rank])
+        self.reporter.worker_started(local_rank, self._workers.started[local_rank])
 
     def _stop_workers(self, effect: machine.StopWorkers) -> None:
-        self._admission.shut()
+        self.admission.shut()
         if self._node.outcome is machine.Outcome.RESTART:
-            self._admission.prepare()
+            self.admission.prepare()
         if self._node.outcome is machine.Outcome.SIGNALLED and self._workers.started:
             logger.warning(
                 "workers get %s, and SIGKILL after %g s; SIGINT (Ctrl-C) now kills them at once",
@@ -547,54 +513,54 @@ class NodeAgent:
         self._workers.kill()
 
     def _report_fault(self, effect: machine.ReportFault) -> None:
-        self._reporter.fault(
+        self.reporter.fault(
             effect.cause,
             effect.outcome,
             effect.restarts_left,
             failures=self._failures,
-            last_iteration=self._monitor.last_iteration(),
+            last_iteration=self.monitor.last_iteration(),
         )
 
     def _leave(self, effect: machine.LeaveRendezvous) -> None:
-        self._rendezvous.leave(effect.cause)
+        self.rendezvous.leave(effect.cause)
         if effect.cause.kind != "drained":
-            self._on_bad_node(effect.cause)
+            self.on_bad_node(effect.cause)
 
     def _report_success(self, _effect: machine.ReportSuccess) -> None:
-        self._rendezvous.succeeded()
-        at = self._clock.monotonic() + BARRIER_S
-        self._barrier = self._loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
+        self.rendezvous.succeeded()
+        at = self.clock.monotonic() + BARRIER_S
+        self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
 
     def _report_preempted(self, effect: preemption.ReportPreempted) -> None:
-        self._rendezvous.preempted(effect.cause)
+        self.rendezvous.preempted(effect.cause)
         self._poll_rendezvous()
 
     def _report_held(self, effect: preemption.ReportHeld) -> None:
-        self._rendezvous.held(effect.calls)
+        self.rendezvous.held(effect.calls)
         self._poll_rendezvous()
 
     def _record_finish(self, effect: machine.Finish) -> None:
         self._finish = effect
 
     def _tick_progress(self) -> None:
-        if self._node.phase is Phase.RUNNING:
+        if self._node.phase is machine.Phase.RUNNING:
             self._record_progress()
-        self._loop.call_at(self._clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
+        self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
 
     def _record_progress(self) -> None:
-        steps = self._monitor.steps_of_rank0()
+        steps = self.monitor.steps_of_rank0()
         if steps.count > self._steps_recorded.count:
-            self._reporter.progress(self._steps_recorded, steps)
+            self.reporter.progress(self._steps_recorded, steps)
             self._steps_recorded = steps
 
 
-def _message_of(error: ErrorFile | None) -> str | None:
+def _message_of(error: exceptions.ErrorFile | None) -> str | None:
     """Return what an exception says that has ended a worker for certain, else None."""
     return error.message if error is not None and error.is_last else None
 
 
-def _error_outputs(specs: Sequence[WorkerSpec]) -> dict[int, tuple[str, int]]:
+def _error_outputs(specs: Sequence[workers.WorkerSpec]) -> dict[int, tuple[str, int]]:
     """Return the files that take workers' stderr, with their sizes before the workers start."""
     paths = {spec.local_rank: spec.output.stderr.path for spec in specs}
     return {rank: (path, _size_of(path)) for rank, path in paths.items() if path is not None}

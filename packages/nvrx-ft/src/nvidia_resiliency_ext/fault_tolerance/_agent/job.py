@@ -33,7 +33,6 @@ from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    services_plan_of,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
@@ -47,13 +46,7 @@ from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     JobFacts,
     TorchEvents,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.command import (
-    OF_AN_OUTER_RANK,
-    CycleStamp,
-    JobEnvironment,
-    rank_variables,
-    shared_variables,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import command
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
     Tee,
     console_output,
@@ -69,12 +62,12 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
-from .agent import NodeAgent, Parts, Result
+from .agent import NodeAgent, Result
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
-from .run_files import CycleRecords, StoreHost, cycle_info_environment, make_run_paths
+from .run_files import CycleRecords, cycle_info_environment, make_run_paths
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
@@ -115,7 +108,6 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End and remove everything."""
         self._stack.close()
 
     # Assembly; each part is taken down in the reverse order ----------------------------------
@@ -123,24 +115,26 @@ class Job:
     def _build(self) -> None:
         plan, stack = self._plan, self._stack
         self._infra_rank = self._ask_infra_rank()
-        announcing = plan.fault_tolerance.preempt_signal
+        announcing = plan.fault_tol_cfg.preempt_signal
         extra = () if announcing is None else (announcing,)
-        self._signals = SignalQueue(dict.fromkeys((*plan.signals_to_handle, *extra)))
+        self._signals = SignalQueue(dict.fromkeys((*plan.signals, *extra)))
         stack.callback(self._signals.close)
         stack.enter_context(self._signals.installed())
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
         endpoint = self._find_endpoint()
-        store_host = StoreHost() if endpoint is None else endpoint.store_host
-        self._is_store_host = store_host.is_here
+        address = "127.0.0.1" if endpoint is None else endpoint.host
+        self._is_store_host = endpoint is None or endpoint.is_here
         self._paths = make_run_paths(plan, self._environ, stack)
-        self._services = self._build_services(store_host)
-        self._cycles = CycleRecords(plan, self._environ, self._paths, store_host)
+        self._services = self._build_services(address)
+        self._cycles = CycleRecords(
+            plan, self._environ, self._paths, address, is_host=self._is_store_host
+        )
         stack.callback(self._cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
         self._bad_node = open_bad_node_hook(
-            plan.fault_tolerance.bad_node_hook,
+            plan.fault_tol_cfg.bad_node_hook,
             self._environ,
             stack,
             job=plan.run_id,
@@ -207,17 +201,17 @@ class Job:
             self._stack.callback(endpoint.listener.close)
         return endpoint
 
-    def _build_services(self, store_host: StoreHost) -> CoordinatorServices | None:
+    def _build_services(self, address: str) -> CoordinatorServices | None:
         """Start what this node runs for the whole job, if it is the one that does."""
-        if not store_host.is_here:
+        if not self._is_store_host:
             return None
         services = CoordinatorServices(
-            services_plan_of(self._plan),
+            self._plan,
             self._environ,
-            CoordinatorContext(store_host.address, self._paths.host, self._paths.run_dir.path),
+            CoordinatorContext(address, self._paths.host, self._paths.run_dir.path),
             self._loop,
             self._clock,
-            is_shared=store_host.is_shared,
+            is_shared=self._plan.max_nodes > 1,
         )
         self._stack.callback(services.close)
         return services
@@ -279,7 +273,7 @@ class Job:
 
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         plan, paths = self._plan, self._paths
-        self._environment = JobEnvironment(
+        self._environment = command.JobEnvironment(
             nproc=plan.nproc_per_node,
             role=plan.role,
             job_id=plan.run_id,
@@ -290,12 +284,12 @@ class Job:
             omp_num_threads=plan.omp_num_threads,
             inprocess_store=None if endpoint is None else endpoint.address,
             virtual_devices=plan.virtual_devices,
-            signals_to_handle=",".join(signum.name for signum in plan.signals_to_handle),
+            signals_to_handle=",".join(signum.name for signum in plan.signals),
         )
-        inherited = {k: v for k, v in self._environ.items() if k not in OF_AN_OUTER_RANK}
+        inherited = {k: v for k, v in self._environ.items() if k not in command.OF_AN_OUTER_RANK}
         self._base_env = {
             **inherited,
-            **shared_variables(self._environment, self._environ),
+            **command.shared_variables(self._environment, self._environ),
             **self._event_log.environment(),
             **cycle_info_environment(plan),
         }
@@ -315,7 +309,7 @@ class Job:
         self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_controller(self) -> PreemptionController:
-        config = self._plan.fault_tolerance
+        config = self._plan.fault_tol_cfg
         return PreemptionController(
             self._loop,
             self._clock,
@@ -329,7 +323,7 @@ class Job:
         if not self._plan.monitors_enabled:
             return MonitorPerRank([])
         local_ranks = list(range(self._plan.nproc_per_node))
-        if self._plan.fault_tolerance.monitor_mode == "per-rank":
+        if self._plan.fault_tol_cfg.monitor_mode == "per-rank":
             return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])
         return self._monitor_of(local_ranks)
 
@@ -339,7 +333,7 @@ class Job:
 
         def start(cycle: int, save_word: int) -> MonitorHandle:
             return MonitorHandle.launch(
-                self._plan.fault_tolerance.to_dict(),
+                self._plan.fault_tol_cfg.to_dict(),
                 [paths.monitor_sockets[rank] for rank in local_ranks],
                 local_ranks=local_ranks,
                 run_id=paths.run_id,
@@ -360,18 +354,18 @@ class Job:
             on_stuck=self._rank_stuck,
             on_save_acknowledged=self._controller.acknowledged,
             on_ranks_seen=self._ranks_seen,
-            unwatched_after_s=longest_limit_s(self._plan.fault_tolerance),
-            needs_heartbeats=needs_heartbeats(self._plan.fault_tolerance),
+            unwatched_after_s=longest_limit_s(self._plan.fault_tol_cfg),
+            needs_heartbeats=needs_heartbeats(self._plan.fault_tol_cfg),
         )
         self._stack.callback(monitor.close)
         return monitor
 
     def _build_agent(self) -> NodeAgent:
-        plan, config = self._plan, self._plan.fault_tolerance
+        plan, config = self._plan, self._plan.fault_tol_cfg
         policy = Policy(
             plan.max_restarts,
-            plan.workers_stop_timeout_s,
-            plan.term_timeout_s,
+            plan.workers_stop_timeout,
+            plan.term_timeout,
             plan.no_restart_exit_code,
             many_nodes=plan.max_nodes > 1,
             is_store_host=self._is_store_host,
@@ -381,29 +375,27 @@ class Job:
         window_s = config.restart_budget_window
         budget = None if window_s is None else RefillingBudget(plan.max_restarts, window_s)
         return NodeAgent(
-            Parts(
-                policy=policy,
-                loop=self._loop,
-                clock=self._clock,
-                rendezvous=self._rendezvous,
-                admission=self._admission,
-                on_bad_node=self._bad_node,
-                starter=self._prewarm,
-                specs=self._specs,
-                monitor=self._monitor,
-                tracker=TrainingProgressTracker(
-                    min_progress_iterations=config.min_progress_iterations,
-                    max_no_progress_cycles=config.max_no_progress_cycles,
-                    checkpoint_iteration_file=config.checkpoint_iteration_file,
-                ),
-                reporter=self._reporter,
-                tee=self._tee,
-                controller=self._controller,
-                host=self._paths.host,
-                reports_leftovers=config.check_remaining_processes,
-                start_failure_limit=config.start_failure_limit,
-                budget=budget,
-            )
+            policy=policy,
+            loop=self._loop,
+            clock=self._clock,
+            rendezvous=self._rendezvous,
+            admission=self._admission,
+            on_bad_node=self._bad_node,
+            starter=self._prewarm,
+            specs=self._specs,
+            monitor=self._monitor,
+            tracker=TrainingProgressTracker(
+                min_progress_iterations=config.min_progress_iterations,
+                max_no_progress_cycles=config.max_no_progress_cycles,
+                checkpoint_iteration_file=config.checkpoint_iteration_file,
+            ),
+            reporter=self._reporter,
+            tee=self._tee,
+            controller=self._controller,
+            host=self._paths.host,
+            reports_leftovers=config.check_remaining_processes,
+            start_failure_limit=config.start_failure_limit,
+            budget=budget,
         )
 
     def _watch(self) -> None:
@@ -523,7 +515,7 @@ class Job:
         if self._plan.max_nodes == 1 and self._services is not None:
             here = Arrival("", self._paths.host, infra_rank=0)
             self._services.begins(assignment.cycle, [here])
-        stamp = CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
+        stamp = command.CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
         has_space = self._has_space(assignment.cycle)
         specs = [
             self._spec(assignment, local_rank, stamp, has_space=has_space)
@@ -553,7 +545,7 @@ class Job:
         return not problem
 
     def _spec(
-        self, assignment: Assignment, local_rank: int, stamp: CycleStamp, *, has_space: bool
+        self, assignment: Assignment, local_rank: int, stamp: command.CycleStamp, *, has_space: bool
     ) -> WorkerSpec:
         plan, paths = self._plan, self._paths
         rank = assignment.rank_offset + local_rank
@@ -563,7 +555,7 @@ class Job:
         if paths.output.writes_files and not has_space:
             output = console_output(directory)
         output = self._cycles.output(output, rank)
-        variables = rank_variables(
+        variables = command.rank_variables(
             self._environment, assignment, local_rank, stamp, output.error_file
         )
         return WorkerSpec(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
 import math
 import socket
@@ -22,7 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     replacement_group_id,
 )
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, StorePlan
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
@@ -32,6 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     is_elastic,
     settings_of,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
@@ -61,8 +60,8 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .run_files import CycleRecords, StoreHost
-from .store_rendezvous import NodeSettings, StoreRendezvous, node_identity, own_address
+from .run_files import CycleRecords
+from .store_rendezvous import StoreRendezvous, node_identity, own_address
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
@@ -125,11 +124,6 @@ class StoreEndpoint:
         """Whether other machines cannot come here, though the endpoint's name does not say so."""
         return is_loopback(self.served_at) and not is_loopback(self.host)
 
-    @property
-    def store_host(self) -> StoreHost:
-        """Where the job's servers run."""
-        return StoreHost(self.is_here, self.host, is_shared=True)
-
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
     """Find out whether this launcher serves the store; it waits for nothing but the name service.
@@ -140,7 +134,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
     """
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
-        is_host = rdzv_config_get_as_bool(plan.rdzv_configuration, "is_host")
+        is_host = rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
     port = port or DEFAULT_PORT
@@ -151,7 +145,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
     """Return what the rendezvous host decides by. Raises ConfigError."""
-    config, conf = plan.fault_tolerance, plan.rdzv_configuration
+    config, conf = plan.fault_tol_cfg, plan.rdzv_configs
     elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
     try:
@@ -190,7 +184,7 @@ def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
     Raises:
         ConfigError: one of them is no such time.
     """
-    conf = plan.rdzv_configuration
+    conf = plan.rdzv_configs
     try:
         join_s = _seconds(conf, "join_timeout", JOIN_TIMEOUT_S)
         return join_s, _seconds(conf, "store_connect_wait_seconds", CONNECT_WAIT_S)
@@ -212,8 +206,8 @@ def _seconds(
 
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
-    config = plan.fault_tolerance
-    agreed = settings_of(rules, plan.restart_policy, plan.rdzv_impl)
+    config = plan.fault_tol_cfg
+    agreed = settings_of(rules)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
     for option in OPTIONS:
         name = f"--{option.flag}"
@@ -243,7 +237,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         ConfigError: the settings are unusable.
     """
     rules = rules_of(plan, environ)
-    config = plan.fault_tolerance
+    config = plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
@@ -252,11 +246,6 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     prefix = keys.prefix(plan.run_id)
     stop = threading.Event()
 
-    longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * config.lease)
-    probing = Probing(longest_pause_s=longest_s)
-    way = _Way(endpoint, prefix, secret, limit_s, probing)
-    way_back = dataclasses.replace(way, patience_s=max(SHORTEST_PATIENCE_S, config.lease))
-    ways = itertools.chain([way], itertools.repeat(way_back))
     host: CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
@@ -270,15 +259,17 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
+        listener, says = endpoint.listener, {keys.LOG_TOKEN: services.log_token}
         host = CoordinatorThread(
-            StorePlan(
-                listener=endpoint.listener,
-                host=endpoint.host,
-                port=endpoint.port,
-                prefix=prefix,
-                secret=secret,
+            lambda: served_store(
+                listener,
+                endpoint.host,
+                endpoint.port,
+                prefix,
+                secret,
                 nodes=rules.placement.max_nodes,
                 timeout_s=limit_s,
+                says=says,
             ),
             lambda *_: rules,
             me=node,
@@ -314,13 +305,13 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         where=endpoint.where,
     )
 
+    connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, clock, stop)
+
     def connect_when_ready(refused: Callable[[], None]) -> JobStore:
         # Asked before the first lease, which it would keep waiting.
         settings.domain()
         wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
-        return _connect(
-            next(ways), clock, stop, refused, lambda store: _fetch_log_token(store, records, wait_s)
-        )
+        return connector(refused, lambda store: _fetch_log_token(store, records, wait_s))
 
     return StoreRendezvous(
         settings,
@@ -333,64 +324,64 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How the job's keys are reached."""
+LATE_ANSWER_S = 5.0
+"""A store that is only starting says so sooner."""
+
+
+@dataclass(slots=True)
+class StoreConnector:
+    """Connects to the job's store, which may come up later than this launcher.
+
+    `stop` ends the waiting; `patience_s` is how long the store may take for its first answer.
+    """
 
     endpoint: StoreEndpoint
     prefix: str
     secret: bytes | None
     timeout_s: float
-    probing: Probing
+    lease_s: float
+    clock: Clock
+    stop: threading.Event
     patience_s: float = CALL_TIMEOUT_S
 
-    def connect(self, secret: bytes | None, timeout_s: float) -> JobStore:
-        endpoint, patience_s = self.endpoint, min(self.patience_s, timeout_s)
-        return connect(endpoint.host, endpoint.port, self.prefix, secret, timeout_s, patience_s)
-
-
-LATE_ANSWER_S = 5.0
-"""A store that is only starting says so sooner."""
-
-
-def _connect(
-    way: _Way,
-    clock: Clock,
-    stop: threading.Event,
-    refused: Callable[[], None],
-    begin: Callable[[JobStore], None],
-) -> JobStore:
-    """Connect to the job's store, which may come up later than this launcher, and `begin` there."""
-    endpoint = way.endpoint
-    deadline = clock.monotonic() + way.timeout_s
-    has_warned = False
-    while True:
-        left_s = deadline - clock.monotonic()
-        wait_until_reachable(
-            endpoint.host, endpoint.port, left_s, clock, stop, refused, probing=way.probing
-        )
-        began = clock.monotonic()
-        try:
-            store = way.connect(way.secret, max(1.0, left_s))
-            begin(store)
-        except StoreLostError as error:
+    def __call__(
+        self, refused: Callable[[], None], begin: Callable[[JobStore], None] = lambda _: None
+    ) -> JobStore:
+        """Connect within `timeout_s`, and `begin` there; `refused`: see `wait_until_reachable`."""
+        patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, self.lease_s)
+        host, port, clock = self.endpoint.host, self.endpoint.port, self.clock
+        longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * self.lease_s)
+        probing = Probing(longest_pause_s=longest_s)
+        deadline = clock.monotonic() + self.timeout_s
+        has_warned = False
+        while True:
             left_s = deadline - clock.monotonic()
-            if not has_warned and left_s > 0 and clock.monotonic() - began > LATE_ANSWER_S:
-                has_warned = True
-                logger.warning(
-                    "no answer from the job's store at %s:%d, tried again for %.0f s at most: %s",
-                    *(endpoint.host, endpoint.port, left_s, error),
+            wait_until_reachable(host, port, left_s, clock, self.stop, refused, probing=probing)
+            began, limit_s = clock.monotonic(), max(1.0, left_s)
+            try:
+                store = connect(
+                    host, port, self.prefix, self.secret, limit_s, min(patience_s, limit_s)
                 )
-            # Whoever listened was not ready, or was a store that is just ending.
-            if deadline - clock.monotonic() < RETRY_S or stop.wait(RETRY_S):
-                if isinstance(error, NoJobError):
-                    raise
-                raise StoreLostError(
-                    f"--rdzv-endpoint {endpoint.address}, tried for {way.timeout_s:g} s: {error};"
-                    " is that the port of the first node's launcher, and free for it?"
-                ) from None
-        else:
-            return store
+                begin(store)
+            except StoreLostError as error:
+                left_s = deadline - clock.monotonic()
+                if not has_warned and left_s > 0 and clock.monotonic() - began > LATE_ANSWER_S:
+                    has_warned = True
+                    logger.warning(
+                        "no answer from the job's store at %s:%d, tried again for %.0f s at most:"
+                        " %s",
+                        *(host, port, left_s, error),
+                    )
+                # Whoever listened was not ready, or was a store that is just ending.
+                if deadline - clock.monotonic() < RETRY_S or self.stop.wait(RETRY_S):
+                    if isinstance(error, NoJobError):
+                        raise
+                    raise StoreLostError(
+                        f"--rdzv-endpoint {self.endpoint.address}, tried for {self.timeout_s:g} s:"
+                        f" {error}; is that the port of the first node's launcher, and free for it?"
+                    ) from None
+            else:
+                return store
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
@@ -58,6 +59,7 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
     return config.rank_heartbeat_timeout is not None and not any(others)
 
 
+@dataclass(eq=False)
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
@@ -74,30 +76,20 @@ class SharedMonitor:
         needs_heartbeats: Whether only heartbeats have limits: a client alone is not enough then.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        start: Callable[[int, int], MonitorHandle],
-        loop: EventLoop,
-        clock: Clock,
-        *,
-        on_first_step: Callable[[int, float], None],
-        on_stuck: Callable[[int, str], None],
-        on_save_acknowledged: Callable[[], None] = lambda: None,
-        on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None,
-        unwatched_after_s: float | None = None,
-        needs_heartbeats: bool = False,
-    ) -> None:
-        self._start = start
-        self._unwatched_after_s = unwatched_after_s
-        self._needs_heartbeats = needs_heartbeats
+    start: Callable[[int, int], MonitorHandle]
+    loop: EventLoop
+    clock: Clock
+    _: KW_ONLY
+    on_first_step: Callable[[int, float], None]
+    on_stuck: Callable[[int, str], None]
+    on_save_acknowledged: Callable[[], None] = lambda: None
+    on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None
+    unwatched_after_s: float | None = None
+    needs_heartbeats: bool = False
+
+    def __post_init__(self) -> None:
         self._has_client = False
         self._unwatched: Timer | None = None
-        self._loop = loop
-        self._clock = clock
-        self._on_first_step = on_first_step
-        self._on_stuck = on_stuck
-        self._on_save_acknowledged = on_save_acknowledged
-        self._on_ranks_seen = on_ranks_seen
         self._save_word = 0
         self._acknowledged_word = 0
         self._prepared_at = 0.0
@@ -113,9 +105,9 @@ class SharedMonitor:
         self._handle = self._open()
 
     def _open(self) -> MonitorHandle:
-        self._started_at = self._clock.monotonic()
-        handle = self._start(self._cycle, self._save_word)
-        self._loop.watch(handle.fileno(), self._receive)
+        self._started_at = self.clock.monotonic()
+        handle = self.start(self._cycle, self._save_word)
+        self.loop.watch(handle.fileno(), self._receive)
         return handle
 
     def prepare(self, cycle: int) -> None:
@@ -128,7 +120,7 @@ class SharedMonitor:
                 that takes the place of another one may fail: the cycle begins without it.
         """
         self._cycle = cycle
-        self._prepared_at = self._clock.monotonic()
+        self._prepared_at = self.clock.monotonic()
         self._receive()  # A monitor that died just now must not be taken for a ready one.
         self._hang = {}
         if self._reopening is not None:
@@ -160,16 +152,16 @@ class SharedMonitor:
         """Tell the monitor what to sweep if this launcher dies, and what to look at in a hang."""
         self._workers = workers
         self._handle.send(workers)
-        if self._unwatched_after_s is not None and self._unwatched is None:
-            at = self._clock.monotonic() + self._unwatched_after_s
-            self._unwatched = self._loop.call_at(at, self._say_unwatched)
+        if self.unwatched_after_s is not None and self._unwatched is None:
+            at = self.clock.monotonic() + self.unwatched_after_s
+            self._unwatched = self.loop.call_at(at, self._say_unwatched)
 
     def _say_unwatched(self) -> None:
         """Say that limits are set and no rank of any cycle has opened a client, or used it."""
-        if self._unwatched is None or self._unwatched_after_s is None:
+        if self._unwatched is None or self.unwatched_after_s is None:
             return
         self._unwatched.cancel()
-        self._unwatched_after_s = None
+        self.unwatched_after_s = None
         if self._has_client:
             logger.warning(
                 "limits for heartbeats are set, but no rank has sent one: hangs are not found. Call"
@@ -242,8 +234,8 @@ class SharedMonitor:
         return view
 
     def _expect_answer(self) -> None:
-        at = self._clock.monotonic() + ANSWER_TIMEOUT_S
-        self._unanswered = self._loop.call_at(at, self._evaluate_silence)
+        at = self.clock.monotonic() + ANSWER_TIMEOUT_S
+        self._unanswered = self.loop.call_at(at, self._evaluate_silence)
 
     def _evaluate_silence(self) -> None:
         timer = self._unanswered
@@ -251,7 +243,7 @@ class SharedMonitor:
         if timer is None or timer is not self._unanswered:
             return  # It answered, or another one takes its place.
         self._unanswered = None
-        if self._clock.monotonic() - timer.at > LATE_S:
+        if self.clock.monotonic() - timer.at > LATE_S:
             # We were frozen ourselves, and the monitor perhaps with us: it has a new chance.
             self._handle.send(messages.CycleChanged(self._cycle))
             self._expect_answer()
@@ -278,22 +270,22 @@ class SharedMonitor:
 
     def _handle_message(self, message: object) -> None:
         if isinstance(message, messages.FirstStep):
-            self._unwatched_after_s = None
-            self._on_first_step(message.local_rank, message.t)
+            self.unwatched_after_s = None
+            self.on_first_step(message.local_rank, message.t)
         elif isinstance(message, messages.RankJoined):
             self._has_client = True
-            if not self._needs_heartbeats:
-                self._unwatched_after_s = None
+            if not self.needs_heartbeats:
+                self.unwatched_after_s = None
         elif isinstance(message, messages.HangFound):
             self._take_report(message.report)
         elif isinstance(message, messages.RanksSeen):
-            self._on_ranks_seen(message.ranks, {})
+            self.on_ranks_seen(message.ranks, {})
         elif isinstance(message, messages.SaveAcknowledged):
             self._acknowledged_word = message.word
-            self._on_save_acknowledged()
+            self.on_save_acknowledged()
         elif isinstance(message, messages.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
-            self._on_stuck(message.local_rank, where)
+            self.on_stuck(message.local_rank, where)
         elif isinstance(message, messages.CycleAcknowledged):
             self._forget_answer()
             if message.cycle != self._cycle:
@@ -304,13 +296,13 @@ class SharedMonitor:
         if report["cycle"] != self._cycle:
             return
         if report.get("is_held"):
-            self._on_ranks_seen(report["ranks"], report)
+            self.on_ranks_seen(report["ranks"], report)
         elif not self._hang.get("culprits"):
             self._hang = report
 
     def _replace(self) -> None:
         self._forget_answer()
-        self._loop.unwatch(self._handle.fileno())
+        self.loop.unwatch(self._handle.fileno())
         status = self._handle.child.wait(timeout_s=1.0)
         logger.warning(
             "the rank monitor (pid %d) ended: %s; starting another",
@@ -320,7 +312,7 @@ class SharedMonitor:
         self._handle.close()
         self._acknowledged_word = _UNKNOWN
         earliest = self._started_at + MIN_RESTART_INTERVAL_S
-        self._reopening = self._loop.call_at(earliest, self._retry)
+        self._reopening = self.loop.call_at(earliest, self._retry)
 
     def _retry(self) -> None:
         """Start another monitor; a machine that cannot right now is asked again."""
@@ -332,8 +324,8 @@ class SharedMonitor:
                 logger.warning(
                     "no rank monitor can be started, ranks go unwatched until one can: %s", error
                 )
-            again = self._clock.monotonic() + RETRY_INTERVAL_S
-            self._reopening = self._loop.call_at(again, self._retry)
+            again = self.clock.monotonic() + RETRY_INTERVAL_S
+            self._reopening = self.loop.call_at(again, self._retry)
 
     def _reopen(self) -> None:
         self._reopening = None
@@ -359,7 +351,7 @@ class SharedMonitor:
         self._receive()
         self._say_unwatched()
         if self._reopening is None:
-            self._loop.unwatch(self._handle.fileno())
+            self.loop.unwatch(self._handle.fileno())
             self._handle.leave(LEAVE_TIMEOUT_S)
 
 
@@ -371,7 +363,6 @@ class MonitorPerRank:
         self._monitors = tuple(monitors)
 
     def prepare(self, cycle: int) -> None:
-        """Wait until all of them listen."""
         for monitor in self._monitors:
             monitor.prepare(cycle)
 
@@ -391,7 +382,6 @@ class MonitorPerRank:
         """No monitor here waits for it."""
 
     def lease_held(self, until: float) -> None:
-        """Tell all of them."""
         for monitor in self._monitors:
             monitor.lease_held(until)
 
@@ -401,22 +391,18 @@ class MonitorPerRank:
         return next((r for r in reports if r["culprits"]), reports[0] if reports else {})
 
     def last_iteration(self) -> int | None:
-        """Return the highest iteration that any local rank has reported in this cycle."""
         iterations = [monitor.last_iteration() for monitor in self._monitors]
         return max((iteration for iteration in iterations if iteration is not None), default=None)
 
     def steps_of_rank0(self) -> Steps:
-        """Return how far local rank 0 has come."""
         return self._monitors[0].steps_of_rank0() if self._monitors else NO_STEPS
 
     def save(self, word: int) -> None:
-        """Tell all of them."""
         for monitor in self._monitors:
             monitor.save(word)
 
     @property
     def is_save_acknowledged(self) -> bool:
-        """Whether all of them know it."""
         return all(monitor.is_save_acknowledged for monitor in self._monitors)
 
     def save_calls(self) -> dict[int, int]:

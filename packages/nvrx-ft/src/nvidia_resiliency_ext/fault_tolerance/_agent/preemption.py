@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -36,6 +37,7 @@ SETTLE_S = 0.02
 SAME_SIGNAL_S = 1.0
 
 
+@dataclass(eq=False)
 class PreemptionController:
     """Announced preemption on one node. The loop's thread only.
 
@@ -45,22 +47,15 @@ class PreemptionController:
         end: When the job's time is over (unix s), or None.
     """
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        clock: Clock,
-        *,
-        host: str,
-        signum: signal.Signals | None,
-        grace_s: float,
-        end: float | None,
-    ) -> None:
-        self._loop = loop
-        self._clock = clock
-        self._host = host
-        self._signum = signum
-        self._grace_s = grace_s
-        self._end = end
+    loop: EventLoop
+    clock: Clock
+    _: KW_ONLY
+    host: str
+    signum: signal.Signals | None
+    grace_s: float
+    end: float | None
+
+    def __post_init__(self) -> None:
         self._post: Callable[[PreemptionEvent], None] = lambda _: None
         self._monitor: SharedMonitor | MonitorPerRank | None = None
         self._running_pids: Callable[[], Collection[int]] = list
@@ -81,9 +76,9 @@ class PreemptionController:
         self._post = post
         self._monitor = monitor
         self._running_pids = running_pids
-        if self._end is not None:
-            left_s = announce_at(self._end, self._grace_s) - self._clock.wall()
-            self._loop.call_at(self._clock.monotonic() + max(0.0, left_s), self._announce_end)
+        if self.end is not None:
+            left_s = announce_at(self.end, self.grace_s) - self.clock.wall()
+            self.loop.call_at(self.clock.monotonic() + max(0.0, left_s), self._announce_end)
 
     # What happens ----------------------------------------------------------------------------
 
@@ -92,36 +87,36 @@ class PreemptionController:
 
         It does so until it has said, a second time, that the time is over.
         """
-        return self._signum is not None and signum == self._signum and not self._is_over
+        return self.signum is not None and signum == self.signum and not self._is_over
 
     def announced(self, signum: int) -> None:
         """Record the signal; one that comes again says that the time is over."""
-        name, now = signal.Signals(signum).name, self._clock.monotonic()
+        name, now = signal.Signals(signum).name, self.clock.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
-            self._announce("preempted", f"host {self._host} must go: {name} was received")
+            self._announce("preempted", f"host {self.host} must go: {name} was received")
         elif now - self._signalled_at > SAME_SIGNAL_S:
             self._is_over = True
             logger.warning("%s was received again: ranks have no more time to save", name)
             self._post(GraceOver())
 
     def _announce_end(self) -> None:
-        left_s = (self._end or 0.0) - self._clock.wall()
+        left_s = (self.end or 0.0) - self.clock.wall()
         self._announce(
-            "time_limit", f"host {self._host} must go: its time is over in {left_s:.0f} s"
+            "time_limit", f"host {self.host} must go: its time is over in {left_s:.0f} s"
         )
 
     def _announce(self, kind: str, what: str) -> None:
         if not self._is_reported:
             self._is_reported = True
-            logger.warning("%s; ranks have %g s to save and leave", what, self._grace_s)
-            self._post(Preempted(Cause(kind, what, host=self._host, detected_by="scheduler")))
+            logger.warning("%s; ranks have %g s to save and leave", what, self.grace_s)
+            self._post(Preempted(Cause(kind, what, host=self.host, detected_by="scheduler")))
 
     def acknowledged(self) -> None:
         """Record that slots hold the last word."""
         assert self._monitor is not None
         if self._is_asked and self._monitor.is_save_acknowledged:
-            self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
+            self.loop.call_at(self.clock.monotonic() + SETTLE_S, self._report)
 
     def cycle_begins(self) -> None:
         """Forget what the ranks of an earlier cycle were asked."""
@@ -134,8 +129,8 @@ class PreemptionController:
 
     def start_grace(self) -> None:
         """Let the time run in which ranks may save and leave."""
-        at = self._clock.monotonic() + self._grace_s
-        self._loop.call_at(at, lambda: self._post(GraceOver()))
+        at = self.clock.monotonic() + self.grace_s
+        self.loop.call_at(at, lambda: self._post(GraceOver()))
 
     def ask(self, cause: Cause) -> None:
         """Hold ranks at `should_checkpoint`; pass the signal to workers that handle it."""
@@ -144,7 +139,7 @@ class PreemptionController:
         self._is_asked = self._has_word = True
         self._asked_ranks = len(self._monitor.save_calls())
         self._monitor.save(SAVE_ASKED)
-        _pass_on(self._signum, self._running_pids())
+        _pass_on(self.signum, self._running_pids())
         self.acknowledged()
 
     def release(self, at: int) -> None:
@@ -165,7 +160,7 @@ class PreemptionController:
             return
         calls = self._monitor.save_calls()
         if len(calls) < min(self._asked_ranks, len(self._running_pids())):
-            self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
+            self.loop.call_at(self.clock.monotonic() + SETTLE_S, self._report)
             return
         self._is_asked = False
         self._post(RanksHeld(max(calls.values(), default=0)))

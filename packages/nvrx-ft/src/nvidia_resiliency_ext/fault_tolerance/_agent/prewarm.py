@@ -16,14 +16,8 @@ from collections.abc import Callable, Mapping
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
+from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
-from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed
-from nvidia_resiliency_ext.fault_tolerance._workers.conditions import (
-    cold_reason,
-    go_reason,
-    should_hold_first_cycle,
-    wants_prewarming,
-)
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     STILL_IMPORTING,
@@ -56,7 +50,7 @@ class PrewarmStarter(Starter):
         reporter: EventReporter,
         running_pids: Callable[[], list[int]],
     ) -> None:
-        super().__init__(die_with_parent=plan.fault_tolerance.orphan_workers == "kill")
+        super().__init__(die_with_parent=plan.fault_tol_cfg.orphan_workers == "kill")
         self._plan = plan
         self._base_env = base_env
         self._loop = loop
@@ -65,7 +59,8 @@ class PrewarmStarter(Starter):
         self._output = plan.output
         self._is_piped = plan.logs.applog_prefix is not None
         self._running_pids = running_pids
-        self._imports = plan.prewarm.modules
+        self._mode = plan.fault_tol_cfg.prewarm
+        self._imports = conditions.import_list(plan.fault_tol_cfg.prewarm_import)
         self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
         self._held: dict[int, prewarmed.PrewarmedWorker] = {}
         self._ready: dict[int, prewarmed.Ready] = {}
@@ -84,19 +79,19 @@ class PrewarmStarter(Starter):
     def _never_reason(self) -> str | None:
         """Return why no worker of this job can come from a prewarmed worker, or None."""
         plan = self._plan
-        if plan.prewarm.prewarm != "off" and plan.fault_tolerance.orphan_workers == "keep":
+        if self._mode != "off" and plan.fault_tol_cfg.orphan_workers == "keep":
             reason: str | None = "workers that outlive the launcher cannot be standbys"
-        elif plan.prewarm.prewarm != "off" and plan.output_specs is not None:
+        elif self._mode != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"
         else:
-            reason = cold_reason(plan.command, self._base_env, (), plan.prewarm.prewarm)
+            reason = conditions.cold_reason(plan.command, self._base_env, (), self._mode)
         if reason is not None:
             self._insist(reason)
         return reason
 
     def _insist(self, reason: str) -> None:
         """Refuse a condition that would mean a cold start, if the user insists on prewarming."""
-        if self._plan.prewarm.prewarm == "on":
+        if self._mode == "on":
             raise ConfigError(
                 f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
             )
@@ -106,10 +101,10 @@ class PrewarmStarter(Starter):
     def hold_first_cycle(self) -> None:
         """Start the first cycle's workers ahead, if they are certain to gain from it."""
         if self._why_cold is not None:
-            if self._plan.prewarm.prewarm != "off":
+            if self._mode != "off":
                 logger.info("workers start cold: %s", self._why_cold)
             return
-        wanted = self._plan.prewarm.prewarm == "on" or should_hold_first_cycle(
+        wanted = self._mode == "on" or conditions.should_hold_first_cycle(
             self._plan.command, self._imports
         )
         if wanted:
@@ -139,7 +134,7 @@ class PrewarmStarter(Starter):
             if slot in self._ready and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
                 self._step(pools.Stale(slot))
-        self._step(pools.Wanted(wants_prewarming(self._running_pids())))
+        self._step(pools.Wanted(conditions.wants_prewarming(self._running_pids())))
 
     def _step(self, event: pools.Event) -> None:
         self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
@@ -200,7 +195,6 @@ class PrewarmStarter(Starter):
         self._loop.watch(standby.fileno(), lambda: self._receive(slot))
 
     def _receive(self, slot: int) -> None:
-        """Take a held prewarmed worker's message."""
         message = self._held[slot].receive()
         if isinstance(message, prewarmed.Ready) and message.problem is None:
             self._ready[slot] = message
@@ -273,7 +267,7 @@ class PrewarmStarter(Starter):
         stderr_fd: int | None,
     ) -> tuple[Started | None, str]:
         slot = spec.local_rank
-        reason = go_reason(standby.env, spec.env)
+        reason = conditions.go_reason(standby.env, spec.env)
         if reason is not None:
             self._insist(f"worker {slot}: {reason}")
         if reason is None and (path := standby.stale_file()) is not None:

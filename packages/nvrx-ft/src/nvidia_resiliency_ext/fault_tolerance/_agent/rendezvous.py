@@ -27,6 +27,42 @@ RoundEvent = (
 )  # fmt: skip
 
 
+class RoundPorts:
+    """The MASTER_PORT that this node offers, and that of a round in which it has rank 0.
+
+    Each round has a port of its own, unless the user fixed one: then that one is used every time.
+
+    Raises:
+        PortInUseError: when a fixed port is taken by somebody else.
+    """
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self._is_fixed = fixed is not None
+        self._offered = PortReservation(fixed)
+        self._in_use: PortReservation | None = None
+
+    @property
+    def offered(self) -> int:
+        """The port for the next round."""
+        return self._offered.port
+
+    def take(self) -> None:
+        """Keep the port for the round that begins, and offer another for the one after."""
+        if not self._is_fixed:
+            self.end_round()
+            self._in_use, self._offered = self._offered, PortReservation()
+
+    def end_round(self) -> None:
+        """Give the port of the last round back."""
+        if self._in_use is not None:
+            self._in_use.release()
+            self._in_use = None
+
+    def close(self) -> None:
+        self.end_round()
+        self._offered.release()
+
+
 class Rendezvous:
     """The rounds of one job as one node sees them.
 
@@ -78,34 +114,26 @@ class Rendezvous:
 
 
 class LocalRendezvous(Rendezvous):
-    """Rounds of a single node, decided on the spot.
-
-    Each round has a MASTER_PORT of its own, reserved until the next round, unless the user
-    fixed one: then that one is used every time.
-
-    Raises:
-        PortInUseError: when a fixed port is taken by somebody else.
-    """
+    """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`."""
 
     def __init__(self, *, nproc: int, master_addr: str, master_port: int | None) -> None:
         self._nproc = nproc
         self._master_addr = master_addr
-        self._port_is_fixed = master_port is not None
         self._events: list[RoundEvent] = []
         self._closed: str | None = None
-        self._reserved = PortReservation(master_port)
-        self._in_use: PortReservation | None = None
+        self._ports = RoundPorts(master_port)
 
     def join(self, cycle: int) -> None:
         """Complete the round at once."""
+        port = self._ports.offered
+        if self._closed is None:
+            try:
+                # The next round's is reserved now, so that no bind is in its way.
+                self._ports.take()
+            except OSError as error:
+                self.close(f"no port for MASTER_PORT can be reserved: {error}")
         if self._closed is not None:
             self._events.append(machine.RoundClosed(self._closed))
-            return
-        try:
-            port = self._take_port()
-        except OSError as error:
-            self.close(f"no port for MASTER_PORT can be reserved: {error}")
-            self._events.append(machine.RoundClosed(str(self._closed)))
             return
         assignment = machine.Assignment(
             cycle=cycle,
@@ -118,22 +146,11 @@ class LocalRendezvous(Rendezvous):
         )
         self._events.append(machine.RoundReady(assignment, tuple(range(self._nproc))))
 
-    def _take_port(self) -> int:
-        """Return this round's port and reserve the next round's, so that no bind is in its way."""
-        port = self._reserved.port
-        if not self._port_is_fixed:
-            if self._in_use is not None:
-                self._in_use.release()
-            self._in_use, self._reserved = self._reserved, PortReservation()
-        return port
-
     def poll(self) -> list[RoundEvent]:
-        """Return the rounds completed since the last call."""
         events, self._events = self._events, []
         return events
 
     def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
-        """Refuse further rounds."""
         if self._closed is None:
             self._closed = reason
 
@@ -146,7 +163,4 @@ class LocalRendezvous(Rendezvous):
         self._events.append(SaveAgreed(agreed_call([calls])))
 
     def shutdown(self) -> None:
-        """Give the reserved ports back."""
-        for reservation in (self._in_use, self._reserved):
-            if reservation is not None:
-                reservation.release()
+        self._ports.close()

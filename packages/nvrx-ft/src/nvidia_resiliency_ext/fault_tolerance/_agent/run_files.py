@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    IN_A_FILE,
-    NO_SERVER,
-    TokenFile,
-    token_file,
-    write_token,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting import services
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
     LogDirectoryError,
@@ -135,24 +129,9 @@ def _remove_again(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreHost:
-    """The node that runs the job's servers and writes what is written once per job.
-
-    Attributes:
-        is_here: Whether it is this one.
-        address: Where its servers listen, as other nodes reach it.
-        is_shared: Whether other nodes send to its servers.
-    """
-
-    is_here: bool = True
-    address: str = "127.0.0.1"
-    is_shared: bool = False
-
-
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
     """Return the environment variables about cycle information; the same in all cycles."""
-    directory = plan.fault_tolerance.cycle_info_dir
+    directory = plan.fault_tol_cfg.cycle_info_dir
     if directory is None:
         return {}
     from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
@@ -168,6 +147,10 @@ def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
 class CycleRecords:
     """Cycle logs of one node; `close` ends all of it.
 
+    Args:
+        server_address: Where the job's servers listen, as this node reaches it.
+        is_host: Whether this node runs them.
+
     Attributes:
         asks_for_log_server: Whether this node must ask for the job's log servers.
 
@@ -176,24 +159,30 @@ class CycleRecords:
     """
 
     def __init__(
-        self, plan: LaunchPlan, environ: Mapping[str, str], paths: RunPaths, store_host: StoreHost
+        self,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        paths: RunPaths,
+        server_address: str,
+        *,
+        is_host: bool,
     ) -> None:
         self._plan = plan
         self._environ = environ
         self._paths = paths
-        self._store_host = store_host
-        self._token: TokenFile = token_file(
-            environ, plan.fault_tolerance.rdzv_token_file, paths.run_dir.path
+        self._server_address = server_address
+        self._token: services.TokenFile = services.token_file(
+            environ, plan.fault_tol_cfg.rdzv_token_file, paths.run_dir.path
         )
-        self.asks_for_log_server = plan.logs.server is not None and not store_host.is_here
+        self.asks_for_log_server = plan.logs.server is not None and not is_host
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._stack.close)
+        try:
             self._open_logs()
-            on_failure.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _open_logs(self) -> None:
         logs = self._plan.logs
@@ -207,7 +196,6 @@ class CycleRecords:
             funnel=self._funnel(),
             spill_dir=self._environ.get(_env.NODE_LOCAL_TMPDIR),
         )
-        self._stack.callback(self._close_logs)
         if logs.launcher_log_file is not None and logs.launcher_pipe_fd is not None:
             self._logs.read_own(logs.launcher_pipe_fd, logs.launcher_log_file)
         elif logs.launcher_log_file is not None:
@@ -222,7 +210,7 @@ class CycleRecords:
 
         node_id = logs.node_id or self._paths.host
         if logs.server is not None:
-            return funnel_of(logs.server.ports, self._store_host.address, node_id, self._token.path)
+            return funnel_of(logs.server.ports, self._server_address, node_id, self._token.path)
         given = self._token.path if self._token.is_given else None
         return FunnelAddress(str(logs.server_endpoint), node_id, given)
 
@@ -231,12 +219,12 @@ class CycleRecords:
     def log_server_said(self, said: str | None) -> None:
         """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
         with self._lock:
-            first, self._log_server_said = not self._log_server_said, said or NO_SERVER
-        if said == IN_A_FILE and self._token.is_given:
+            first, self._log_server_said = not self._log_server_said, said or services.NO_SERVER
+        if said == services.IN_A_FILE and self._token.is_given:
             return
-        if said is not None and said not in (IN_A_FILE, NO_SERVER):
+        if said is not None and said not in (services.IN_A_FILE, services.NO_SERVER):
             if not self._token.is_given:
-                write_token(self._token.path, said)
+                services.write_token(self._token.path, said)
                 if self._logs is not None:
                     self._logs.try_again()
             return
@@ -246,7 +234,7 @@ class CycleRecords:
 
     def _write_files_instead(self, said: str | None) -> None:
         why = "the rendezvous host runs no log server"
-        if said == IN_A_FILE:
+        if said == services.IN_A_FILE:
             why = (
                 "the job's log server asks for a token from a file:"
                 f" give this node {_env.LOG_FUNNEL_TOKEN_FILE}, too"
@@ -272,9 +260,6 @@ class CycleRecords:
 
     def close(self) -> None:
         """Write what is left, for some seconds at most, and end the threads."""
-        self._stack.close()
-
-    def _close_logs(self) -> None:
         logs, self._logs = self._logs, None
         if logs is not None and not logs.close():
             logger.error("not all output of the workers is in %s", self._plan.logs.applog_prefix)

@@ -15,21 +15,15 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
-    Arrival,
-    HangStage,
-    Kind,
-    Phase,
-    WorkerState,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Hung,
     Leaves,
@@ -42,13 +36,11 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
-from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEvent
+from .rendezvous import Rendezvous, RoundEvent, RoundPorts
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
@@ -62,24 +54,7 @@ SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """What this node is in the job. Times are seconds.
-
-    `arrival` is what the coordinator must know of it, but for port, domain and earlier rank.
-    """
-
-    arrival: Arrival
-    master_port: int | None
-    lease_s: float
-    join_timeout_s: float
-    connect_timeout_s: float
-    domain: Callable[[], str]
-    unfit_in: Callable[[int], Cause | None] = lambda _round: None
-    must_agree: Mapping[str, str]
-    where: str = ""
-
-
+@dataclass(eq=False)
 class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
@@ -91,22 +66,16 @@ class StoreRendezvous(Rendezvous):
         on_lease: Called with the time (monotonic s) until which this node may train at most.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        settings: NodeSettings,
-        connect: Callable[[Callable[[], None]], JobStore],
-        *,
-        loop: EventLoop,
-        clock: Clock,
-        host: CoordinatorThread | None = None,
-        stop: threading.Event | None = None,
-        on_lease: Callable[[float], None] = lambda _: None,
-    ) -> None:
-        self._settings = settings
-        self._loop = loop
-        self._clock = clock
-        self._host = host
-        self._stop = stop
+    settings: NodeSettings
+    connect: Callable[[Callable[[], None]], JobStore]
+    _: KW_ONLY
+    loop: EventLoop
+    clock: Clock
+    host: CoordinatorThread | None = None
+    stop: threading.Event | None = None
+    on_lease: Callable[[float], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self._events: queue.SimpleQueue[SessionEvent | RoundEvent] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         # The one that this node has workers in. Those of a node that was stopped for a while may
@@ -115,24 +84,12 @@ class StoreRendezvous(Rendezvous):
         self._previous_rank: int | None = None
         self._is_over = False
         self._is_lost = False
-        self._has_left = False
         self._join_deadline: Timer | None = None
-        self._reserved = PortReservation(settings.master_port)
-        self._in_use: PortReservation | None = None
-        self._threads = NodeThreads(
-            connect,
-            node=settings.arrival.node,
-            host=settings.arrival.host,
-            post=self._push,
-            clock=clock,
-            lease_s=settings.lease_s,
-            connect_timeout_s=settings.connect_timeout_s,
-            settings=dict(settings.must_agree),
-        )
+        self._ports = RoundPorts(self.settings.master_port)
+        self._client = NodeClient(self.settings, self.connect, self._push, self.clock)
         # A clock that is set meanwhile must not move this node's times against its record.
-        self._wall_ahead_s = clock.wall() - clock.monotonic()
+        self._wall_ahead_s = self.clock.wall() - self.clock.monotonic()
         self._said_of_clocks = ""
-        self._on_lease = on_lease
         self._notified_at: float | None = None
         self._fence: Timer | None = None
         self._evaluate_lease()
@@ -140,21 +97,18 @@ class StoreRendezvous(Rendezvous):
     # What the loop wants -----------------------------------------------------------------------
 
     def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
-        """Offer this node for the next round; the answer comes from `poll`."""
-        if self._in_use is not None and self._settings.master_port is None:
-            self._in_use.release()
-            self._in_use = None
-        s = self._settings
+        self._ports.end_round()
         arrival = dataclasses.replace(
-            s.arrival, master_port=self._reserved.port, previous_rank=self._previous_rank
+            self.settings.arrival,
+            master_port=self._ports.offered,
+            previous_rank=self._previous_rank,
         )
-        self._threads.submit(lambda session: self._arrive(session, arrival))
+        self._client.submit(lambda session: self._arrive(session, arrival))
         self._cancel_join_deadline()
-        at = self._clock.monotonic() + s.join_timeout_s
-        self._join_deadline = self._loop.call_at(at, self._join_timed_out)
+        at = self.clock.monotonic() + self.settings.join_timeout_s
+        self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
     def poll(self) -> list[RoundEvent]:
-        """Return what happened since the last call."""
         self._wake_up.clear()
         events = []
         while not self._events.empty():
@@ -164,35 +118,32 @@ class StoreRendezvous(Rendezvous):
         return events
 
     def fileno(self) -> int | None:
-        """Return the descriptor that is readable when there are events."""
         return self._wake_up.fileno()
 
     def open_next(self, cause: Cause) -> None:
-        """Open the next round for everybody, unless somebody has."""
         round_ = self._round
-        self._threads.submit(lambda session: session.open_next(round_, cause))
+        self._client.submit(lambda session: session.open_next(round_, cause))
 
     def close(self, reason: str, cause: Cause | None = None) -> None:
-        """End the job for everybody; the first reason stays."""
         self._is_over = True
-        self._threads.submit(lambda session: session.end(reason, cause))
+        self._client.submit(lambda session: session.end(reason, cause))
 
     def succeeded(self) -> None:
-        """Say that all workers of this node ended well."""
         round_ = self._round
-        self._threads.submit(lambda session: session.succeeded(round_))
+        self._client.submit(lambda session: session.succeeded(round_))
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        """Say that workers of this node failed."""
-        round_, state = self._round, WorkerState.FAILED if all_gone else WorkerState.UNHEALTHY
-        self._threads.submit(lambda session: session.broken(round_, state, cause))
+        round_, state = (
+            self._round,
+            records.WorkerState.FAILED if all_gone else records.WorkerState.UNHEALTHY,
+        )
+        self._client.submit(lambda session: session.broken(round_, state, cause))
 
     def leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
-        self._has_left = True
-        kind = Kind.UNHEALTHY if cause.kind == "unhealthy" else Kind.LEFT
+        kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
-        me = self._settings.arrival
+        me = self.settings.arrival
         is_said = threading.Event()
 
         def say(session: NodeSession) -> None:
@@ -202,69 +153,61 @@ class StoreRendezvous(Rendezvous):
             finally:
                 is_said.set()
 
-        self._threads.submit_last_words(say)
+        self._client.submit_last_words(say)
         # This node's ranks are ended next, and those of others fail by that: what comes first in
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
 
     def preempted(self, cause: Cause) -> None:
-        """Say that this node must go, and why."""
-        self._threads.submit(lambda session: session.send(Kind.PREEMPTED, cause=cause))
+        self._client.submit(lambda session: session.send(records.Kind.PREEMPTED, cause=cause))
 
     def held(self, calls: int) -> None:
-        """Say how far this node's ranks are, which wait."""
-        self._threads.submit(lambda session: session.send(Kind.HELD, calls=calls))
+        self._client.submit(lambda session: session.send(records.Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
-        """Say what this node's ranks do in a hang."""
         round_, states = self._round, tuple(ranks)
-        self._threads.submit(lambda session: session.hung(round_, states, accusation))
+        self._client.submit(lambda session: session.hung(round_, states, accusation))
 
     @property
     def must_stay(self) -> bool:
-        """Whether the job goes on and its store is here."""
-        return self._host is not None and self._host.is_alive() and not self._is_over
+        return self.host is not None and self.host.is_alive() and not self._is_over
 
     def shutdown(self) -> None:
         """Say goodbye, and let the store go when everybody has; a second call does nothing."""
         if self._wake_up.fileno() < 0:
             return
-        if self._stop is not None:
-            self._stop.set()
+        if self.stop is not None:
+            self.stop.set()
         for timer in (self._fence, self._join_deadline):
             if timer is not None:
                 timer.cancel()
         if not self._is_lost:
-            kind = Kind.GOODBYE if self._is_over else Kind.LEFT
-            if not self._has_left or self._is_over:
-                self._threads.submit_last_words(lambda session: session.send(kind))
-        self._threads.close(0.2 if self._is_lost else LAST_WORDS_S)
-        if self._host is not None:
-            self._host.join(LAST_WORDS_S + 1.0)
-            self._host.stop()
-            self._host.join(LAST_WORDS_S)
+            self._client.say_goodbye()
+        self._client.close(0.2 if self._is_lost else LAST_WORDS_S)
+        if self.host is not None:
+            self.host.join(LAST_WORDS_S + 1.0)
+            self.host.stop()
+            self.host.join(LAST_WORDS_S)
         self._wake_up.close()
-        for reservation in (self._in_use, self._reserved):
-            if reservation is not None:
-                reservation.release()
+        self._ports.close()
 
     # What the threads tell ---------------------------------------------------------------------
 
-    def _arrive(self, session: NodeSession, arrival: Arrival) -> None:
+    def _arrive(self, session: NodeSession, arrival: records.Arrival) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
             arrival,
-            domain=self._settings.domain(),
-            clock=round(self._clock.monotonic() + self._wall_ahead_s, 3),
+            domain=self.settings.domain(),
+            clock=round(self.clock.monotonic() + self._wall_ahead_s, 3),
         )
         entry = session.entry
         assert entry is not None
-        if entry.phase is Phase.OVER:
+        if entry.phase is records.Phase.OVER:
             self._push(Over(entry))
             return
         unfit = None
-        if entry.phase is Phase.OPEN:
-            unfit = self._settings.unfit_in(entry.round)
+        if entry.phase is records.Phase.OPEN:
+            unfit = self.settings.unfit_in(entry.round)
         if unfit is not None:
             self._push(machine.NodeUnfit(unfit))
         elif not session.arrive(arrival):
@@ -297,7 +240,7 @@ class StoreRendezvous(Rendezvous):
             cause = entry.cause or Cause("preempted", "a node must go")
             return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
         if isinstance(event, Hung):
-            judged = event.entry.cause if event.entry.hang == HangStage.EVALUATED else None
+            judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
         if isinstance(event, Over):
             self._is_over = True
@@ -307,7 +250,7 @@ class StoreRendezvous(Rendezvous):
                 # The store goes when the job is over; that is no failure.
                 return None
             self._is_lost = True
-            fence_s = keys.FENCE_STOP_LEASES * self._settings.lease_s
+            fence_s = keys.FENCE_STOP_LEASES * self.settings.lease_s
             return machine.StoreLost(
                 event.what, fence_s if event.is_replaced else STORE_LOST_STOP_S
             )
@@ -324,9 +267,8 @@ class StoreRendezvous(Rendezvous):
         self._cancel_join_deadline()
         self._round = entry.round
         self._previous_rank = own.group_rank
-        if own.group_rank == 0 and self._settings.master_port is None:
-            # Offered and taken: kept while rank 0 is here; the next round offers another.
-            self._in_use, self._reserved = self._reserved, PortReservation()
+        if own.group_rank == 0:
+            self._ports.take()
         assignment = machine.Assignment(
             cycle=entry.round,
             group_rank=own.group_rank,
@@ -338,7 +280,7 @@ class StoreRendezvous(Rendezvous):
             restart_ages_s=entry.restart_ages_s,
             clock_off_s=own.clock_off_s,
         )
-        return machine.RoundReady(assignment, tuple(range(self._settings.arrival.nproc)))
+        return machine.RoundReady(assignment, tuple(range(self.settings.arrival.nproc)))
 
     # Deadlines ---------------------------------------------------------------------------------
 
@@ -347,19 +289,19 @@ class StoreRendezvous(Rendezvous):
             self._join_deadline.cancel()
 
     def _join_timed_out(self) -> None:
-        seconds = self._settings.join_timeout_s
-        where = f"; {self._settings.where}" if self._settings.where else ""
+        seconds = self.settings.join_timeout_s
+        where = f"; {self.settings.where}" if self.settings.where else ""
         self._push(machine.JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
     def _evaluate_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
-        lease_s, now = self._settings.lease_s, self._clock.monotonic()
-        confirmed = self._threads.confirmed_at
+        lease_s, now = self.settings.lease_s, self.clock.monotonic()
+        confirmed, fenced_at = self._client.confirmed_at, self._client.fenced_at
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
-                self._on_lease(confirmed + keys.LEASES_TO_KILL * lease_s)
-            if now >= confirmed + keys.LEASES_TO_FENCE * lease_s:
+                self.on_lease(confirmed + keys.LEASES_TO_KILL * lease_s)
+            if fenced_at is not None and now >= fenced_at:
                 self._is_lost = True
                 what = (
                     f"the job's store has not answered for {now - confirmed:.1f} s;"
@@ -367,7 +309,7 @@ class StoreRendezvous(Rendezvous):
                 )
                 self._push(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
                 return
-        self._fence = self._loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
+        self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
 # Not from 0: in containers every launcher may have the same pid, and the same address again when it

@@ -34,9 +34,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_VALUE_BYTES
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
+    agree_on_secret,
     connect,
     serve,
-    share_secret,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
@@ -179,7 +179,7 @@ def _check_with_others(
 ) -> list[Finding]:
     """Claim or resolve the endpoint, check this node and compare it with the others."""
     rules = rules_of(plan, environ)
-    conf, token_file = plan.rdzv_configuration, plan.fault_tolerance.rdzv_token_file
+    conf, token_file = plan.rdzv_configs, plan.fault_tol_cfg.rdzv_token_file
     try:
         wait_s = rdzv_config_get_as_float(conf, "join_timeout", WAIT_S) or WAIT_S
         endpoint = find_endpoint(plan)
@@ -326,7 +326,7 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     server = None
     if endpoint.listener is not None:
         server = serve(endpoint.listener, endpoint.host, nodes[1])
-        secret = secret or share_secret(server, prefix)
+        secret = secret or agree_on_secret(server, prefix)
     wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
     me = store.count("came", 1)

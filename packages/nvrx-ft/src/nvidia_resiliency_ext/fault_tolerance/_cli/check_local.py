@@ -197,7 +197,7 @@ def _directories(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Findi
         "record": environ.get("NVRX_EVENT_DIR"),
         "cycle logs": os.path.dirname(plan.logs.applog_prefix or "") or None,
         "launcher's log": os.path.dirname(plan.logs.launcher_log_file or "") or None,
-        "cycle information": plan.fault_tolerance.cycle_info_dir,
+        "cycle information": plan.fault_tol_cfg.cycle_info_dir,
     }
     for what, path in wanted.items():
         if path:
@@ -221,7 +221,7 @@ def _writable(name: str, path: str) -> Finding:
 
 
 def _files(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> Iterator[Finding]:
-    config = plan.fault_tolerance
+    config = plan.fault_tol_cfg
     if config.rdzv_token_file:
         yield _token(config.rdzv_token_file)
     if config.checkpoint_iteration_file:
@@ -263,7 +263,7 @@ def _devices(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield failed("devices", f"{plan.nproc_per_node} workers, but {gpus} GPUs are visible")
     else:
         yield passed("devices", f"{gpus} GPUs for {plan.nproc_per_node} workers")
-    results = NodeChecks(plan.fault_tolerance, plan.node_health_check_endpoint, environ).run()
+    results = NodeChecks(plan.fault_tol_cfg, plan.node_health_check_endpoint, environ).run()
     if not results:
         yield skipped("health", "there is nothing to look at")
     for result in results:

@@ -37,7 +37,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         plan = plan_from_args(parsed, os.environ)
     except (ConfigError, OSError) as error:
         usage_error(error)
-    setup_logger().setLevel(plan.fault_tolerance.log_level)
+    setup_logger().setLevel(plan.fault_tol_cfg.log_level)
     log_warnings(plan)
     if parsed.check:
         return _check(plan, as_json=parsed.json)
@@ -62,7 +62,7 @@ def run_plan(plan: LaunchPlan) -> int:
     from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
     from nvidia_resiliency_ext.shared_utils.event_loop import ignore
 
-    announcing = plan.fault_tolerance.preempt_signal
+    announcing = plan.fault_tol_cfg.preempt_signal
     if announcing is not None:
         # What the job gives back at its end must not kill this process, and its exit code with it.
         ignore(announcing)

@@ -24,23 +24,13 @@ _FORMS = "localhost, http://HOST:PORT, https://HOST:PORT or unix:///PATH"
 _BIND_ALL = frozenset({"0.0.0.0", "::", "*", "[::]", ""})  # noqa: S104 - refused here
 
 
-def is_managed(endpoint: str) -> bool:
-    """Return whether the rendezvous host runs the service itself."""
-    return endpoint == MANAGED
-
-
-def is_served(endpoint: str) -> bool:
-    """Return whether any service speaks this way; `grpc://` is taken for older scripts only."""
-    return not endpoint.startswith("grpc://")
-
-
 def client_endpoint(endpoint: str) -> str:
     """Return the address that the client asks.
 
     Raises:
         ValueError: It is no address of a service.
     """
-    if is_managed(endpoint):
+    if endpoint == MANAGED:
         return f"http://{MANAGED_HOST}:{DEFAULT_ATTRIBUTION_PORT}"
     if "://" not in endpoint:
         raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
@@ -149,13 +139,12 @@ class AttributionConfig:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a service is asked at all."""
         return self.endpoint is not None
 
     @property
     def is_managed(self) -> bool:
         """Whether the rendezvous host runs the service."""
-        return self.endpoint is not None and is_managed(self.endpoint)
+        return self.endpoint == MANAGED
 
     @property
     def enforce_stop(self) -> bool:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nvidia_resiliency_ext.fault_tolerance._core import errors
 
 from . import table, values
-from .yaml_file import Entry, read_section
+from .yaml_file import read_section
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
 
 
 @dataclass
@@ -148,26 +147,21 @@ class FaultToleranceConfig:
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
         """
-        options: dict[str, Any] = {}
-        old: dict[str, Any] = {}
+        layers = Layers()
         unknown = []
         for key, value in kwargs.items():
-            option = table.OPTION_OF_KEY.get(key)
+            option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
             if option is not None:
-                options[option.field] = value
-            elif key in table.DEPRECATED_OF_KEY:
-                old[key] = value
+                layers.given[option.field] = Given(value, key)
+            elif old is not None:
+                layers.add_old(old, value, key)
             else:
                 unknown.append(f"unknown option {key!r}{errors.nearest(key, table.OPTION_OF_KEY)}")
         if unknown and not ignore_not_recognized:
             raise errors.FaultToleranceConfigError(unknown)
-        if unknown:
-            _warn([f"ignored: {problem}" for problem in unknown])
-        if old:
-            layers = layers_from_old(old)
-            _warn(layers.warnings)
-            options = {**{name: given.value for name, given in layers.given.items()}, **options}
-        return FaultToleranceConfig(**options)
+        merge_attribution_address(layers)
+        _warn([*(f"ignored: {problem}" for problem in unknown), *layers.warnings])
+        return layers.config()
 
     @staticmethod
     def from_yaml_file(
@@ -307,16 +301,9 @@ class Layers:
 
 def merge_file(layers: Layers, path: str, *, ignore_unknown: bool) -> None:
     """Add the options of a file; `merge_attribution_address` comes after the last source."""
-    merge_entries(layers, path, read_section(path), ignore_unknown=ignore_unknown)
-
-
-def merge_entries(
-    layers: Layers, path: str, entries: Iterable[Entry], *, ignore_unknown: bool
-) -> None:
-    """Add the options of a file that was read before."""
     own: dict[str, str] = {}
     unknown = []
-    for key, raw, line in entries:
+    for key, raw, line in read_section(path):
         where = f"{path} line {line}: {key}"
         option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
         if old is not None:
@@ -333,17 +320,6 @@ def merge_entries(
         layers.warnings.append("ignored: " + "; ".join(unknown))
     else:
         layers.problems += unknown
-
-
-def layers_from_old(options: Mapping[str, Any]) -> Layers:
-    """Return what keys of earlier releases mean that a program gives by name."""
-    layers = Layers()
-    for key, raw in options.items():
-        layers.add_old(table.DEPRECATED_OF_KEY[key], raw, key)
-    merge_attribution_address(layers)
-    if layers.problems:
-        raise errors.FaultToleranceConfigError(layers.problems)
-    return layers
 
 
 def _hint(key: str) -> str:

@@ -102,29 +102,17 @@ def _read_bytes(path: str) -> bytes:
 
 
 def _read_pipe(path: str) -> bytes:
-    import select
+    from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 
-    from nvidia_resiliency_ext.shared_utils.clock import Deadline
+    def read() -> bytes:
+        with open(path, "rb") as stream:
+            return stream.read(SIZE_LIMIT_BYTES + 1)
 
-    deadline = Deadline.after(PIPE_LIMIT_S)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    data = b""
     try:
-        while len(data) <= SIZE_LIMIT_BYTES:
-            try:
-                more = os.read(descriptor, SIZE_LIMIT_BYTES)
-            except BlockingIOError:
-                if not poller.poll(max(0.0, deadline.remaining()) * 1000.0):
-                    problem = f"{path}: is a pipe without an end: waited {PIPE_LIMIT_S:g} s"
-                    raise FaultToleranceConfigError([problem]) from None
-                continue
-            if not more:
-                break
-            data += more
-    finally:
-        os.close(descriptor)
+        data: bytes = DeadlineCaller().run(path, read, PIPE_LIMIT_S)
+    except StuckError:
+        problem = f"{path}: is a pipe without an end: waited {PIPE_LIMIT_S:g} s"
+        raise FaultToleranceConfigError([problem]) from None
     return data
 
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
-from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
-from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._config.settings import (
+    layers_from_args,
+)
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
@@ -20,7 +21,12 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     log_plan,
     server_problems,
 )
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import check_job_id, job_name, missing_hook
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
+    attribution_of,
+    check_job_id,
+    job_name,
+    missing_hook,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance.cli_args import FlagParser
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -82,8 +88,7 @@ class ControlPlan:
         last_call_s: How long a round is kept open for more nodes; None: as the launchers have it.
         lease_s: Seconds between signs of life; None: as the launchers have it.
         no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
-        bad_node_hook: Command that is notified of bad nodes.
-        services: What runs beside the store.
+        services: What runs beside the store, with the configuration.
         warnings: What should be logged once, at WARNING.
     """
 
@@ -98,9 +103,7 @@ class ControlPlan:
     last_call_s: float | None
     lease_s: float | None
     no_restart_exit_code: int | None
-    token_file: str | None
     log_level: int
-    bad_node_hook: str | None = None
     services: ServicesPlan = field(default_factory=ServicesPlan)
     warnings: tuple[str, ...] = ()
 
@@ -181,6 +184,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         last_call_s = rdzv_config_get_as_float(conf, "last_call_timeout")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
+    logs = log_plan(args)
     return ControlPlan(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -195,36 +199,22 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         no_restart_exit_code=(
             args.ft_no_restart_exit_code if "ft_no_restart_exit_code" in args.given else None
         ),
-        token_file=config.rdzv_token_file,
         log_level=(
             config.log_level if "log_level" in layers.given else environment.log_level(environ)
         ),
-        bad_node_hook=config.bad_node_hook,
-        services=_services(args, layers),
+        services=ServicesPlan(
+            fault_tol_cfg=config,
+            logs=logs,
+            cycle_info_job_id=args.ft_cycle_info_job_id,
+            job_name=job_name(args),
+            attribution=attribution_of(args, logs, config),
+        ),
         warnings=(*args.warnings, *layers.warnings),
     )
 
 
 def _says_where_logs_are(args: argparse.Namespace) -> bool:
     return any(getattr(args, name) for name in _LOG_FILES)
-
-
-def _services(args: argparse.Namespace, layers: Layers) -> ServicesPlan:
-    config = layers.config()
-    logs = log_plan(args)
-    try:
-        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
-    return ServicesPlan(
-        logs=logs,
-        cycle_info_dir=config.cycle_info_dir,
-        cycle_info_job_id=args.ft_cycle_info_job_id,
-        job_name=job_name(args),
-        attribution=attribution,
-        excludes_named=config.attribution_node_action == "exclude",
-        token_file=config.rdzv_token_file,
-    )
 
 
 def _problems_of_cycle_info(directory: str, job_id: str | None) -> list[str]:

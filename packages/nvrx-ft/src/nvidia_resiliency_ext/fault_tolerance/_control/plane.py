@@ -20,13 +20,8 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorServices,
     token_file,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, StorePlan
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
-    read_settings,
-    rules_from_settings,
-    write_settings,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     EndpointError,
     claim,
@@ -86,7 +81,6 @@ class ControlPlane:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the store and everything else go."""
         self._stack.close()
 
     def run(self) -> None:
@@ -103,10 +97,8 @@ class ControlPlane:
         if entry is not None:
             what = entry.cause.what if entry.cause else entry.reason
             logger.info("the job is over after %d restarts: %s", entry.round, what)
-        elif isinstance(problem, NvrxError):
-            raise problem
-        elif problem is not None:
-            raise NvrxError(f"a defect in the rendezvous host: {problem!r}") from problem
+        elif problem:
+            raise NvrxError(problem)
 
     # Assembly; each part is taken down in the reverse order --------------------------------------
 
@@ -118,7 +110,8 @@ class ControlPlane:
         self._loop = EventLoop(self._clock)
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
-        secret = read_token(plan.token_file) if plan.token_file else None
+        config = plan.services.fault_tol_cfg
+        secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
         # Before anybody can connect: a client in the queue of a port does not learn that no store
         # is there yet, and its lease does not stand still.
         load_torch()
@@ -129,7 +122,7 @@ class ControlPlane:
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
         self._capture_streams()
         self._bad_node = open_bad_node_hook(
-            plan.bad_node_hook,
+            config.bad_node_hook,
             self._environ,
             stack,
             job=plan.run_id,
@@ -154,16 +147,14 @@ class ControlPlane:
 
     def _build_services(self) -> CoordinatorServices:
         plan = self._plan.services
-        run_dir = ""
-        if (
-            plan.logs.server is not None
-            and not token_file(self._environ, plan.token_file, run_dir).is_given
-        ):
+        job_token, run_dir = plan.fault_tol_cfg.rdzv_token_file, ""
+        has_servers = plan.logs.server is not None
+        if has_servers and not token_file(self._environ, job_token, run_dir).is_given:
             # What one that was killed has left.
             remove_stale_run_dirs(self._environ)
             run_dir = self._stack.enter_context(RunDir.create("control", self._environ)).path
         place = CoordinatorContext(self._plan.address, self._host_name, run_dir)
-        self._own_token = token_file(self._environ, plan.token_file, run_dir).path
+        self._own_token = token_file(self._environ, job_token, run_dir).path
         return CoordinatorServices(
             plan, self._environ, place, self._loop, self._clock, is_shared=True
         )
@@ -186,22 +177,26 @@ class ControlPlane:
 
     def _build_thread(self, listener: socket.socket, secret: bytes | None) -> None:
         plan = self._plan
+        says = {
+            keys.LOG_TOKEN: self._services.log_token,
+            keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings()),
+        }
         self._thread = CoordinatorThread(
-            StorePlan(
-                listener=listener,
-                host=plan.address,
-                port=plan.port,
-                prefix=keys.prefix(plan.run_id),
-                secret=secret,
+            lambda: served_store(
+                listener,
+                plan.address,
+                plan.port,
+                keys.prefix(plan.run_id),
+                secret,
                 nodes=MOST_NODES,
                 timeout_s=LOOK_S,
-                is_controlled=True,
-                says={keys.CONTROL_SETTINGS: write_settings(PROGRAM, plan.settings())},
+                says=says,
             ),
             _wait_for_rules,
             me=PROGRAM,
             clock=self._clock,
             services=self._services,
+            is_controlled=True,
             on_bad_node=self._bad_node,
             denylist=self._denylist,
             on_end=lambda: self._loop.post(self._thread_ended),
@@ -236,7 +231,7 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
     while not stop.is_set():
         try:
             text = store.wait_for(keys.SETTINGS, LOOK_S)
-            settings = None if text is None else read_settings(text)
+            settings = None if text is None else agreement.read_settings(text)
         except ForeignValueError as error:
             store.report_foreign(error)
             store.delete(keys.SETTINGS)
@@ -248,7 +243,7 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
 
 def _rules_from(settings: Mapping[str, str]) -> CoordinatorRules:
     try:
-        return rules_from_settings(settings)
+        return agreement.rules_from_settings(settings)
     except ConfigError as error:
         # Nobody gave them to this program.
         raise NvrxError(str(error)) from None

@@ -391,7 +391,7 @@ def make_admission_check(  # noqa: PLR0913 - named, and each of them a fact of i
     reporter: EventReporter,
 ) -> AdmissionCheck:
     """Return the admission check of a launch."""
-    config: FaultToleranceConfig = plan.fault_tolerance
+    config: FaultToleranceConfig = plan.fault_tol_cfg
     is_alone = plan.max_nodes == 1
 
     def injected(cycle: int) -> Cause | None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
     MANAGED_HOST,
     AttributionConfig,
     AttributionEndpoint,
-    is_served,
 )
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.shared_utils.attribution_wire import ACTION_STOP
@@ -102,7 +102,7 @@ class AttributionManager:
         cfg = self._cfg
         if cfg.endpoint is None or (cfg.is_managed and not self._is_store_host):
             return None
-        if not is_served(cfg.endpoint):
+        if cfg.endpoint.startswith("grpc://"):  # taken for older scripts only
             logger.warning("attribution is off: nothing serves %s", cfg.endpoint)
             return None
         return cfg.client_endpoint
@@ -259,6 +259,7 @@ def _answers() -> bool:
 LAST_WORDS_S = 0.3
 
 
+@dataclass(eq=False)
 class AttributionWatch:
     """Follows a job's cycles on its rendezvous host. `begin` and `ended` come from any thread.
 
@@ -275,28 +276,18 @@ class AttributionWatch:
             None: their names are only logged.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        manager: AttributionManager,
-        *,
-        base_log_file: str,
-        token_file: str | None,
-        node_id: str,
-        post: Callable[[Callable[[], None]], None],
-        on_stop: Callable[[str], None],
-        on_nodes: Callable[[tuple[str, ...], str], None] | None = None,
-        job_id: str | None = None,
-        log_complete: bool = False,
-    ) -> None:
-        self._manager = manager
-        self._base_log_file = base_log_file
-        self._token_file = token_file
-        self._node_id = node_id
-        self._job_id = job_id
-        self._log_complete = log_complete
-        self._post = post
-        self._on_nodes = on_nodes
-        self._on_stop = on_stop
+    manager: AttributionManager
+    _: KW_ONLY
+    base_log_file: str
+    token_file: str | None
+    node_id: str
+    post: Callable[[Callable[[], None]], None]
+    on_stop: Callable[[str], None]
+    on_nodes: Callable[[tuple[str, ...], str], None] | None = None
+    job_id: str | None = None
+    log_complete: bool = False
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._client: AttributionService | None = None
         self._cycle: int | None = None
@@ -308,7 +299,7 @@ class AttributionWatch:
     def start(self) -> None:
         """Start the service or find it; what goes wrong is one line, and the job goes on."""
         try:
-            must_wait = self._manager.launch()
+            must_wait = self.manager.launch()
         except (NvrxError, OSError, ValueError) as error:
             logger.error("attribution is off: %s", error)  # noqa: TRY400 - one line says it
             return
@@ -349,7 +340,7 @@ class AttributionWatch:
             client, self._client = self._client, None
         if client is not None:
             client.stop_poller(LAST_WORDS_S)
-        self._manager.stop()
+        self.manager.stop()
 
     def _end(self, evidence: tuple[str, ...] = ()) -> None:
         """Ask for the verdict on the present cycle, once; the lock is held."""
@@ -361,7 +352,7 @@ class AttributionWatch:
                 self._missed = self._cycle, evidence
 
     def _submit(self, client: AttributionService, cycle: int) -> None:
-        path = cycle_log_file(self._base_log_file, cycle)
+        path = cycle_log_file(self.base_log_file, cycle)
         client._submit_log(path, cycle)  # noqa: SLF001 - its name is public
 
     def _catch_up(self, client: AttributionService) -> None:
@@ -375,7 +366,7 @@ class AttributionWatch:
 
     def _connect_when_ready(self) -> None:
         try:
-            self._manager.wait_ready()
+            self.manager.wait_ready()
         except TimeoutError as error:
             if not self._is_closed:
                 logger.error("attribution is off: %s", error)  # noqa: TRY400 - one line says it
@@ -383,7 +374,7 @@ class AttributionWatch:
         self._connect()
 
     def _connect(self) -> None:
-        endpoint = self._manager.endpoint
+        endpoint = self.manager.endpoint
         if endpoint is None:
             return
         from nvidia_resiliency_ext.shared_utils.attribution_client import AttributionService
@@ -391,13 +382,13 @@ class AttributionWatch:
         client = AttributionService(
             endpoint.endpoint,
             enforce_stop=endpoint.enforce_stop,
-            token_file=self._token_file,
-            job_id=self._job_id,
-            log_complete=self._log_complete,
+            token_file=self.token_file,
+            job_id=self.job_id,
+            log_complete=self.log_complete,
             on_verdict=self._on_verdict,
             on_nodes=self._on_bad_nodes,
         )
-        client.start_poller(self._node_id)
+        client.start_poller(self.node_id)
         with self._lock:
             is_late = self._is_closed
             if not is_late:
@@ -417,15 +408,15 @@ class AttributionWatch:
             "attribution: STOP, a restart is useless (%d so far): %s: %s", count, log_path, reason
         )
         if client.stop_requested():
-            self._post(partial(self._stop_unless_closed, reason or log_path))
+            self.post(partial(self._stop_unless_closed, reason or log_path))
 
     def _on_bad_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""
         names = ", ".join(nodes)
         logger.warning("attribution: bad nodes: %s: %s: %s", names, log_path, reason)
-        if self._on_nodes is not None:
-            self._on_nodes(nodes, reason or log_path)
+        if self.on_nodes is not None:
+            self.on_nodes(nodes, reason or log_path)
 
     def _stop_unless_closed(self, reason: str) -> None:
         if not self._is_closed:
-            self._on_stop(reason)
+            self.on_stop(reason)

@@ -8,11 +8,12 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
+from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause, signal_name
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -80,38 +81,23 @@ def _snapshot(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
-    """What the host of a job runs beside the store.
+    """What the host of a job runs beside the store; a launch plan says that, too.
 
     Attributes:
+        fault_tol_cfg: Where files about cycles go, whether hosts that attribution names get a
+            place, and the file with the job's token.
         logs: Which log servers there are, and where they may write.
-        cycle_info_dir: Where files about cycles go; None: nowhere.
-        cycle_info_job_id: The job in their names and at the service; None takes the scheduler's.
+        cycle_info_job_id: The job in the names of files about cycles and at the service; None takes
+            the scheduler's.
         job_name: The job's name at a service where no scheduler has one; None: it has none.
         attribution: The service that is asked why a cycle ended.
-        excludes_named: Whether hosts that it names get no place any more.
     """
 
+    fault_tol_cfg: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
-    cycle_info_dir: str | None = None
     cycle_info_job_id: str | None = None
     job_name: str | None = None
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
-    excludes_named: bool = False
-    token_file: str | None = None
-
-
-def services_plan_of(plan: LaunchPlan) -> ServicesPlan:
-    """Return what the launcher with the job's store runs for a launch."""
-    config = plan.fault_tolerance
-    return ServicesPlan(
-        logs=plan.logs,
-        cycle_info_dir=config.cycle_info_dir,
-        cycle_info_job_id=plan.cycle_info_job_id,
-        job_name=plan.job_name,
-        attribution=plan.attribution,
-        excludes_named=config.attribution_node_action == "exclude",
-        token_file=config.rdzv_token_file,
-    )
 
 
 logger = logging.getLogger("nvrx")
@@ -126,6 +112,7 @@ class CoordinatorContext:
     run_dir: str
 
 
+@dataclass(eq=False)
 class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
@@ -140,21 +127,15 @@ class CoordinatorServices:
         NvrxError: A port is taken, or a directory cannot be used.
     """
 
-    def __init__(
-        self,
-        plan: ServicesPlan,
-        environ: Mapping[str, str],
-        place: CoordinatorContext,
-        loop: EventLoop | None,
-        clock: Clock,
-        *,
-        is_shared: bool,
-    ) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._place = place
-        self._is_shared = is_shared
-        self._loop = loop
+    plan: ServicesPlan | LaunchPlan
+    environ: Mapping[str, str]
+    place: CoordinatorContext
+    loop: EventLoop | None
+    clock: Clock
+    _: KW_ONLY
+    is_shared: bool
+
+    def __post_init__(self) -> None:
         self.log_token = NO_SERVER
         self.cycle = -1
         self._servers: LogServers | None = None
@@ -162,42 +143,45 @@ class CoordinatorServices:
         self._watch: AttributionWatch | None = None
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._open_servers(clock)
+            self._open_servers()
             self._open_info()
             on_failure.pop_all()
 
-    def _open_servers(self, clock: Clock) -> None:
-        server, roots = self._plan.logs.server, self._plan.logs.roots
+    def _open_servers(self) -> None:
+        server, roots = self.plan.logs.server, self.plan.logs.roots
         if server is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
-        token = token_file(self._environ, self._plan.token_file, self._place.run_dir)
+        token = token_file(
+            self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.place.run_dir
+        )
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
-        if self._is_shared and not token.is_given:
+        if self.is_shared and not token.is_given:
             logger.info(
                 "the log server's token goes through the rendezvous, which guards against mistakes "
                 "and not against whoever reads the store; %s names a file on all nodes instead",
                 _env.LOG_FUNNEL_TOKEN_FILE,
             )
-        assert self._loop is not None
+        assert self.loop is not None
         for root in roots:
             _make_directory(root)
         servers = LogServers(
             dataclasses.replace(server, allowed_roots=roots),
-            *(self._place.address, token.path, self._environ, self._loop, clock),
+            *(self.place.address, token.path, self.environ, self.loop, self.clock),
         )
         servers.start()
         self._servers = servers
 
     def _open_info(self) -> None:
-        plan = self._plan
-        if plan.cycle_info_dir is None:
+        plan = self.plan
+        directory = plan.fault_tol_cfg.cycle_info_dir
+        if directory is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
 
         self._reporter = CycleInfoReporter(
-            plan.cycle_info_dir, plan.logs.applog_prefix, plan.cycle_info_job_id
+            directory, plan.logs.applog_prefix, plan.cycle_info_job_id
         )
 
     def follow_attribution(
@@ -210,11 +194,11 @@ class CoordinatorServices:
             on_nodes: Called in any thread with hosts that are to have no place any more, where
                 that was asked for.
         """
-        plan = self._plan
+        plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
             return
-        excludes = plan.excludes_named
-        if excludes and not self._is_shared:
+        excludes = plan.fault_tol_cfg.attribution_node_action == "exclude"
+        if excludes and not self.is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
         from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import (
@@ -224,24 +208,24 @@ class CoordinatorServices:
         )
 
         # A job of several nodes may span the tasks of an array, and the next task takes it over.
-        scheduled = job_id_from_env() if self._is_shared else task_id_from_env()
+        scheduled = job_id_from_env() if self.is_shared else task_id_from_env()
         job_id = plan.cycle_info_job_id or scheduled or plan.job_name
         manager = AttributionManager(
             plan.attribution,
             is_store_host=True,
-            environ=self._environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self._place.run_dir),
+            environ=self.environ,
+            state_dir=state_dir(plan.attribution.log_file, job_id, self.place.run_dir),
         )
         self._watch = AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
-            token_file=plan.token_file,
-            node_id=self._place.host,
-            post=(lambda call: call()) if self._loop is None else self._loop.post,
+            token_file=plan.fault_tol_cfg.rdzv_token_file,
+            node_id=self.place.host,
+            post=(lambda call: call()) if self.loop is None else self.loop.post,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
             job_id=job_id,
-            log_complete=not self._is_shared and plan.logs.server is None,
+            log_complete=not self.is_shared and plan.logs.server is None,
         )
         self._watch.start()
 

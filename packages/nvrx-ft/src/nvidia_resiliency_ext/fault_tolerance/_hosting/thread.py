@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that serves a job's store and decides its rounds; it ends when the job is over."""
+"""The job's store where it is served, and the thread that decides the rounds in it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
+    agree_on_secret,
     connect,
     serve,
-    share_secret,
 )
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
     from nvidia_resiliency_ext.shared_utils.clock import Clock
 
     from .services import CoordinatorServices
@@ -35,74 +35,85 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvrx")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorePlan:
-    """The store that is served.
+@contextlib.contextmanager
+def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
+    listener: socket.socket,
+    host: str,
+    port: int,
+    prefix: str,
+    secret: bytes | None,
+    *,
+    nodes: int,
+    timeout_s: float,
+    says: Mapping[str, str],
+) -> Iterator[JobStore]:
+    """Serve a job's store, and connect to it.
 
-    Attributes:
+    Args:
         listener: The socket that it listens on, which becomes the store's.
         host: Its address, as clients reach it.
+        port: Its port.
         prefix: Before all keys of the job.
         secret: Key of the digests; None: one is made, and left in the store.
         nodes: How many nodes it is for.
         timeout_s: How long connecting to it may take.
-        is_controlled: Whether it outlives the nodes: it is not in a launcher.
         says: What stands in it before anything is decided, by key.
     """
-
-    listener: socket.socket
-    host: str
-    port: int
-    prefix: str
-    secret: bytes | None
-    nodes: int
-    timeout_s: float
-    is_controlled: bool = False
-    says: Mapping[str, str] = field(default_factory=dict)
+    server = serve(listener, host, nodes)
+    own = connect(host, port, prefix, secret or agree_on_secret(server, prefix), timeout_s)
+    try:
+        own.put_all(says)
+        yield own
+    finally:
+        own.cut()
+        del server
 
 
 class CoordinatorThread(threading.Thread):
-    """Serves the store and decides the job's rounds; it ends when the job is over for all.
+    """Decides the job's rounds; it ends, and the store with it, when the job is over for all.
 
     Args:
-        plan: The store.
+        store: Gives the job's store for as long as it is needed; used in the thread.
         rules: Returns what decisions go by, once that is known; None where nothing will be
             decided. Called in the thread, and given the event that says to give up.
         me: Name under which decisions are signed.
         services: Who follows the rounds.
+        is_controlled: Whether the store outlives the nodes: it is not in a launcher.
         on_bad_node: Called with a node that is lost, named, or that failed again and again.
         denylist: Hosts that are to have no place where that can be.
         on_end: Called in the thread when it ends.
 
     Attributes:
-        problem: What ended it before the job was over.
+        problem: What ended it before the job was over, in words.
         outcome: The decision that ended the job, once there is one.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
-        plan: StorePlan,
+        store: Callable[[], AbstractContextManager[JobStore]],
         rules: Callable[[JobStore, threading.Event], CoordinatorRules | None],
         *,
         me: str,
         clock: Clock,
         services: CoordinatorServices,
-        on_bad_node: Callable[[Cause], None],
-        denylist: Denylist,
+        is_controlled: bool = False,
+        on_bad_node: Callable[[Cause], None] = lambda _: None,
+        denylist: Denylist | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
-        self._plan = plan
+        self._store = store
         self._rules = rules
         self._me = me
         self._clock = clock
         self._services = services
+        self._is_controlled = is_controlled
         self._on_bad_node = on_bad_node
         self._denylist = denylist
         self._on_end = on_end
         self._end_asked = threading.Event()
         self._host: Coordinator | None = None
-        self.problem: Exception | None = None
+        self.problem = ""
         self.outcome: Entry | None = None
 
     def run(self) -> None:
@@ -110,10 +121,11 @@ class CoordinatorThread(threading.Thread):
         try:
             self._serve()
         except NvrxError as error:
-            self.problem = error
-            logger.error("the job's store ended: %s", error)  # noqa: TRY400 - one line says it
+            # Its text alone: an exception keeps frames, and with them the store.
+            self.problem = str(error)
+            logger.error("nobody decides this job's rounds any more: %s", self.problem)  # noqa: TRY400
         except Exception as error:
-            self.problem = error
+            self.problem = f"a defect in the rendezvous host: {error!r}"
             logger.exception("a defect in the rendezvous host ended the job's store")
         finally:
             self._on_end()
@@ -128,30 +140,22 @@ class CoordinatorThread(threading.Thread):
             self._host.end_job(reason, cause)
 
     def _serve(self) -> None:
-        plan = self._plan
-        server = serve(plan.listener, plan.host, plan.nodes)
-        secret = plan.secret or share_secret(server, plan.prefix)
-        own = connect(plan.host, plan.port, plan.prefix, secret, plan.timeout_s)
-        try:
-            own.put_all({keys.LOG_TOKEN: self._services.log_token, **plan.says})
-            rules = self._rules(own, self._end_asked)
+        with self._store() as store:
+            rules = self._rules(store, self._end_asked)
             if rules is None:
                 return
             self._host = Coordinator(
-                own,
+                store,
                 rules,
                 me=self._me,
                 epoch=os.urandom(8).hex(),
                 clock=self._clock,
-                is_controlled=plan.is_controlled,
+                is_controlled=self._is_controlled,
                 follower=self._services,
                 on_bad_node=self._on_bad_node,
-                denylist=self._denylist,
+                denylist=self._denylist or Denylist(),
                 stop=self._end_asked,
             )
             self._host.run()
             entry = self._host.entry
             self.outcome = entry if entry.phase is Phase.OVER else None
-        finally:
-            own.cut()
-            del server

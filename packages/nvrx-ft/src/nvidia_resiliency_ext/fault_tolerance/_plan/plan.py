@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
@@ -21,6 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     RDZV_IMPL,
     USE_INFRA_GROUP_RANK,
+    LaunchConfig,
     get_rdzv_endpoint,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
@@ -29,7 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
     devices_of_ranks,
     local_world_size,
 )
-from nvidia_resiliency_ext.fault_tolerance._report.torch_events import NO_HANDLER, check_handler
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import check_handler
 from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     WorkerCommand,
     cpu_binding,
@@ -41,10 +42,10 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     visible_gpus,
     worker_command,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers.conditions import import_list
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
 from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
+from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
 from . import environment
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_plan, log_problems, stream_warnings
@@ -61,88 +62,64 @@ _DEFAULT_ID = next(flag.default for flag in FLAGS if flag.name == "rdzv-id")
 
 
 @dataclass(frozen=True, slots=True)
-class PrewarmSettings:
-    """How workers are kept warm: `prewarm` is auto, on or off; `modules` are imported early."""
+class LogSettings:
+    """Where the workers' output goes; `LaunchConfig.logs_specs` of a parsed command line."""
 
-    prewarm: str
-    modules: tuple[str, ...]
+    log_dir: str | None = None
+    output: OutputSettings = field(default_factory=lambda: OutputSettings({}, {}, None))
+    output_specs: OutputSpecs | None = None
+    logs: LogPlan = field(default_factory=LogPlan)
+    attribution: AttributionConfig | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchPlan:
-    """Everything that a launch on this node needs. Times are seconds.
+@dataclass(kw_only=True)
+class LaunchPlan(LaunchConfig):
+    """Everything that a launch on this node needs: a configuration, and what follows from it.
 
-    Fields with a name of `LaunchConfig` mean the same as there. `monitor_interval_s`,
-    `start_method` and `rdzv_backend` only tell a caller what was asked for.
+    `master_port` is never the endpoint's here, `run_id` never empty, and `rdzv_configs` holds what
+    somebody gave.
 
     Attributes:
         command: What a worker runs.
-        term_timeout_s: From SIGTERM to SIGKILL when the launcher was signalled.
-        workers_stop_timeout_s: From SIGTERM to SIGKILL when workers are restarted.
         log_dir: Directory for logs and record.
-        signals_to_handle: Signals passed to the workers.
-        fault_tolerance: How faults are noticed and handled.
-        job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
-        master_port: Port of rank 0 in every cycle; None takes a fresh one for each. Never that
-            of the endpoint.
-        rdzv_configuration: Settings of the rendezvous.
-        rdzv_impl: `barrier`, or `legacy`: every node up to `max_nodes` works.
-        use_infra_group_rank: Whether the scheduler's order of nodes gives the ranks.
         output: Which streams of which workers go to files and to the console.
         output_specs: An object of the user's that says so instead, for each cycle.
+        logs: Cycle logs, the launcher's own log and log servers.
+        attribution: The service that is asked why a cycle ended.
+        signals: Signals passed to the workers.
         virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
             None: they see what the launcher sees.
         omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
         monitors_enabled: Whether ranks are watched.
-        attribution: The service that is asked why a cycle ended.
-        logs: Cycle logs, the launcher's own log and log servers.
+        job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
         warnings: What the launcher should log once, at WARNING.
     """
 
     command: WorkerCommand
-    nproc_per_node: int
-    min_nodes: int
-    max_nodes: int
-    run_id: str
-    role: str
-    max_restarts: int
-    restart_policy: str
-    term_timeout_s: float
-    workers_stop_timeout_s: float
-    monitor_interval_s: float
-    start_method: str
-    master_addr: str
-    master_port: int | None
-    local_addr: str | None
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_configuration: Mapping[str, str]
-    rdzv_impl: str
-    use_infra_group_rank: bool
-    node_rank: int | None
     log_dir: str | None
     output: OutputSettings
-    log_line_prefix_template: str | None
-    signals_to_handle: tuple[signal.Signals, ...]
+    output_specs: OutputSpecs | None
+    logs: LogPlan
+    attribution: AttributionConfig
+    signals: tuple[signal.Signals, ...]
+    virtual_devices: tuple[str, ...] | None
     omp_num_threads: str | None
-    no_restart_exit_code: int
     monitors_enabled: bool
-    node_health_check_endpoint: str | None
-    fault_tolerance: FaultToleranceConfig
-    warnings: tuple[str, ...]
-    logs: LogPlan = field(default_factory=LogPlan)
-    attribution: AttributionConfig = field(default_factory=AttributionConfig)
-    cycle_info_job_id: str | None = None
     job_name: str | None = None
-    output_specs: OutputSpecs | None = None
-    event_log_handler: str = NO_HANDLER
-    virtual_devices: tuple[str, ...] | None = None
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Leave settings of the rendezvous as they were given."""
 
     @property
-    def prewarm(self) -> PrewarmSettings:
-        """How workers are kept warm."""
-        config = self.fault_tolerance
-        return PrewarmSettings(config.prewarm, import_list(config.prewarm_import))
+    def rdzv_impl(self) -> str:
+        """`barrier`, or `legacy`: every node up to `max_nodes` works."""
+        return str(self.rdzv_configs.get(RDZV_IMPL, "barrier"))
+
+    @property
+    def use_infra_group_rank(self) -> bool:
+        """Whether the scheduler's order of nodes gives the ranks."""
+        return rdzv_config_get_as_bool(self.rdzv_configs, USE_INFRA_GROUP_RANK, True) is not False
 
 
 def log_warnings(plan: LaunchPlan) -> None:
@@ -187,10 +164,6 @@ def plan_from_args(
     logs = log_plan(args)
     if logs.applog_prefix is not None and config.orphan_workers == "keep":
         raise FaultToleranceConfigError([ORPHANS_NEED_NO_PIPES])
-    try:
-        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
     if "log_level" not in layers.given:
         config.log_level = environment.log_level(environ)
     for text in environment.deprecated_variables(environ):
@@ -209,7 +182,8 @@ def plan_from_args(
         messages += _mistyped(syntax.parse_configuration(args.rdzv_conf))
     policy = layers.restart_policy()
     output = _output(args, nproc)
-    stop_timeout_s = _workers_stop_timeout_s(args, environ)
+    output_specs = _output_specs(args, output)
+    attribution = attribution_of(args, logs, config)
     return LaunchPlan(
         command=command,
         nproc_per_node=nproc,
@@ -219,34 +193,38 @@ def plan_from_args(
         role=args.role,
         max_restarts=args.max_restarts,
         restart_policy=policy.value if policy else args.ft_restart_policy,
-        term_timeout_s=args.term_timeout,
-        workers_stop_timeout_s=stop_timeout_s,
-        monitor_interval_s=args.monitor_interval,
+        term_timeout=args.term_timeout,
+        workers_stop_timeout=_workers_stop_timeout_s(args, environ),
+        monitor_interval=args.monitor_interval,
         start_method=args.start_method,
         master_addr=syntax.parse_endpoint(args.master_addr)[0],
         master_port=fixed_port(_given_port(args), get_rdzv_endpoint(args), max_nodes),
         local_addr=args.local_addr,
         rdzv_backend=args.rdzv_backend,
         rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
-        rdzv_configuration=syntax.parse_configuration(args.rdzv_conf),
-        rdzv_impl=args.ft_rdzv_impl,
-        use_infra_group_rank=_uses_infra_ranks(args, layers),
+        rdzv_configs=_rdzv_configs(args, layers),
         node_rank=args.node_rank if "node_rank" in _given(args) else None,
+        logs_specs=LogSettings(args.log_dir, output, output_specs, logs, attribution),
         log_dir=args.log_dir,
         output=output,
+        output_specs=output_specs,
+        logs=logs,
+        attribution=attribution,
+        numa_options=args.numa_binding,
+        duplicate_stdout_filters=args.duplicate_stdout_filters or None,
+        duplicate_stderr_filters=args.duplicate_stderr_filters or None,
         log_line_prefix_template=environ.get(_env.LOG_LINE_PREFIX_TEMPLATE),
-        signals_to_handle=syntax.parse_signals(args.signals_to_handle),
+        signals_to_handle=args.signals_to_handle,
+        signals=syntax.parse_signals(args.signals_to_handle),
         omp_num_threads=threads.omp_num_threads,
         no_restart_exit_code=args.ft_no_restart_exit_code,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         node_health_check_endpoint=args.ft_node_health_check_endpoint,
-        fault_tolerance=config,
-        logs=logs,
-        attribution=attribution,
+        fault_tol_cfg=config,
         cycle_info_job_id=args.ft_cycle_info_job_id,
         job_name=job_name(args),
-        output_specs=_output_specs(args, output),
         event_log_handler=args.event_log_handler,
+        virtual_local_rank=args.virtual_local_rank,
         virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
         warnings=tuple(messages),
     )
@@ -333,12 +311,26 @@ def _problems_of_workers(
     return problems
 
 
-def _uses_infra_ranks(args: argparse.Namespace, layers: Layers) -> bool:
-    """Return what the flag says, else the key that earlier releases had in the file."""
-    key = layers.deprecated.get("use_infra_group_rank")
+def attribution_of(
+    args: argparse.Namespace, logs: LogPlan, config: FaultToleranceConfig
+) -> AttributionConfig:
+    """Return the settings of attribution. Raises FaultToleranceConfigError."""
+    try:
+        return AttributionConfig.from_args(args, logs.applog_prefix, config)
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+
+
+def _rdzv_configs(args: argparse.Namespace, layers: Layers) -> dict[str, Any]:
+    """Return the settings of the rendezvous, with flags that a `LaunchConfig` has no field for."""
+    flags = {RDZV_IMPL: args.ft_rdzv_impl, USE_INFRA_GROUP_RANK: args.ft_use_infra_group_rank}
+    # The key that earlier releases had in the file.
+    key = layers.deprecated.get(USE_INFRA_GROUP_RANK)
     if key is not None and "ft_use_infra_group_rank" not in _given(args):
-        return key.value is not False
-    return args.ft_use_infra_group_rank is not False
+        flags[USE_INFRA_GROUP_RANK] = key.value
+    given = syntax.parse_configuration(args.rdzv_conf)
+    kept = {name: value for name, value in given.items() if name not in flags}
+    return kept | {name: value for name, value in flags.items() if value not in ("barrier", True)}
 
 
 def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
@@ -403,15 +395,11 @@ def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
     if command.is_module:
         # Another interpreter has modules of its own.
         missing = "" if environ.get(_env.PYTHON_EXEC) else missing_module(command.entry)
-        problems += [missing] if missing else []
+    elif command.is_python:
+        missing = missing_script(command.entry)
     else:
-        missing = (
-            missing_script(command.entry)
-            if command.is_python
-            else missing_program(command.entry, environ)
-        )
-        problems += [missing] if missing else []
-    return problems
+        missing = missing_program(command.entry, environ)
+    return [*problems, missing] if missing else problems
 
 
 def _bound(

@@ -63,14 +63,14 @@ LEGACY = "legacy"
 NONE = "None"
 
 
-def settings_of(rules: CoordinatorRules, policy: str, implementation: str) -> dict[str, str]:
+def settings_of(rules: CoordinatorRules) -> dict[str, str]:
     """Return the rules as settings, by flag."""
     placement = rules.placement
     return {
         NNODES: f"{placement.min_nodes}:{placement.max_nodes}",
         MAX_RESTARTS: str(rules.budget.max_restarts),
-        POLICY: policy,
-        IMPLEMENTATION: implementation,
+        POLICY: MIN_HEALTHY if rules.min_healthy else "any-failed",
+        IMPLEMENTATION: LEGACY if placement.elastic and not rules.min_healthy else "barrier",
         LEASE: str(rules.lease_s),
         WINDOW: str(rules.budget.window_s),
         BLAME_LIMIT: str(rules.blame.limit),

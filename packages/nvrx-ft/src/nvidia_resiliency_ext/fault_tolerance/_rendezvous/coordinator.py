@@ -456,7 +456,7 @@ def _goes_on_without(rules: CoordinatorRules, memory: Memory, view: View) -> Cau
     ):
         return None
     limit = expiry_s(rules)
-    gone = {n.node for n in view.messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY)} | going.keys()
+    gone = nodes_gone(view.messages) | going.keys()
     there = {member.node for member in memory.active} | memory.spares
     there |= {message.node for message in view.messages if message.kind is Kind.ARRIVED}
     left = [node for node in there - gone if view.quiet_s.get(node, 0.0) <= limit]

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -20,19 +21,6 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import agreement, coordinator, keys, restarts
-from .coordinator import (
-    AskRanks,
-    Close,
-    CoordinatorRules,
-    Decision,
-    End,
-    EvaluateHang,
-    Leave,
-    Memory,
-    Open,
-    View,
-    Wait,
-)
 from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
 from .placement import Placement, check_texts, summary
 from .records import (
@@ -72,6 +60,7 @@ class RoundFollower(Protocol):
         """Record that nobody works in a round any more, and why; it may be repeated."""
 
 
+@dataclass(eq=False)
 class Coordinator:
     """Decides the rounds of one job until it is over.
 
@@ -87,30 +76,21 @@ class Coordinator:
         stop: Makes `run` return soon; for a host that goes before the job is over.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        store: JobStore,
-        rules: CoordinatorRules,
-        *,
-        me: str,
-        epoch: str,
-        clock: Clock,
-        is_controlled: bool = False,
-        follower: RoundFollower | None = None,
-        on_bad_node: Callable[[Cause], None] | None = None,
-        denylist: Denylist | None = None,
-        stop: threading.Event | None = None,
-    ) -> None:
-        self._store = store
-        self._log = DecisionLog(store)
-        self._rules = rules
-        self._me = me
-        self._clock = clock
-        self._follower = follower
-        self._on_bad_node = on_bad_node
-        self._denylist = Denylist() if denylist is None else denylist
-        self._memory = Memory()
-        self._stop = threading.Event() if stop is None else stop
+    store: JobStore
+    rules: coordinator.CoordinatorRules
+    _: KW_ONLY
+    me: str
+    epoch: str
+    clock: Clock
+    is_controlled: bool = False
+    follower: RoundFollower | None = None
+    on_bad_node: Callable[[Cause], None] = lambda _: None
+    denylist: Denylist = field(default_factory=Denylist)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._log = DecisionLog(self.store)
+        self._memory = coordinator.Memory()
         self._messages: list[NodeMessage] = []
         self._read_to = 0
         self._leases: dict[str, tuple[int, float]] = {}
@@ -120,23 +100,23 @@ class Coordinator:
         self._waits_for = ""
         self._reported: set[str] = set()
         self._announced: set[str] = set()
-        self._entry_at = self._looked_at = self._looks_at = clock.monotonic()
+        self._entry_at = self._looked_at = self._looks_at = self.clock.monotonic()
         # A clock that is set meanwhile must not move what was read before.
-        self._wall_ahead_s = clock.wall() - self._entry_at
+        self._wall_ahead_s = self.clock.wall() - self._entry_at
         self._clocks: dict[str, agreement.Reading] = {}
         self._resuming_since: float | None = None
         # Written once, by whatever thread asks for the end.
-        self._end_asked: End | None = None
+        self._end_asked: coordinator.End | None = None
         first = Entry(
             seq=0,
             phase=Phase.OPEN,
             round=0,
-            epoch=epoch,
-            by=me,
-            notify_from=rules.placement.min_nodes,
-            is_controlled=is_controlled,
+            epoch=self.epoch,
+            by=self.me,
+            notify_from=self.rules.placement.min_nodes,
+            is_controlled=self.is_controlled,
         )
-        self._adopted = collections.deque([(0, clock.monotonic())])
+        self._adopted = collections.deque([(0, self.clock.monotonic())])
         self._entry = self._log.add(first)
         self._log.announce(self._entry.seq)
 
@@ -151,14 +131,14 @@ class Coordinator:
         Raises:
             StoreLostError: the store is gone.
         """
-        wake_at = self._clock.monotonic()
-        while not self._stop.is_set() and self._entry.phase is not Phase.OVER:
-            wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self._clock.monotonic())
-            if wait_s > 0 and self._store.wait_until_set(keys.NOTIFY, wait_s):
-                self._store.delete(keys.NOTIFY)
+        wake_at = self.clock.monotonic()
+        while not self.stop.is_set() and self._entry.phase is not Phase.OVER:
+            wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self.clock.monotonic())
+            if wait_s > 0 and self.store.wait_until_set(keys.NOTIFY, wait_s):
+                self.store.delete(keys.NOTIFY)
                 # Again, in case that somebody else has written over it.
                 self._log.announce(self._entry.seq)
-            self._looked_at, self._looks_at = self._looks_at, self._clock.monotonic()
+            self._looked_at, self._looks_at = self._looks_at, self.clock.monotonic()
             self._follow_log()
             wake_at = self._act(self._end_asked or self._decide())
         if self._entry.phase is Phase.OVER:
@@ -166,7 +146,7 @@ class Coordinator:
 
     def end_job(self, reason: str, cause: Cause) -> None:
         """End the job for everybody, within a second; from any thread. The first reason stays."""
-        self._end_asked = self._end_asked or End(reason, cause)
+        self._end_asked = self._end_asked or coordinator.End(reason, cause)
 
     # What the store says -----------------------------------------------------------------------
 
@@ -176,16 +156,16 @@ class Coordinator:
             try:
                 entry = self._log.next_after(self._entry.seq)
             except ForeignValueError as error:
-                self._store.report_foreign(error)
+                self.store.report_foreign(error)
                 # Nobody can go on from there: what holds is said again in its place.
-                entry = self._log.add(self._entry.again(self._me))
+                entry = self._log.add(self._entry.again(self.me))
             if entry is None:
                 return
             self._adopt(entry)
 
     def _adopt(self, entry: Entry) -> None:
         before, self._entry = self._entry, entry
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if entry.follows(before):
             self._entry_at = now
         if before.phase is Phase.CLOSED and (entry.phase, entry.round) != (
@@ -195,12 +175,12 @@ class Coordinator:
             self._report_end(before.round, entry.cause)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
-        while now - self._adopted[1][1] > _keep_decisions_s(self._rules):
+        while now - self._adopted[1][1] > _keep_decisions_s(self.rules):
             self._log.forget(self._adopted.popleft()[0])
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:
-                self._opened_at.append(self._clock.monotonic())
+                self._opened_at.append(self.clock.monotonic())
             self._read_messages_of(before.round)
             self._memory = coordinator.carried_over(self._memory, tuple(self._messages))
             self._messages, self._read_to = [], 0
@@ -209,19 +189,19 @@ class Coordinator:
             self._record_blame(entry)
             if entry.round > 1:
                 for key in (keys.messages, keys.arrivals, keys.successes):
-                    self._store.delete(key(entry.round - 2))
+                    self.store.delete(key(entry.round - 2))
 
     def _report_end(self, round_: int, cause: Cause | None) -> None:
-        if self._follower is not None:
-            self._follower.ended(round_, cause)
+        if self.follower is not None:
+            self.follower.ended(round_, cause)
 
     def _record_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
-        cause, rules, now = entry.cause, self._rules.blame, self._clock.monotonic()
+        cause, rules, now = entry.cause, self.rules.blame, self.clock.monotonic()
         if cause is None or not cause.host or not restarts.is_of_the_node(cause.kind):
             return
         if cause.kind == "node_lost":
-            self._report_bad_node(cause)
+            self.on_bad_node(cause)
         before = restarts.blamed(self._memory.failures, now, rules)
         failures = restarts.record_failure(self._memory.failures, cause.host, now, rules)
         self._memory = dataclasses.replace(self._memory, failures=failures)
@@ -232,22 +212,15 @@ class Coordinator:
             )
             logger.warning("%s; the last one: %s", what, cause.what)
             detail = {"last": cause.what, "failures": rules.limit, "window_s": rules.window_s}
-            self._report_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
-
-    def _report_bad_node(self, cause: Cause) -> None:
-        if self._on_bad_node is not None:
-            self._on_bad_node(cause)
-
-    def _read_messages(self) -> None:
-        self._read_messages_of(self._entry.round)
+            self.on_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
 
     def _read_messages_of(self, round_: int) -> None:
-        lines, self._read_to = self._store.lines(keys.messages(round_), self._read_to)
+        lines, self._read_to = self.store.lines(keys.messages(round_), self._read_to)
         for line in lines:
             try:
                 message = _read_message(line)
             except ForeignValueError as error:
-                self._store.report_foreign(error)
+                self.store.report_foreign(error)
                 continue
             self._messages.append(message)
             self._read_clock(message)
@@ -255,7 +228,7 @@ class Coordinator:
     def _read_clock(self, message: NodeMessage) -> None:
         """Read the clock of a node that has arrived since the last look."""
         if message.kind is Kind.ARRIVED and message.arrival is not None and message.arrival.clock:
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             self._clocks[message.node] = agreement.read(
                 message.arrival.clock,
                 self._looked_at + self._wall_ahead_s,
@@ -269,16 +242,16 @@ class Coordinator:
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
         known |= {member.node for member in self._memory.active} | self._memory.spares
         for node in known - self._leases.keys():
             # To read many counters waits for those that are missing; this makes them.
-            self._leases[node] = (self._store.count(keys.lease(node), 0), now)
+            self._leases[node] = (self.store.count(keys.lease(node), 0), now)
         self._forget_nodes(known, now)
         nodes = sorted(self._leases)
         if nodes:
-            values = self._store.counters(map(keys.lease, nodes))
+            values = self.store.counters(map(keys.lease, nodes))
             for node, value in zip(nodes, values, strict=True):
                 if self._leases[node][0] != value:
                     self._leases[node] = (value, now)
@@ -286,12 +259,12 @@ class Coordinator:
 
     def _forget_nodes(self, known: set[str], now: float) -> None:
         """Drop nodes that are long gone and of which nothing in the present round speaks."""
-        limit = 2 * coordinator.expiry_s(self._rules)
+        limit = 2 * coordinator.expiry_s(self.rules)
         gone = {node for node, (_, at) in self._leases.items() if now - at > limit}
         for node in gone - known:
             del self._leases[node]
-            self._store.delete(keys.lease(node))
-            self._store.delete(keys.assignment(node))
+            self.store.delete(keys.lease(node))
+            self.store.delete(keys.assignment(node))
 
     def _resume(self) -> bool:
         """Take the job up where its launchers say it stands; False when there is nothing to do."""
@@ -300,15 +273,15 @@ class Coordinator:
         if state is None or not (is_new or state.entry.round > self._entry.round):
             return False
         if self._resuming_since is None:
-            self._resuming_since = self._clock.monotonic()
-        waited_s = self._clock.monotonic() - self._resuming_since
+            self._resuming_since = self.clock.monotonic()
+        waited_s = self.clock.monotonic() - self._resuming_since
         # A round that other launchers have begun beside it cannot just be taken up.
-        patience_s = coordinator.expiry_s(self._rules) if is_new else 0.0
+        patience_s = coordinator.expiry_s(self.rules) if is_new else 0.0
         answer = decide_resume(state, waited_s, patience_s)
         if answer is None:
             return True
         self._resuming_since = None
-        self._opened_at = [self._clock.monotonic() - age for age in state.entry.restart_ages_s]
+        self._opened_at = [self.clock.monotonic() - age for age in state.entry.restart_ages_s]
         self._take_over(state.reputation)
         if isinstance(answer, GoOn) and is_new:
             self._go_on(answer.state)
@@ -325,11 +298,11 @@ class Coordinator:
         """Go on from what the host before knew of hosts and nodes."""
         self._memory = dataclasses.replace(
             self._memory,
-            failures=restarts.failures_in(reputation, self._clock.monotonic()),
+            failures=restarts.failures_in(reputation, self.clock.monotonic()),
             unhealthy=self._memory.unhealthy | frozenset(reputation.unhealthy),
         )
         for name, why in reversed(reputation.named):
-            self._denylist.add([name], why)
+            self.denylist.add([name], why)
 
     def _reputation(self) -> HostReputation | None:
         """Return what another host would have to know; nobody follows one that is in a launcher."""
@@ -338,10 +311,10 @@ class Coordinator:
         unhealthy = {message.node for message in self._messages if message.kind is Kind.UNHEALTHY}
         return restarts.reputation_of(
             self._memory.failures,
-            self._denylist.why,
+            self.denylist.why,
             self._memory.unhealthy | unhealthy,
-            self._clock.monotonic(),
-            self._rules.blame,
+            self.clock.monotonic(),
+            self.rules.blame,
         )
 
     def _publish_reputation(self) -> None:
@@ -353,11 +326,11 @@ class Coordinator:
             now = self._reputation() or HostReputation()
             said = self._entry.reputation or HostReputation()
             if (now.named, now.unhealthy) != (said.named, said.unhealthy):
-                self._create(self._entry.again(self._me, reputation=now))
+                self._create(self._entry.again(self.me, reputation=now))
 
     def _announce_named(self) -> None:
         """Say once which hosts get no place; what the log says, another host would know, too."""
-        for name, why in self._denylist.why.items():
+        for name, why in self.denylist.why.items():
             if name not in self._announced:
                 self._announced.add(name)
                 text = "attribution names bad nodes, which get no place in the next round: %s: %s"
@@ -366,7 +339,7 @@ class Coordinator:
     def _go_on(self, state: ResumeState) -> None:
         old, opened_at = state.entry, list(self._opened_at)
         # First: a node that comes back once more finds there that it was counted.
-        self._store.put_all(
+        self.store.put_all(
             {
                 keys.assignment(n.node): encode(n.assignment)
                 for n in state.members
@@ -378,7 +351,7 @@ class Coordinator:
             old,
             seq=own.seq + 1,
             phase=Phase.CLOSED,
-            by=self._me,
+            by=self.me,
             epoch=own.epoch,
             notify_from=own.notify_from,
             is_controlled=own.is_controlled,
@@ -394,8 +367,8 @@ class Coordinator:
                 if n.arrival is not None and n.assignment is not None
             }
             members = tuple(ranked[rank] for rank in sorted(ranked))
-            now = self._clock.monotonic()
-            self._memory = Memory(
+            now = self.clock.monotonic()
+            self._memory = coordinator.Memory(
                 active=members,
                 unhealthy=self._memory.unhealthy,
                 gone=self._memory.gone,
@@ -412,39 +385,39 @@ class Coordinator:
             ]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
-            if self._follower is not None:
-                self._follower.goes_on(closed, members)
+            if self.follower is not None:
+                self.follower.goes_on(closed, members)
 
-    def _decide(self) -> Decision:
-        now = self._clock.monotonic()
-        if self._is_last_call or now - self._leases_at >= self._rules.lease_s / 4:
+    def _decide(self) -> coordinator.Decision:
+        now = self.clock.monotonic()
+        if self._is_last_call or now - self._leases_at >= self.rules.lease_s / 4:
             self._read_leases()
-        self._read_messages()
+        self._read_messages_of(self._entry.round)
         if self._resume():
-            return Wait(now + coordinator.LOOK_AGAIN_S)
+            return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
         self._publish_reputation()
         self._announce_named()
         if self._entry.phase is Phase.OPEN:
-            named = frozenset(self._denylist.why)
+            named = frozenset(self.denylist.why)
             self._memory = dataclasses.replace(self._memory, excluded=named)
-        view = View(
+        view = coordinator.View(
             entry=self._entry,
             messages=tuple(self._messages),
             quiet_s=self._quiet_s(),
             acknowledged=self._acknowledged(),
             entry_age_s=now - self._entry_at,
-            me=self._me,
+            me=self.me,
         )
-        decision = coordinator.decide(self._rules, self._memory, view, now)
-        if isinstance(decision, Wait):
+        decision = coordinator.decide(self.rules, self._memory, view, now)
+        if isinstance(decision, coordinator.Wait):
             self._record_wait(decision, now)
-            for message in coordinator.losses(self._rules, self._memory, view):
+            for message in coordinator.losses(self.rules, self._memory, view):
                 # The others cannot see leases, and may want to know.
-                self._store.append_line(keys.messages(self._entry.round), encode(message))
+                self.store.append_line(keys.messages(self._entry.round), encode(message))
         return decision
 
     def _quiet_s(self) -> dict[str, float]:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         return {node: now - at for node, (_, at) in self._leases.items()}
 
     def _acknowledged(self) -> frozenset[str]:
@@ -453,7 +426,7 @@ class Coordinator:
             message.node for message in self._messages if message.kind is Kind.ACKNOWLEDGED
         )
 
-    def _record_wait(self, decision: Wait, now: float) -> None:
+    def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
         self._is_last_call = decision.is_last_call
         if self._memory.enough_since is None and decision.is_last_call:
             self._memory = dataclasses.replace(self._memory, enough_since=now)
@@ -463,28 +436,28 @@ class Coordinator:
 
     # What is done ------------------------------------------------------------------------------
 
-    def _act(self, decision: Decision) -> float:
-        if isinstance(decision, Wait):
+    def _act(self, decision: coordinator.Decision) -> float:
+        if isinstance(decision, coordinator.Wait):
             return decision.until
-        if isinstance(decision, Close):
+        if isinstance(decision, coordinator.Close):
             self._close_round(decision.placement)
-        elif isinstance(decision, Open):
+        elif isinstance(decision, coordinator.Open):
             self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
-        elif isinstance(decision, Leave):
+        elif isinstance(decision, coordinator.Leave):
             said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
-            self._create(self._entry.again(self._me, **said))
-        elif isinstance(decision, AskRanks):
-            self._create(self._entry.again(self._me, hang=HangStage.ASKED))
-        elif isinstance(decision, EvaluateHang):
+            self._create(self._entry.again(self.me, **said))
+        elif isinstance(decision, coordinator.AskRanks):
+            self._create(self._entry.again(self.me, hang=HangStage.ASKED))
+        elif isinstance(decision, coordinator.EvaluateHang):
             said = {"cause": decision.cause, "hang": HangStage.EVALUATED}
-            self._create(self._entry.again(self._me, **said))
-        elif isinstance(decision, End):
+            self._create(self._entry.again(self.me, **said))
+        elif isinstance(decision, coordinator.End):
             self._create(
                 self._next(
                     Phase.OVER, self._entry.round, cause=decision.cause, reason=decision.reason
                 )
             )
-        return self._clock.monotonic()
+        return self.clock.monotonic()
 
     def _close_round(self, placement: Placement) -> None:
         """Tell everybody their place; who arrives from here on is a spare.
@@ -499,7 +472,7 @@ class Coordinator:
             offsets.append(world_size)
             world_size += candidate.nproc
         off = self._clocks_off(there)
-        self._store.put_all(
+        self.store.put_all(
             {
                 keys.assignment(one.node): encode(
                     RankAssignment(entry.round, rank, offset, round(off.get(one.node, 0.0), 3))
@@ -528,12 +501,12 @@ class Coordinator:
             self._is_last_call = False
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            if self._follower is not None:
-                self._follower.closed(closed, placement)
+            if self.follower is not None:
+                self.follower.closed(closed, placement)
 
     def _report_named(self, placement: Placement) -> None:
         """Say of each node that was named how it went, in the round after it was."""
-        why = self._denylist.why
+        why = self.denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
             name = next((n for n in why if is_named(node.host, node.addr, [n])), None)
             if name is None or name not in self._memory.excluded:
@@ -544,16 +517,16 @@ class Coordinator:
             if name not in self._reported:
                 self._reported.add(name)
                 what = f"attribution names host {node.host}: {why[name]}"
-                self._report_bad_node(Cause("attribution", what, host=node.host))
+                self.on_bad_node(Cause("attribution", what, host=node.host))
 
     def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
-        now = self._clock.monotonic()
-        window = self._rules.budget.window_s
+        now = self.clock.monotonic()
+        window = self.rules.budget.window_s
         ages = tuple(
             round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
         )
         said = {"restart_ages_s": ages, "reputation": self._reputation(), **fields}
-        return self._entry.next(self._me, phase=phase, round=round_, **said)
+        return self._entry.next(self.me, phase=phase, round=round_, **said)
 
     def _create(self, entry: Entry) -> bool:
         """Put a decision into the log; False when another stands there, which then holds."""
@@ -567,26 +540,26 @@ class Coordinator:
         Before the first round is closed, or soon after another host had the job, nobody knows who
         is there, and it is kept as long as that.
         """
-        deadline = self._clock.monotonic() + GOODBYE_WAIT_S
-        limit = coordinator.expiry_s(self._rules)
+        deadline = self.clock.monotonic() + GOODBYE_WAIT_S
+        limit = coordinator.expiry_s(self.rules)
         all_known = bool(self._memory.active) and not coordinator.may_have_more_nodes(
-            self._rules, self._memory, self._clock.monotonic()
+            self.rules, self._memory, self.clock.monotonic()
         )
-        while not self._stop.is_set():
+        while not self.stop.is_set():
             try:
-                self._read_messages()
+                self._read_messages_of(self._entry.round)
                 said = {n.node for n in self._messages if n.kind in (Kind.GOODBYE, Kind.LEFT)}
-                now = self._clock.monotonic()
+                now = self.clock.monotonic()
                 awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}
                 if (all_known and awaited <= said) or now >= deadline:
                     return
-                if self._store.wait_until_set(keys.NOTIFY, deadline - now):
-                    self._store.delete(keys.NOTIFY)
+                if self.store.wait_until_set(keys.NOTIFY, deadline - now):
+                    self.store.delete(keys.NOTIFY)
             except StoreLostError:
                 return
 
 
-def _keep_decisions_s(rules: CoordinatorRules) -> float:
+def _keep_decisions_s(rules: coordinator.CoordinatorRules) -> float:
     return max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(rules))
 
 

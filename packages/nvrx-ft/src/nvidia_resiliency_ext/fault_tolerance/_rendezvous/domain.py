@@ -62,10 +62,8 @@ def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
         return status, output.read(_MOST_BYTES)
 
 
-@functools.cache
-def own_domain() -> str:
-    """Return this node's domain, which does not change; see `nvlink_domain`."""
-    return nvlink_domain()
+# A node's domain does not change.
+own_domain = functools.cache(nvlink_domain)
 
 
 def parse_domain(report: str) -> str:

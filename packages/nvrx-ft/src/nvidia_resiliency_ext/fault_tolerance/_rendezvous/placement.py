@@ -49,69 +49,54 @@ def choose_nodes(
         size: Ranks in a block.
         blocks: How many blocks to give out; the domains can fill as many.
     """
-    return _Seating(domains, earlier_ranks, size=size, blocks=blocks).assign()
-
-
-class _Seating:
-    def __init__(
-        self, domains: Sequence[str], earlier_ranks: Sequence[int | None], *, size: int, blocks: int
-    ) -> None:
-        self._domains = domains
-        self._earlier_ranks = earlier_ranks
-        self._size = size
-        self._blocks = blocks
-        self._members = by_domain(domains)
-        self._free_blocks = {domain: len(nodes) // size for domain, nodes in self._members.items()}
-        # Who had each rank that still exists; of two that claim one rank the first has it.
-        self._holders: dict[int, int] = {}
-        for index, rank in enumerate(earlier_ranks):
-            if rank is not None and 0 <= rank < blocks * size:
-                self._holders.setdefault(rank, index)
-
-    def assign(self) -> list[int]:
-        homes = self._keep_homes()
-        self._find_homes(homes)
-        ranks: dict[str, list[int]] = {domain: [] for domain in self._members}
-        for block in range(self._blocks):
-            ranks[homes[block]].extend(range(block * self._size, (block + 1) * self._size))
-        node_by_rank: dict[int, int] = {}
-        for domain, members in self._members.items():
-            node_by_rank.update(self._fill(domain, members, ranks[domain]))
-        return [node_by_rank[rank] for rank in range(self._blocks * self._size)]
-
-    def _keep_homes(self) -> dict[int, str]:
-        """Leave blocks to the domains of those who had their ranks, as far as there is room."""
-        claims = Counter(
-            (rank // self._size, self._domains[index]) for rank, index in self._holders.items()
-        )
-        homes: dict[int, str] = {}
-        for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
-            if block not in homes and self._free_blocks[domain]:
-                homes[block] = domain
-                self._free_blocks[domain] -= 1
-        return homes
-
-    def _find_homes(self, homes: dict[int, str]) -> None:
-        """Give the other blocks to the domains, the first ones first."""
-        free = (domain for domain in self._members for _ in range(self._free_blocks[domain]))
-        for block in range(self._blocks):
-            if block not in homes:
-                homes[block] = next(free)
-
-    def _fill(self, domain: str, members: list[int], ranks: list[int]) -> dict[int, int]:
-        node_by_rank = {
-            rank: self._holders[rank]
-            for rank in ranks
-            if rank in self._holders and self._domains[self._holders[rank]] == domain
+    members = by_domain(domains)
+    # Who had each rank that still exists; of two that claim one rank the first has it.
+    holders: dict[int, int] = {}
+    for index, rank in enumerate(earlier_ranks):
+        if rank is not None and 0 <= rank < blocks * size:
+            holders.setdefault(rank, index)
+    homes = _homes(domains, members, holders, size, blocks)
+    ranks: dict[str, list[int]] = {domain: [] for domain in members}
+    for block in range(blocks):
+        ranks[homes[block]].extend(range(block * size, (block + 1) * size))
+    node_by_rank: dict[int, int] = {}
+    for domain, nodes in members.items():
+        kept = {
+            rank: holders[rank]
+            for rank in ranks[domain]
+            if rank in holders and domains[holders[rank]] == domain
         }
-        chosen = set(node_by_rank.values())
-        holes = [rank for rank in ranks if rank not in node_by_rank]
+        holes = [rank for rank in ranks[domain] if rank not in kept]
         # Whoever trained before goes on training, if not at the old rank.
         waiting = sorted(
-            (index for index in members if index not in chosen),
-            key=lambda index: (self._earlier_ranks[index] is None, index),
+            set(nodes).difference(kept.values()),
+            key=lambda index: (earlier_ranks[index] is None, index),
         )
-        return {**node_by_rank, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
+        node_by_rank |= {**kept, **dict(zip(holes, sorted(waiting[: len(holes)]), strict=True))}
+    return [node_by_rank[rank] for rank in range(blocks * size)]
+
+
+def _homes(
+    domains: Sequence[str],
+    members: Mapping[str, Sequence[int]],
+    holders: Mapping[int, int],
+    size: int,
+    blocks: int,
+) -> dict[int, str]:
+    """Return the domain of each block: that of those who had its ranks, as far as there is room."""
+    free = {domain: len(nodes) // size for domain, nodes in members.items()}
+    claims = Counter((rank // size, domains[index]) for rank, index in holders.items())
+    homes: dict[int, str] = {}
+    for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
+        if block not in homes and free[domain]:
+            homes[block] = domain
+            free[domain] -= 1
+    # The other blocks go to the domains, the first ones first.
+    others = (domain for domain in members for _ in range(free[domain]))
+    for block in range(blocks):
+        if block not in homes:
+            homes[block] = next(others)
+    return homes
 
 
 NO_DOMAIN: Final = "none"
@@ -133,7 +118,6 @@ class PlacementError(NvrxError):
         self.nodes = nodes
 
     def __str__(self) -> str:
-        """Return the message alone."""
         return str(self.args[0])
 
 

@@ -163,7 +163,6 @@ class Entry:
     hang: HangStage = HangStage.NONE
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no decision has: somebody else may have written it."""
         for name in ("seq", "round", "active", "world_size"):
             _check_range(name, getattr(self, name), 0)
         _check_range("master_port", self.master_port, 0, _MAX_PORT)
@@ -211,7 +210,6 @@ class RankAssignment:
     clock_off_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no assignment has: somebody else may have written it."""
         for name in ("round", "group_rank", "rank_offset"):
             _check_range(name, getattr(self, name), 0)
 

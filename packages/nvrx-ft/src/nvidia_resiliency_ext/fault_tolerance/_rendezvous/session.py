@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
@@ -304,26 +304,22 @@ class NodeSession:
         )
 
     def end(self, reason: str, cause: Cause | None) -> None:
-        """End the job for everybody, unless it is over."""
         self._decide(
             lambda now: now.next(self.node, phase=Phase.OVER, reason=reason, cause=cause),
             until=lambda now: now.phase is Phase.OVER,
         )
 
-    def send(
-        self,
-        kind: Kind,
-        *,
-        arrival: Arrival | None = None,
-        state: WorkerState | None = None,
-        cause: Cause | None = None,
-        text: str = "",
-        calls: int = 0,
-    ) -> None:
+    def send(self, kind: Kind, **fields: Any) -> None:
         """Leave a message for the host, with those fields of `NodeMessage`."""
-        message = NodeMessage(kind, self.node, arrival, state, cause, text, calls=calls)
-        self._append(message, self._present().round)
+        self._append(NodeMessage(kind, self.node, **fields), self._present().round)
         self.notify()
+
+    def say_goodbye(self) -> None:
+        """Send the last message: the job is over, or this node takes no part any more."""
+        if self._present().phase is Phase.OVER:
+            self.send(Kind.GOODBYE)
+        elif self._left is None:
+            self.send(Kind.LEFT)
 
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
@@ -345,11 +341,9 @@ class NodeSession:
             self.notify()
 
     def read(self, reader: Callable[[JobStore], _T]) -> _T:
-        """Return what `reader` finds in the store."""
         return reader(self._store)
 
     def notify(self) -> None:
-        """Wake the host."""
         self._store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:

@@ -141,7 +141,6 @@ class JobStore:
         return None if raw is None else self.unseal(key, raw)
 
     def has(self, key: str) -> bool:
-        """Return whether `key` has a value."""
         name = self._name(key)
         return bool(self._call(lambda: self._client.check([name])))
 
@@ -182,7 +181,6 @@ class JobStore:
         return True
 
     def put(self, key: str, text: str) -> None:
-        """Set `key`, whatever it was."""
         name, sealed = self._name(key), self._seal(key, text)
         self._call(lambda: self._client.set(name, sealed))
 
@@ -264,7 +262,6 @@ class JobStore:
         return [_number(value) for value in raw]
 
     def delete(self, key: str) -> None:
-        """Remove `key`, if it is there."""
         name = self._name(key)
         self._call(lambda: self._client.delete_key(name))
 
@@ -372,7 +369,7 @@ def another_client(client: Any) -> Any:
 def agree_on_secret(client: Any, prefix: str) -> bytes:
     """Leave a key for digests in a store unless one is there, and return the one that is.
 
-    As that of `share_secret` it guards against mistakes only.
+    It keeps other jobs' values apart and guards against nobody who reads the store.
 
     Raises:
         StoreLostError: the store is gone, or something else stands there.
@@ -385,18 +382,6 @@ def agree_on_secret(client: Any, prefix: str) -> bytes:
         return bytes.fromhex(stands.decode("ascii"))
     except ValueError:
         raise StoreLostError(_no_key(name)) from None
-
-
-def share_secret(client: Any, prefix: str) -> bytes:
-    """Leave a key for digests in a store that is served here, and return it.
-
-    It keeps other jobs' values apart and guards against nobody who reads the store.
-    """
-    import secrets
-
-    key = secrets.token_bytes(32)
-    client.set(prefix + _SECRET, key.hex())
-    return key
 
 
 def serve(listener: socket.socket, host: str, nodes: int) -> Any:

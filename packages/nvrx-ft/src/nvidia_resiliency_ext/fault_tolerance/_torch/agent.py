@@ -28,14 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    RDZV_NO_RESTART_REASONS,
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-    NoRestartRequested,
-    TerminalWorkerGroupFailure,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import errors
 from nvidia_resiliency_ext.fault_tolerance.data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
     FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
@@ -190,8 +183,8 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
             return self._after_the_end(worker_group, result)
         if self._handler.attribution_stop_requested():
             self._stop_workers(worker_group)
-            self._handler.signal_no_restart(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
-            raise NoRestartRequested(RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
+            self._handler.signal_no_restart(errors.RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
+            raise errors.NoRestartRequested(errors.RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP)
         if not self._min_healthy or result.state not in _DONE:
             return result
         if self._reported is None:
@@ -205,11 +198,13 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         self._tracker.analyze_previous_cycle()
         if self._tracker.should_terminate_early():
             self._stop_workers(worker_group)
-            self._handler.signal_no_restart(RDZV_SHUTDOWN_REASON_NO_PROGRESS)
-            raise NoRestartRequested(RDZV_SHUTDOWN_REASON_NO_PROGRESS)
+            self._handler.signal_no_restart(errors.RDZV_SHUTDOWN_REASON_NO_PROGRESS)
+            raise errors.NoRestartRequested(errors.RDZV_SHUTDOWN_REASON_NO_PROGRESS)
         if self._handler.round() > worker_group.spec.max_restarts:
             self._stop_workers(worker_group)
-            raise TerminalWorkerGroupFailure("no restart is left for the round that was opened")
+            raise errors.TerminalWorkerGroupFailure(
+                "no restart is left for the round that was opened"
+            )
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
@@ -227,10 +222,10 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
                 self._exit_barrier_timeout = 0.0
             return result
         self._stop_workers(worker_group)
-        if reason in RDZV_NO_RESTART_REASONS:
-            raise NoRestartRequested(reason)
-        if reason != RDZV_SHUTDOWN_REASON_GRACEFUL:
-            raise TerminalWorkerGroupFailure(f"the job was ended as failed ({reason})")
+        if reason in errors.RDZV_NO_RESTART_REASONS:
+            raise errors.NoRestartRequested(reason)
+        if reason != errors.RDZV_SHUTDOWN_REASON_GRACEFUL:
+            raise errors.TerminalWorkerGroupFailure(f"the job was ended as failed ({reason})")
         if result.state in _DONE and not self._min_healthy:
             # Its own failure; there is no round to restart in.
             self._remaining_restarts = 0

@@ -7,12 +7,13 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._agent.job import Job
+from nvidia_resiliency_ext.fault_tolerance._config import values as v
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import BACKENDS
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
@@ -21,7 +22,8 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     LaunchConfig,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_signals
+from nvidia_resiliency_ext.fault_tolerance._config.syntax import SIGNALS, parse_signals
+from nvidia_resiliency_ext.fault_tolerance._config.table import RESTART_POLICY
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     FaultToleranceConfigError,
     NoRestartRequested,
@@ -33,6 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
     LaunchPlan,
+    LogSettings,
     check_job_id,
     fixed_port,
     log_warnings,
@@ -49,7 +52,7 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs
-from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
+from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_int,
@@ -60,61 +63,21 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import Specs
     from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 
-POLICIES = ("any-failed", "min-healthy")
-IMPLEMENTATIONS = ("barrier", "legacy")
-HIGHEST_PORT = 65535
-HIGHEST_EXIT_CODE = 255
-# Fields of `LaunchPlan` and `LaunchConfig` with one name and one meaning.
-_SAME_FIELDS = (
-    "min_nodes", "max_nodes", "nproc_per_node", "role",
-    "max_restarts", "restart_policy", "start_method", "local_addr",
-    "rdzv_backend", "rdzv_endpoint", "event_log_handler", "log_line_prefix_template",
-    "no_restart_exit_code", "node_health_check_endpoint", "cycle_info_job_id", "master_addr",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """Where the workers' output goes; `LaunchConfig.logs_specs` of a parsed command line."""
-
-    log_dir: str | None = None
-    output: OutputSettings = field(default_factory=lambda: OutputSettings({}, {}, None))
-    output_specs: OutputSpecs | None = None
-    logs: LogPlan = field(default_factory=LogPlan)
-    attribution: AttributionConfig | None = None
-
-
-def config_from_plan(plan: LaunchPlan) -> LaunchConfig:
-    """Return the configuration that describes `plan` to callers of `elastic_launch`."""
-    return LaunchConfig(
-        **{name: getattr(plan, name) for name in _SAME_FIELDS},
-        fault_tol_cfg=plan.fault_tolerance,
-        logs_specs=LogSettings(
-            plan.log_dir, plan.output, plan.output_specs, plan.logs, plan.attribution
-        ),
-        run_id=plan.run_id,
-        rdzv_configs={**plan.rdzv_configuration, **_rdzv_flags(plan)},
-        term_timeout=plan.term_timeout_s,
-        workers_stop_timeout=plan.workers_stop_timeout_s,
-        monitor_interval=plan.monitor_interval_s,
-        numa_options=getattr(plan.command.numa, "mode", None),
-        duplicate_stdout_filters=plan.output.filters.get(Stream.STDOUT) or None,
-        duplicate_stderr_filters=plan.output.filters.get(Stream.STDERR) or None,
-        virtual_local_rank=plan.virtual_devices is not None,
-        signals_to_handle=",".join(signal.name for signal in plan.signals_to_handle),
-        master_port=plan.master_port,
-        node_rank=plan.node_rank,
-    )
-
-
-def _rdzv_flags(plan: LaunchPlan) -> dict[str, str]:
-    """Return the flags of the rendezvous that a `LaunchConfig` has no field for, if given."""
-    flags = {}
-    if plan.rdzv_impl != IMPLEMENTATIONS[0]:
-        flags[RDZV_IMPL] = plan.rdzv_impl
-    if not plan.use_infra_group_rank:
-        flags[USE_INFRA_GROUP_RANK] = "false"
-    return flags
+_KINDS: Mapping[str, v.Kind] = {
+    "nproc_per_node": v.integer_in(1, MOST_WORKERS),
+    "max_restarts": v.COUNT,
+    "term_timeout": v.SECONDS,
+    "workers_stop_timeout": v.SECONDS,
+    "shutdown_timeout": v.SECONDS_OR_NONE,
+    "restart_policy": RESTART_POLICY,
+    "master_port": v.or_none(v.integer_in(0, 65535)),
+    "no_restart_exit_code": v.integer_in(1, 255),
+    "signals_to_handle": SIGNALS,
+}
+_KINDS_OF_MANY_NODES: Mapping[str, v.Kind] = {
+    "rdzv_backend": v.choice(*BACKENDS),
+    RDZV_IMPL: v.choice("barrier", "legacy"),
+}
 
 
 def plan_from_config(
@@ -158,40 +121,35 @@ def plan_from_config(
     if problems or logs is None:
         raise FaultToleranceConfigError(problems)
     threads = environment.omp_rule(environ, config.nproc_per_node)
-    filters = _filters(config)
-    return LaunchPlan(
-        **{name: getattr(config, name) for name in _SAME_FIELDS},
-        command=command,
-        run_id=config.run_id or ("none" if config.max_nodes > 1 else random_id()),
-        term_timeout_s=config.term_timeout,
-        workers_stop_timeout_s=(
-            config.workers_stop_timeout
-            if config.shutdown_timeout is None
-            else config.shutdown_timeout
+    filters = {
+        Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
+        Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
+    }
+    values: dict[str, Any] = {
+        item.name: getattr(config, item.name) for item in fields(LaunchConfig)
+    }
+    if config.shutdown_timeout is not None:
+        values["workers_stop_timeout"] = config.shutdown_timeout
+    values |= {
+        "fault_tol_cfg": fault_tolerance,
+        "run_id": config.run_id or ("none" if config.max_nodes > 1 else random_id()),
+        "master_port": fixed_port(
+            config.master_port or None, config.rdzv_endpoint, config.max_nodes
         ),
-        monitor_interval_s=config.monitor_interval,
-        master_port=fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes),
-        rdzv_configuration={
-            key: str(value)
-            for key, value in config.rdzv_configs.items()
-            if key not in {RDZV_IMPL, USE_INFRA_GROUP_RANK} and value is not None
-        },
-        rdzv_impl=str(config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])),
-        use_infra_group_rank=rdzv_config_get_as_bool(
-            config.rdzv_configs, USE_INFRA_GROUP_RANK, True
-        )
-        is not False,
-        node_rank=_node_rank(config),
+        "node_rank": _node_rank(config),
+    }
+    return LaunchPlan(
+        **values,
+        command=command,
         log_dir=logs.log_dir,
         output=replace(logs.output, filters=filters),
         output_specs=logs.output_specs and replace(logs.output_specs, filters=filters),
-        virtual_devices=devices,
-        signals_to_handle=parse_signals(config.signals_to_handle),
-        omp_num_threads=threads.omp_num_threads,
-        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        fault_tolerance=fault_tolerance,
         logs=logs.logs,
         attribution=attribution,
+        signals=parse_signals(config.signals_to_handle),
+        virtual_devices=devices,
+        omp_num_threads=threads.omp_num_threads,
+        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         warnings=(threads.warning,) if threads.warning else (),
     )
 
@@ -201,13 +159,6 @@ def _node_rank(config: LaunchConfig) -> int | None:
     if config.node_rank is None and config.rdzv_backend == "static":
         return rdzv_config_get_as_int(config.rdzv_configs, "rank")
     return config.node_rank
-
-
-def _filters(config: LaunchConfig) -> dict[Stream, tuple[str, ...]]:
-    return {
-        Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
-        Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
-    }
 
 
 def _log_settings(specs: object) -> LogSettings | None:
@@ -234,48 +185,22 @@ def _problems(config: LaunchConfig) -> list[str]:
             f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
             f"1 <= min_nodes <= max_nodes must hold"
         )
-    if config.max_nodes > 1:
-        problems += _problems_of_endpoint(config)
-    if not 1 <= config.nproc_per_node <= MOST_WORKERS:
-        problems.append(f"nproc_per_node={config.nproc_per_node}: is not from 1 to {MOST_WORKERS}")
-    for name in ("max_restarts", "term_timeout", "workers_stop_timeout", "shutdown_timeout"):
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            problems.append(f"{name}={value}: must not be negative")
-    if config.restart_policy not in POLICIES:
-        problems.append(f"restart_policy={config.restart_policy!r}: use {' or '.join(POLICIES)}")
-    if config.master_port is not None and not 0 <= config.master_port <= HIGHEST_PORT:
-        problems.append(f"master_port={config.master_port}: is not from 0 to {HIGHEST_PORT}")
-    if not 1 <= config.no_restart_exit_code <= HIGHEST_EXIT_CODE:
-        code = config.no_restart_exit_code
-        problems.append(f"no_restart_exit_code={code}: is not from 1 to {HIGHEST_EXIT_CODE}")
+    kinds = _KINDS if config.max_nodes == 1 else {**_KINDS, **_KINDS_OF_MANY_NODES}
+    given = {**vars(config), RDZV_IMPL: config.rdzv_configs.get(RDZV_IMPL, "barrier")}
+    for name, kind in kinds.items():
+        try:
+            v.read(kind, given[name], name)
+        except ValueError as error:  # all problems at once
+            problems.append(str(error))
     try:
-        parse_signals(config.signals_to_handle)
-    except ValueError as error:
-        problems.append(f"signals_to_handle: {error}")
-    try:
+        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
         check_job_id(config.cycle_info_job_id)
     except ValueError as error:
         problems.append(str(error))
+    if config.max_nodes > 1 and not config.rdzv_endpoint:
+        problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
     if config.rank_monitors:
         problems.append("rank_monitors: the launcher starts its own; leave it out")
-    return problems
-
-
-def _problems_of_endpoint(config: LaunchConfig) -> list[str]:
-    """Return a sentence for each field that keeps several nodes from meeting."""
-    problems = []
-    if not config.rdzv_endpoint:
-        problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
-    if config.rdzv_backend not in BACKENDS:
-        problems.append(f"rdzv_backend={config.rdzv_backend!r}: use {' or '.join(BACKENDS)}")
-    implementation = config.rdzv_configs.get(RDZV_IMPL, IMPLEMENTATIONS[0])
-    if implementation not in IMPLEMENTATIONS:
-        problems.append(f"{RDZV_IMPL}={implementation!r}: use {' or '.join(IMPLEMENTATIONS)}")
-    try:
-        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
-    except ValueError as error:
-        problems.append(str(error))
     return problems
 
 
@@ -309,9 +234,9 @@ def config_from_args(
         logs = replace(
             plan.logs, launcher_log_file=launcher_log_file, launcher_pipe_fd=launcher_pipe_read_fd
         )
-        plan = replace(plan, logs=logs)
+        plan = replace(plan, logs=logs, logs_specs=replace(plan.logs_specs, logs=logs))
     command, *rest = plan.command.argv
-    return config_from_plan(plan), command, rest
+    return plan, command, rest
 
 
 def run(args: argparse.Namespace) -> None:

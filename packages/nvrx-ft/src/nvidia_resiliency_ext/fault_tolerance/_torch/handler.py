@@ -7,19 +7,18 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
-    RendezvousTimeoutError,
 )
 
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
@@ -38,19 +37,22 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorServices,
     ServicesPlan,
 )
+from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed, SessionEvent
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
+    JobStore,
+    agree_on_secret,
+    another_client,
+)
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
-from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .followers import RoundsThread, connect_guest
-from .membership import LAST_WORDS_S, JobOverError, JoinTimeoutError, MemberSettings, Membership
+from .membership import LAST_WORDS_S, Membership, RoundMember, read_members
 from .settings import NodeOptions
 
 
@@ -85,8 +87,6 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
 
 logger = logging.getLogger("nvrx")
 
-_T = TypeVar("_T")
-
 REASONS = RDZV_NO_RESTART_REASONS | {RDZV_SHUTDOWN_REASON_GRACEFUL, RDZV_SHUTDOWN_REASON_FAILURE}
 
 
@@ -108,7 +108,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self,
         store: Store,
         run_id: str,
-        member: MemberSettings,
+        member: NodeSettings,
         rules: CoordinatorRules,
         options: NodeOptions,
     ) -> None:
@@ -120,23 +120,29 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._is_unfit = False
         self._worker_group: Any = None
         clock = SystemClock()
-        prefix = keys.prefix(run_id)
-        self._host: RoundsThread | None = None
+        prefix, me = keys.prefix(run_id), member.arrival.node
+
+        def connect() -> JobStore:
+            own = another_client(store)
+            return JobStore(own, prefix, options.secret or agree_on_secret(own, prefix))
+
+        def decides(job: JobStore, _stop: threading.Event) -> CoordinatorRules | None:
+            first = job.create(keys.HOST, me)
+            if first == me:
+                return rules
+            logger.info("another node decides this job's rounds: %s", first)
+            return None
+
+        self._host: CoordinatorThread | None = None
         self._services: CoordinatorServices | None = None
         self._is_stop_requested = False
         if options.is_store_host:
             self._services = self._start_services(options.services, member.arrival.host, clock)
-            self._host = RoundsThread(
-                lambda: connect_guest(store, prefix, options.secret),
-                rules,
-                member.arrival.node,
-                clock,
-                self._services,
+            self._host = CoordinatorThread(
+                lambda: _guest_store(connect), decides, me=me, clock=clock, services=self._services
             )
             self._host.start()
-        self._member = Membership(
-            member, lambda: connect_guest(store, prefix, options.secret), clock, self._on_event
-        )
+        self._member = Membership(member, connect, clock, self._on_event)
 
     # What torch's agent calls ----------------------------------------------------------------
 
@@ -171,15 +177,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         if self._services is not None:
             self._services.ended(self._services.cycle)
-        try:
-            placed = self._member.join(self._before_arrival)
-        except JobOverError as error:
-            raise self._closed(error) from None
-        except JoinTimeoutError as error:
-            raise RendezvousTimeoutError(str(error)) from None
-        except NvrxError as error:
-            raise RendezvousConnectionError(str(error)) from None
-        return self._info(placed)
+        return self._info(self._member.join(self._before_arrival))
 
     def is_closed(self) -> bool:
         """Return whether there is no further round."""
@@ -187,7 +185,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def set_closed(self) -> None:
         """End the job for everybody, in order."""
-        self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
+        self._member.end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes have gone into a later round; torch's agent then joins them.
@@ -202,7 +200,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             return 0
         entry = self._member.entry
         assert entry is not None
-        counted = self._read(lambda store: store.count(keys.arrivals(entry.round), 0))
+        counted = self._member.read(lambda store: store.count(keys.arrivals(entry.round), 0))
         return max(1, counted)
 
     def is_next_round_open(self) -> bool:
@@ -212,10 +210,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the store is gone or silent.
         """
         if not self._member.is_over:
-            try:
-                self._member.check()
-            except StoreLostError as error:
-                raise RendezvousConnectionError(str(error)) from None
+            self._member.check()
         return self._member.is_next_round_open
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
@@ -239,7 +234,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         is_reported = True
         if not self._member.is_over and not self._member.has_left:
             try:
-                self._end(reason)
+                self._member.end(reason)
             except RendezvousConnectionError as error:
                 logger.warning("the end of the job could not be told: %s", str(error))
                 is_reported = False
@@ -282,7 +277,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 asked[event.request] = event.description
         if Request.SHUTDOWN in asked:
             what = f"a rank asked to shut the workload down: {asked[Request.SHUTDOWN]}"
-            self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
+            self._member.end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise RendezvousClosedError(what)
         if Request.EXCLUDE_NODE in asked:
             what = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
@@ -316,7 +311,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if reason not in RDZV_NO_RESTART_REASONS:
             allowed = ", ".join(sorted(RDZV_NO_RESTART_REASONS))
             raise ValueError(f"reason {reason!r}: use one of {allowed}")
-        self._end(reason)
+        self._member.end(reason)
 
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job, or asks for it.
@@ -371,31 +366,18 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _leave_unfit(self, what: str) -> None:
         self._is_unfit = True
-        with contextlib.suppress(StoreLostError):
+        with contextlib.suppress(RendezvousConnectionError):
             self._member.leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
 
-    def _end(self, reason: str, cause: Cause | None = None) -> None:
-        try:
-            self._member.end(reason, cause)
-        except StoreLostError as error:
-            raise RendezvousConnectionError(str(error)) from None
-
-    def _read(self, reader: Callable[[JobStore], _T]) -> _T:
-        """Return what `reader` finds in the store."""
-        try:
-            return self._member.ask(lambda session: session.read(reader))
-        except StoreLostError as error:
-            raise RendezvousConnectionError(str(error)) from None
+    def _members(self) -> list[RoundMember]:
+        """Return the nodes of the present round; none while one is open."""
+        entry = self._member.entry
+        if entry is None or not entry.active:
+            return []
+        return self._member.read(lambda store: read_members(store, entry.round))
 
     def _cause(self, kind: str, what: str) -> Cause:
         return Cause(kind, what, host=self._member.host)
-
-    def _closed(self, error: JobOverError) -> Exception:
-        """Return how a caller learns that the job is over: a node without a place just goes."""
-        entry: Entry = error.entry
-        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._member.placed is None:
-            return RendezvousGracefulExitError(str(error))
-        return RendezvousClosedError(str(error))
 
     def _info(self, placed: Placed) -> Any:
         entry, rank = placed.entry, placed.assignment.group_rank
@@ -405,6 +387,16 @@ class StoreRendezvousHandler(RendezvousHandler):
         meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
         assert rank is not None
         return api.RendezvousInfo(store, rank, entry.active, meeting)
+
+
+@contextlib.contextmanager
+def _guest_store(connect: Callable[[], JobStore]) -> Iterator[JobStore]:
+    """Give a connection to the job's store, which stays its owner's."""
+    store = connect()
+    try:
+        yield store
+    finally:
+        store.cut()
 
 
 def _refuse_other_stores(store: Store) -> None:

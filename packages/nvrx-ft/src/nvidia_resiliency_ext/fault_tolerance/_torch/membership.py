@@ -2,32 +2,32 @@
 """Who is in the present round, read from the store on request by any node.
 
 What `StoreRendezvous` is to the launcher's loop, this is to a caller that has threads to wait in:
-the threads of `NodeThreads` bring events, and whoever waits is woken. No torch class is used here.
+`NodeClient` brings events, and whoever waits is woken. What goes wrong is one of torch's errors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+
+from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundPorts
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_GRACEFUL
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import arrived
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import LEASES_TO_FENCE
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
-    Arrival,
-    Entry,
-    ForeignValueError,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    WorkerState,
-    decode,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     NodeSession,
@@ -37,22 +37,23 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SessionEvent,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.threads import NodeThreads
-from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-FINAL = frozenset({WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.UNKNOWN})
+_LEFT = "this node has left the rendezvous"
+FINAL = frozenset(
+    {records.WorkerState.SUCCEEDED, records.WorkerState.FAILED, records.WorkerState.UNKNOWN}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundMember:
     """One node of a round; `group_rank` is None for a spare, `state` is that of its workers."""
 
-    arrival: Arrival
+    arrival: records.Arrival
     group_rank: int | None
-    state: WorkerState = WorkerState.HEALTHY
+    state: records.WorkerState = records.WorkerState.HEALTHY
 
 
 def read_members(store: JobStore, round_: int) -> list[RoundMember]:
@@ -64,47 +65,42 @@ def read_members(store: JobStore, round_: int) -> list[RoundMember]:
     states = worker_states(messages)
     there = arrived(messages)
     members = []
-    for node, arrival in _everybody(messages).items():
-        rank = _rank(store, node, round_)
+    everybody = {
+        n.node: n.arrival for n in messages if n.kind is records.Kind.ARRIVED and n.arrival
+    }
+    for node, arrival in everybody.items():
+        text = store.peek(keys.assignment(node))
+        place = None if text is None else records.decode(records.RankAssignment, text)
+        rank = place.group_rank if place is not None and place.round == round_ else None
         if rank is not None or node in there:
-            members.append(RoundMember(arrival, rank, states.get(node, WorkerState.HEALTHY)))
+            members.append(
+                RoundMember(arrival, rank, states.get(node, records.WorkerState.HEALTHY))
+            )
     return sorted(members, key=lambda member: (member.group_rank is None, member.group_rank or 0))
 
 
-def read_messages(store: JobStore, round_: int) -> tuple[NodeMessage, ...]:
+def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ...]:
     """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
     messages = []
     for line in store.lines(keys.messages(round_), 0)[0]:
         try:
-            messages.append(decode(NodeMessage, line))
-        except ForeignValueError as error:
+            messages.append(records.decode(records.NodeMessage, line))
+        except records.ForeignValueError as error:
             store.report_foreign(error)
     return tuple(messages)
 
 
-def worker_states(messages: Iterable[NodeMessage]) -> dict[str, WorkerState]:
+def worker_states(messages: Iterable[records.NodeMessage]) -> dict[str, records.WorkerState]:
     """Return what is said of each node's workers; the first final word stays."""
-    states: dict[str, WorkerState] = {}
+    states: dict[str, records.WorkerState] = {}
     for message in messages:
         if states.get(message.node) in FINAL:
             continue
-        if message.kind is Kind.STATE and message.state is not None:
+        if message.kind is records.Kind.STATE and message.state is not None:
             states[message.node] = message.state
-        elif message.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            states[message.node] = WorkerState.UNKNOWN
+        elif message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
+            states[message.node] = records.WorkerState.UNKNOWN
     return states
-
-
-def _everybody(messages: Iterable[NodeMessage]) -> dict[str, Arrival]:
-    return {n.node: n.arrival for n in messages if n.kind is Kind.ARRIVED and n.arrival is not None}
-
-
-def _rank(store: JobStore, node: str, round_: int) -> int | None:
-    text = store.peek(keys.assignment(node))
-    if text is None:
-        return None
-    assignment = decode(RankAssignment, text)
-    return assignment.group_rank if assignment.round == round_ else None
 
 
 LAST_WORDS_S = 3.0
@@ -112,120 +108,47 @@ LAST_WORDS_S = 3.0
 _T = TypeVar("_T")
 
 
-class JobOverError(NvrxError):
-    """There is no further round."""
-
-    def __init__(self, entry: Entry) -> None:
-        why = f": {entry.cause.what}" if entry.cause is not None else ""
-        super().__init__(f"the job is over ({entry.reason}){why}")
-        self.entry = entry
-
-
-class JoinTimeoutError(NvrxError):
-    """A round did not close in time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSettings:
-    """What this node is in the job, and how long it waits. Times are seconds.
+class Membership:
+    """This node in the rounds. Methods may be called from any thread, `join` from one.
 
     Attributes:
-        arrival: What the host must know of this node; port and earlier rank are filled in.
-        lease_s: Between two signs of life.
-        join_timeout_s: For an open round to close, and for the job to appear in the store.
-        answer_timeout_s: For a call that waits for nobody but the store.
-        must_agree: By flag, what all nodes must have been started with alike.
-        grows: Whether a node that comes late opens the next round while there is room.
-        max_nodes: How much room there is.
+        node: This node's identity.
+        host: Its name for people.
+        entry: The last decision that it knows; None before it has reached the store.
+        placed: The last place that it had.
+        has_left: Whether it has said that it takes part no longer.
     """
-
-    arrival: Arrival
-    lease_s: float
-    join_timeout_s: float
-    answer_timeout_s: float
-    must_agree: Mapping[str, str]
-    grows: bool = False
-    max_nodes: int = 1
-
-
-class _Answer(Generic[_T]):
-    """What a command came to; empty until then."""
-
-    def __init__(self) -> None:
-        self.value: list[_T] = []
-        self.error: Exception | None = None
-
-    @property
-    def is_there(self) -> bool:
-        return bool(self.value) or self.error is not None
-
-
-class Membership:
-    """This node in the rounds. Methods may be called from any thread, `join` from one."""
 
     def __init__(
         self,
-        settings: MemberSettings,
+        settings: NodeSettings,
         connect: Callable[[], JobStore],
         clock: Clock,
         on_event: Callable[[SessionEvent], None] = lambda _event: None,
     ) -> None:
         self._settings = settings
+        self.node = settings.arrival.node
+        self.host = settings.arrival.host
         self._clock = clock
         self._on_event = on_event
         # Guards what follows.
         self._changed = threading.Condition()
         self._event: SessionEvent | None = None
-        self._entry: Entry | None = None
-        self._placed: Placed | None = None
+        self.entry: records.Entry | None = None
+        self.placed: Placed | None = None
         self._joined_round: int | None = None
         self._lost = ""
-        self._has_left = False
+        self.has_left = False
         self._is_closed = False
-        self._offered = PortReservation()
-        self._in_use: PortReservation | None = None
-        self._threads = NodeThreads(
-            lambda _refused: connect(),
-            node=settings.arrival.node,
-            host=settings.arrival.host,
-            post=self._take,
-            clock=clock,
-            lease_s=settings.lease_s,
-            connect_timeout_s=2 * settings.join_timeout_s,
-            settings=dict(settings.must_agree),
-        )
+        self._ports = RoundPorts()
+        self._client = NodeClient(settings, lambda _refused: connect(), self._take, clock)
 
     # Where the job stands --------------------------------------------------------------------
 
     @property
-    def node(self) -> str:
-        """This node's identity."""
-        return self._settings.arrival.node
-
-    @property
-    def host(self) -> str:
-        """This node's name for people."""
-        return self._settings.arrival.host
-
-    @property
-    def entry(self) -> Entry | None:
-        """The last decision that this node knows; None before it has reached the store."""
-        return self._entry
-
-    @property
-    def placed(self) -> Placed | None:
-        """The last place that this node had."""
-        return self._placed
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this node has said that it takes part no longer."""
-        return self._has_left
-
-    @property
     def is_over(self) -> bool:
         """Whether there is no further round."""
-        return self._entry is not None and self._entry.phase is Phase.OVER
+        return self.entry is not None and self.entry.phase is records.Phase.OVER
 
     @property
     def is_next_round_open(self) -> bool:
@@ -233,19 +156,19 @@ class Membership:
 
         It may have closed since: a node that was too slow for it must stop its workers, too.
         """
-        entry, joined = self._entry, self._joined_round
-        if entry is None or joined is None or entry.phase is Phase.OVER:
+        entry, joined = self.entry, self._joined_round
+        if entry is None or joined is None or entry.phase is records.Phase.OVER:
             return False
         return entry.round > joined
 
     def check(self) -> None:
-        """Make sure that this node may go on. Raises StoreLostError."""
+        """Make sure that this node may go on. Raises RendezvousConnectionError."""
         if self._lost:
-            raise StoreLostError(self._lost)
+            raise RendezvousConnectionError(self._lost)
         fence_s = self._fence_s()
         if fence_s is not None and fence_s <= 0 and not self._is_closed:
             limit_s = LEASES_TO_FENCE * self._settings.lease_s
-            raise StoreLostError(
+            raise RendezvousConnectionError(
                 f"the job's store has not answered for {limit_s:.1f} s: this node stops before the"
                 " others replace it"
             )
@@ -262,9 +185,10 @@ class Membership:
             before_arrival: Called before each arrival; what it raises ends the attempt.
 
         Raises:
-            JobOverError: there is no further round.
-            JoinTimeoutError: a round that this node arrived in did not close in time.
-            StoreLostError: the store is gone.
+            RendezvousGracefulExitError: the job ended well while this node had no place in it.
+            RendezvousClosedError: there is no further round.
+            RendezvousTimeoutError: a round that this node arrived in did not close in time.
+            RendezvousConnectionError: the store is gone, or the nodes were started differently.
         """
         self._open_own_next()
         self._joined_round = None
@@ -276,58 +200,57 @@ class Membership:
                 self._joined_round = placed.entry.round
                 return placed
 
-    def open_next(self, round_: int, cause: Cause) -> None:
-        """Open the round after `round_` for everybody, unless that has happened."""
-        self.ask(lambda session: session.open_next(round_, cause))
-
     def end(self, reason: str, cause: Cause | None = None) -> None:
         """End the job for everybody; the first reason stays."""
         self.ask(lambda session: session.end(reason, cause))
 
-    def leave(self, kind: Kind, cause: Cause) -> None:
+    def leave(self, kind: records.Kind, cause: Cause) -> None:
         """Say that this node takes part no longer."""
         arrival = self._settings.arrival
         self.ask(lambda session: session.send(kind, cause=cause, arrival=arrival))
-        self._has_left = True
+        self.has_left = True
 
     def ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
         """Do `command` with the session, in its thread, and return what it returned.
 
         Raises:
-            StoreLostError: the store is gone, or gives no answer in time.
+            RendezvousConnectionError: the store is gone, or gives no answer in time.
         """
-        answer: _Answer[_T] = _Answer()
+        answers: list[Future[_T]] = []
 
         def run(session: NodeSession) -> None:
-            value: list[_T] = []
-            error: Exception | None = None
+            answer: Future[_T] = Future()
             try:
-                value = [command(session)]
+                answer.set_result(command(session))
             except StoreLostError:
-                raise
+                raise  # it is done again over the next store
             except Exception as problem:  # noqa: BLE001 - raised again in the caller's thread
-                error = problem
+                answer.set_exception(problem)
             with self._changed:
-                answer.value, answer.error = value, error
+                answers.append(answer)
                 self._record(session.entry)
                 self._changed.notify_all()
 
         if self._is_closed:
-            raise StoreLostError("this node has left the rendezvous")
-        self._threads.submit(run)
+            raise RendezvousConnectionError(_LEFT)
+        self._client.submit(run)
         limit_s = self._settings.answer_timeout_s if timeout_s is None else timeout_s
         deadline = self._clock.monotonic() + limit_s
         with self._changed:
-            while not answer.is_there:
-                if self._lost:
-                    raise StoreLostError(self._lost)
+            while not answers:
                 left_s = deadline - self._clock.monotonic()
-                if left_s <= 0:
-                    raise StoreLostError(f"the job's store gives no answer within {limit_s:.0f} s")
+                if self._lost or left_s <= 0:
+                    late = f"the job's store gives no answer within {limit_s:.0f} s"
+                    raise RendezvousConnectionError(self._lost or late)
                 self._changed.wait(left_s)
-        if answer.error is not None:
-            raise answer.error
-        return answer.value[0]
+        try:
+            return answers[0].result()
+        except NvrxError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def read(self, reader: Callable[[JobStore], _T]) -> _T:
+        """Return what `reader` finds in the store."""
+        return self.ask(lambda session: session.read(reader))
 
     def close(self) -> None:
         """Say goodbye and let everything go; the job goes on without this node, if it does."""
@@ -337,58 +260,52 @@ class Membership:
             self._is_closed = True
             self._changed.notify_all()
         if not self._lost:
-            kind = Kind.GOODBYE if self.is_over else Kind.LEFT
-            if self.is_over or not self._has_left:
-                self._threads.submit(lambda session: session.send(kind))
+            self._client.say_goodbye()
         # Before the job is there the thread still waits for it, and ends by itself.
-        self._threads.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
-        for reservation in (self._offered, self._in_use):
-            if reservation is not None:
-                reservation.release()
+        self._client.close(LAST_WORDS_S if self.entry is not None and not self._lost else 0.0)
+        self._ports.close()
 
     # Steps of joining ------------------------------------------------------------------------
 
     def _open_own_next(self) -> None:
-        placed, entry = self._placed, self._entry
+        placed, entry = self.placed, self.entry
         if placed is None or entry is None:
             return
-        if entry.phase is Phase.CLOSED and entry.round == placed.entry.round:
-            host = self._settings.arrival.host
-            cause = Cause("opened", f"host {host} began another rendezvous", host=host)
-            self.open_next(entry.round, cause)
+        if entry.phase is records.Phase.CLOSED and entry.round == placed.entry.round:
+            what = f"host {self.host} began another rendezvous"
+            cause, round_ = Cause("opened", what, host=self.host), entry.round
+            self.ask(lambda session: session.open_next(round_, cause))
 
     def _arrive(self) -> tuple[int, bool]:
         """Offer this node; return the round, and whether it came in time for a place."""
         with self._changed:
-            self._has_left = False
-            if self._in_use is not None:
-                self._in_use.release()
-                self._in_use = None
-            previous = self._placed.assignment.group_rank if self._placed is not None else None
+            self.has_left = False
+            self._ports.end_round()
+            previous = self.placed.assignment.group_rank if self.placed is not None else None
         arrival = dataclasses.replace(
-            self._settings.arrival, master_port=self._offered.port, previous_rank=previous
+            self._settings.arrival, master_port=self._ports.offered, previous_rank=previous
         )
 
         def arrive(session: NodeSession) -> tuple[int, bool]:
             entry = session.entry
             assert entry is not None
-            if entry.phase is Phase.OVER:
-                raise JobOverError(entry)
+            if entry.phase is records.Phase.OVER:
+                raise self._over(entry)
             is_in_time = session.arrive(arrival)
-            late = entry.phase is Phase.CLOSED and entry.active < self._settings.max_nodes
+            late = entry.phase is records.Phase.CLOSED and entry.active < self._settings.max_nodes
             if late and self._settings.grows:
                 what = f"host {arrival.host} wants to work, too"
                 session.open_next(entry.round, Cause("opened", what, host=arrival.host))
                 # Not the round that it arrived in: that one is over.
             return entry.round, is_in_time
 
-        if self._entry is None:
+        if self.entry is None:
             try:
                 return self.ask(arrive, self._settings.join_timeout_s)
-            except StoreLostError as error:
+            except RendezvousConnectionError as error:
                 if self._lost:
                     raise
-                raise JoinTimeoutError(
+                raise RendezvousTimeoutError(
                     f"no rendezvous host has begun the job ({error}):"
                     " is_store_host must be true on one node"
                 ) from None
@@ -400,10 +317,10 @@ class Membership:
         with self._changed:
             while True:
                 if self._is_closed:
-                    raise StoreLostError("this node has left the rendezvous")
-                entry, event = self._entry, self._event
-                if entry is not None and entry.phase is Phase.OVER:
-                    raise JobOverError(entry)
+                    raise RendezvousConnectionError(_LEFT)
+                entry, event = self.entry, self._event
+                if entry is not None and entry.phase is records.Phase.OVER:
+                    raise self._over(entry)
                 self.check()
                 if (
                     isinstance(event, Placed)
@@ -411,9 +328,9 @@ class Membership:
                     and event.entry == entry
                 ):
                     return event
-                if entry is not None and entry.round > round_ and entry.phase is Phase.OPEN:
+                if entry is not None and entry.round > round_ and entry.phase is records.Phase.OPEN:
                     return None
-                is_closed = entry is not None and entry.phase is Phase.CLOSED
+                is_closed = entry is not None and entry.phase is records.Phase.CLOSED
                 left_s = deadline - self._clock.monotonic()
                 if is_closed or not is_in_time:
                     self._changed.wait(self._fence_s())
@@ -423,13 +340,12 @@ class Membership:
                 else:
                     break
         what = f"round {round_} did not close within {self._settings.join_timeout_s:.0f} s"
-        self.leave(Kind.LEFT, Cause("left", what, host=self._settings.arrival.host))
-        raise JoinTimeoutError(what)
+        self.leave(records.Kind.LEFT, Cause("left", what, host=self.host))
+        raise RendezvousTimeoutError(what)
 
     # What the threads bring ------------------------------------------------------------------
 
     def _take(self, event: SessionEvent) -> None:
-        """Handle an event, in the session's thread."""
         self._on_event(event)
         with self._changed:
             self._event = event
@@ -438,22 +354,26 @@ class Membership:
             else:
                 self._record(event.entry)
             if isinstance(event, Placed):
-                self._placed = event
+                self.placed = event
                 if event.assignment.group_rank == 0:
-                    # Kept while rank 0 is here; the next round offers another.
-                    self._in_use, self._offered = self._offered, PortReservation()
+                    self._ports.take()
             elif not isinstance(event, (Opened, Over, Lost)):
-                self._placed = None
+                self.placed = None
             self._changed.notify_all()
 
-    def _record(self, entry: Entry | None) -> None:
-        if entry is not None and (self._entry is None or entry.seq >= self._entry.seq):
-            self._entry = entry
+    def _record(self, entry: records.Entry | None) -> None:
+        if entry is not None and (self.entry is None or entry.seq >= self.entry.seq):
+            self.entry = entry
 
     def _fence_s(self) -> float | None:
         """Return after how many seconds this node must stop unless the store answers."""
-        confirmed = self._threads.confirmed_at
-        if confirmed is None:
-            return None
-        limit_s = LEASES_TO_FENCE * self._settings.lease_s
-        return confirmed + limit_s - self._clock.monotonic()
+        fenced_at = self._client.fenced_at
+        return None if fenced_at is None else fenced_at - self._clock.monotonic()
+
+    def _over(self, entry: records.Entry) -> Exception:
+        """Return how a caller learns that the job is over: a node without a place just goes."""
+        why = f": {entry.cause.what}" if entry.cause is not None else ""
+        text = f"the job is over ({entry.reason}){why}"
+        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self.placed is None:
+            return RendezvousGracefulExitError(text)
+        return RendezvousClosedError(text)

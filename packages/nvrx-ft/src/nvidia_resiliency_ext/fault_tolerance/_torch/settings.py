@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import node_identity
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
+    AttributionConfig,
+    client_endpoint,
+)
+from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     default_replacement_group_size,
     infrastructure_rank,
@@ -19,7 +24,9 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
 )
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
+from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
@@ -32,19 +39,18 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_int,
 )
 
-from .followers import follower_plan
-from .membership import MemberSettings
-
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 
 # Restarts are counted by the agent that uses the handler.
 _NO_LIMIT = 1 << 30
+KEEP_ALIVE_MAX_ATTEMPT = 3
 
 Duration = timedelta | None
 
 
+@dataclass(frozen=True, init=False)
 class Timeouts:
     """How long the steps of a rendezvous may take.
 
@@ -59,6 +65,10 @@ class Timeouts:
     """
 
     _DEFAULTS: ClassVar[Mapping[str, timedelta]] = {}
+    join: timedelta
+    last_call: timedelta
+    close: timedelta
+    heartbeat: timedelta
 
     def __init__(
         self,
@@ -68,13 +78,12 @@ class Timeouts:
         heartbeat: Duration = None,
     ) -> None:
         given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
-        self._values = {
-            name: self._DEFAULTS[name] if value is None else value for name, value in given.items()
-        }
-        for name, value in self._values.items():
+        for name, default in self._DEFAULTS.items():
+            value = default if (value := given[name]) is None else value
             least = "zero or more" if name == "last_call" else "more than zero"
             if value < timedelta(0) or (not value and name != "last_call"):
                 raise ValueError(f"{name} timeout of {value}: must be {least}")
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_configuration(cls, conf: Mapping[str, Any]) -> Any:
@@ -88,39 +97,6 @@ class Timeouts:
         """
         given = {name: rdzv_config_get_as_float(conf, f"{name}_timeout") for name in cls._DEFAULTS}
         return cls(**{k: None if v is None else timedelta(seconds=v) for k, v in given.items()})
-
-    @property
-    def join(self) -> timedelta:
-        """For an open round to close."""
-        return self._values["join"]
-
-    @property
-    def last_call(self) -> timedelta:
-        """For more nodes to come when there are enough."""
-        return self._values["last_call"]
-
-    @property
-    def close(self) -> timedelta:
-        """For the end of the job to be told, and any other short answer."""
-        return self._values["close"]
-
-    @property
-    def heartbeat(self) -> timedelta:
-        """Between two signs of life of a node."""
-        return self._values["heartbeat"]
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether these are the same times."""
-        return isinstance(other, Timeouts) and self._values == other._values
-
-    def __hash__(self) -> int:
-        """Return a hash that fits `==`."""
-        return hash(tuple(self._values.values()))
-
-    def __repr__(self) -> str:
-        """Return the times in seconds."""
-        parts = (f"{name}={value.total_seconds():g}" for name, value in self._values.items())
-        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +134,47 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
         is_store_host=_is_store_host(params),
         secret=read_token(token_file) if token_file else None,
         infra_rank=infrastructure_rank(os.environ),
-        services=follower_plan(params.config),
+        services=services_of(params.config),
     )
+
+
+def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
+    """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
+
+    Raises:
+        ValueError: a value is unusable, or the service would have no logs to read.
+    """
+    endpoint = conf.get("attribution_endpoint") or None
+    prefix = conf.get("cycle_log_prefix") or None
+    if endpoint is not None and prefix is None:
+        raise ValueError(
+            "attribution_endpoint needs cycle_log_prefix: the service reads cycle logs"
+        )
+    enforces = rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
+    return ServicesPlan(
+        fault_tol_cfg=FaultToleranceConfig(
+            cycle_info_dir=conf.get("cycle_info_dir") or None,
+            rdzv_token_file=conf.get("rdzv_token_file") or None,
+        ),
+        logs=LogPlan(applog_prefix=prefix),
+        attribution=AttributionConfig(
+            None if endpoint is None else client_endpoint(endpoint),
+            stop_action="no-restart" if enforces else "log",
+        ),
+    )
+
+
+def job_settings(params: RendezvousParameters, timeouts: type[Timeouts]) -> dict[str, Any]:
+    """Return the fields that the settings of both kinds of handler have in common."""
+    timeout: Timeouts = timeouts.from_configuration(params.config)
+    return {
+        "run_id": params.run_id,
+        "min_nodes": params.min_nodes,
+        "max_nodes": params.max_nodes,
+        "timeout": timeout,
+        "keep_alive_interval": timeout.heartbeat,
+        "keep_alive_max_attempt": KEEP_ALIVE_MAX_ATTEMPT,
+    }
 
 
 def _is_store_host(params: RendezvousParameters) -> bool:
@@ -189,16 +204,23 @@ def group_size(conf: Mapping[str, Any]) -> int | None:
 
 
 def host_rules(
-    placement: PlacementRules, timeout: Timeouts, *, min_healthy: bool
+    min_nodes: int,
+    max_nodes: int,
+    timeout: Timeouts,
+    *,
+    min_healthy: bool = False,
+    **placement: Any,
 ) -> CoordinatorRules:
-    """Return what the rendezvous host decides by.
+    """Return what the rendezvous host decides by; `placement` are further rules of that name.
 
     Raises:
         ValueError: The rules contradict each other.
     """
-    validate(placement)
+    many = environment.allows_many_launchers(os.environ)
+    rules = PlacementRules(min_nodes, max_nodes, one_launcher_per_addr=not many, **placement)
+    validate(rules)
     return CoordinatorRules(
-        placement=placement,
+        placement=rules,
         budget=Budget(_NO_LIMIT),
         lease_s=timeout.heartbeat.total_seconds(),
         last_call_s=timeout.last_call.total_seconds(),
@@ -207,47 +229,31 @@ def host_rules(
     )
 
 
-def placement_rules(
-    min_nodes: int, max_nodes: int, *, segment: int | None = None, group: int | None = None
-) -> PlacementRules:
-    """Return the rules by which nodes get their ranks, as far as all handlers share them."""
-    return PlacementRules(
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        segment=segment,
-        group_size=group,
-        one_launcher_per_addr=not environment.allows_many_launchers(os.environ),
-    )
-
-
-def member_settings(
+def node_settings(
     options: NodeOptions,
     rules: CoordinatorRules,
     timeout: Timeouts,
     *,
-    nproc: int = 1,
-    implementation: str,
+    nproc: int,
     grows: bool = False,
-) -> MemberSettings:
+) -> NodeSettings:
     """Return what this node is in the job."""
-    placement = rules.placement
-    arrival = Arrival(
-        node=node_identity(options.addr),
-        addr=options.addr,
-        host=socket.gethostname(),
-        infra_rank=options.infra_rank,
-        domain=own_domain() if placement.segment else "none",
-        group=replacement_group_id(os.environ) if placement.group_size else None,
-        nproc=nproc,
-    )
-    return MemberSettings(
-        arrival=arrival,
-        lease_s=rules.lease_s,
-        join_timeout_s=timeout.join.total_seconds(),
-        answer_timeout_s=timeout.close.total_seconds(),
-        must_agree=settings_of(
-            rules, "min-healthy" if rules.min_healthy else "any-failed", implementation
+    placement, join_s = rules.placement, timeout.join.total_seconds()
+    return NodeSettings(
+        arrival=Arrival(
+            node=node_identity(options.addr),
+            addr=options.addr,
+            host=socket.gethostname(),
+            infra_rank=options.infra_rank,
+            domain=own_domain() if placement.segment else "none",
+            group=replacement_group_id(os.environ) if placement.group_size else None,
+            nproc=nproc,
         ),
+        lease_s=rules.lease_s,
+        join_timeout_s=join_s,
+        connect_timeout_s=2 * join_s,
+        answer_timeout_s=timeout.close.total_seconds(),
+        must_agree=settings_of(rules),
         grows=grows,
         max_nodes=placement.max_nodes,
     )

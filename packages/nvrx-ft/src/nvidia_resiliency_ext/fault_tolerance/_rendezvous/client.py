@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a node's session beside a launcher's loop.
+"""Runs a node's session beside its caller: the client of the rendezvous.
 
 One thread waits in the store for the next decision, the other does everything else and keeps the
 lease alive.
@@ -13,18 +13,19 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .agreement import differences, read_settings, write_settings
-from .keys import LEASES_TO_EXPIRY
+from .keys import LEASES_TO_EXPIRY, LEASES_TO_FENCE
 from .log import DecisionLog
-from .records import Entry, ForeignValueError, Kind, Phase
+from .records import Arrival, Entry, ForeignValueError, Kind, Phase
 from .session import FOREIGN_PAUSE_S, Lost, NodeSession, Over, SessionEvent
 from .store import JobStore, NoJobError
 
@@ -74,8 +75,41 @@ def _can_read(store: JobStore, key: str) -> bool:
         return False
 
 
-class NodeThreads:
-    """Runs a session beside a loop. Commands return at once; events come through `post`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What this node is in the job, and how long it waits. Times are seconds.
+
+    Attributes:
+        arrival: What the coordinator must know of it, but for port, clock and earlier rank.
+        lease_s: Between two signs of life.
+        join_timeout_s: For an open round to close.
+        connect_timeout_s: For the job to appear in the store.
+        must_agree: By flag, what all nodes must have been started with alike.
+        answer_timeout_s: For a call that waits for nobody but the store.
+        master_port: Of rank 0 in every round; None: each has one of its own.
+        domain: Finds the NVLink domain, which may take long.
+        unfit_in: Returns why this node must not take part in a round, or None.
+        grows: Whether a node that comes late opens the next round while there is room.
+        max_nodes: How much room there is.
+        where: Where the nodes meet, in words.
+    """
+
+    arrival: Arrival
+    lease_s: float
+    join_timeout_s: float = 0.0
+    connect_timeout_s: float
+    must_agree: Mapping[str, str] = field(default_factory=dict)
+    answer_timeout_s: float = 0.0
+    master_port: int | None = None
+    domain: Callable[[], str] = lambda: "none"
+    unfit_in: Callable[[int], Cause | None] = lambda _round: None
+    grows: bool = False
+    max_nodes: int = 1
+    where: str = ""
+
+
+class NodeClient:
+    """Runs a session beside a caller. Commands return at once; events come through `post`.
 
     Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
 
@@ -83,31 +117,19 @@ class NodeThreads:
         connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
             gets what to call whenever it is certain that nobody serves a store.
         post: Takes events, from any thread.
-        lease_s: Seconds between signs of life.
-        connect_timeout_s: How long the job may take to appear in the store.
-        settings: What this node was started with, by flag.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+    def __init__(
         self,
+        settings: NodeSettings,
         connect: Callable[[Callable[[], None]], JobStore],
-        *,
-        node: str,
-        host: str,
         post: Callable[[SessionEvent], None],
         clock: Clock,
-        lease_s: float,
-        connect_timeout_s: float,
-        settings: dict[str, str],
     ) -> None:
+        self._settings = settings
         self._connect = connect
-        self._node = node
-        self._host = host
         self._post = post
         self._clock = clock
-        self._lease_s = lease_s
-        self._connect_timeout_s = connect_timeout_s
-        self._settings = settings
         self._commands: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._held: collections.deque[_Command] = collections.deque()
         self._watch_number = 0
@@ -126,6 +148,12 @@ class NodeThreads:
         """When the last lease that the store confirmed was sent (monotonic s); None before."""
         return self._confirmed_at
 
+    @property
+    def fenced_at(self) -> float | None:
+        """When this node must stop unless the store answers until then; None before the first."""
+        confirmed = self._confirmed_at
+        return None if confirmed is None else confirmed + LEASES_TO_FENCE * self._settings.lease_s
+
     def submit(self, command: _Command) -> None:
         """Do `command` in the session's thread, after those before it."""
         self._commands.put(_Order(command))
@@ -133,6 +161,10 @@ class NodeThreads:
     def submit_last_words(self, command: _Command) -> None:
         """Do `command` as `submit`, but also before a new host has said how the job goes on."""
         self._commands.put(_Order(command, is_urgent=True))
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this node goes, unless they know."""
+        self.submit_last_words(NodeSession.say_goodbye)
 
     def close(self, timeout_s: float) -> None:
         """End the session; what was submitted before is still done, `timeout_s` long."""
@@ -188,7 +220,7 @@ class NodeThreads:
 
     def _begin(self) -> NodeSession:
         """Enter the job; a store that goes meanwhile is waited for where it may come back."""
-        deadline = self._clock.monotonic() + self._connect_timeout_s
+        deadline = self._clock.monotonic() + self._settings.connect_timeout_s
         for tries in itertools.count(1):
             store = self._keep(self._connect(lambda: None))
             try:
@@ -207,9 +239,10 @@ class NodeThreads:
         raise AssertionError("unreachable")
 
     def _enter(self, store: JobStore) -> NodeSession:
-        session = NodeSession(store, self._node, self._host)
+        arrival = self._settings.arrival
+        session = NodeSession(store, arrival.node, arrival.host)
         different = self._differences(store)
-        entry = session.attach(self._connect_timeout_s)
+        entry = session.attach(self._settings.connect_timeout_s)
         if different:
             session.send(Kind.MISMATCH, text=different)
             if not _is_first(entry):
@@ -308,7 +341,7 @@ class NodeThreads:
         """
         self._check_lease(session)
         self._first_settings(store)
-        event = session.resume(store, self._connect_timeout_s)
+        event = session.resume(store, self._settings.connect_timeout_s)
         self._renew(session)
         if event is not None:
             self._post(event)
@@ -328,7 +361,7 @@ class NodeThreads:
         if confirmed is None or (session.entry and session.entry.phase is Phase.OVER):
             return
         quiet_s = self._clock.monotonic() - confirmed
-        if quiet_s >= LEASES_TO_EXPIRY * self._lease_s:
+        if quiet_s >= LEASES_TO_EXPIRY * self._settings.lease_s:
             raise LeaseExpiredError(
                 f"this node gave no sign of life for {quiet_s:.1f} s;"
                 " it ends, for the others may have replaced it"
@@ -342,7 +375,7 @@ class NodeThreads:
 
     def _lease_period(self) -> float:
         # Spread, so that thousands of nodes do not speak in the same instant.
-        return self._lease_s * random.uniform(0.95, 1.1)  # noqa: S311
+        return self._settings.lease_s * random.uniform(0.95, 1.1)  # noqa: S311
 
     def _renew(self, session: NodeSession) -> None:
         sent_at = self._clock.monotonic()
@@ -359,7 +392,9 @@ class NodeThreads:
         different = [
             sentence
             for theirs in others
-            for sentence in differences(self._settings, self._host, theirs)
+            for sentence in differences(
+                self._settings.must_agree, self._settings.arrival.host, theirs
+            )
         ]
         if not different:
             return ""
@@ -371,7 +406,7 @@ class NodeThreads:
         Raises:
             ForeignValueError: this launcher has another token than the job.
         """
-        own = write_settings(self._host, self._settings)
+        own = write_settings(self._settings.arrival.host, self._settings.must_agree)
         try:
             return read_settings(store.create(keys.SETTINGS, own))
         except ForeignValueError:
