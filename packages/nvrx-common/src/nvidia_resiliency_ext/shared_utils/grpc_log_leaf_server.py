@@ -65,11 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: The arguments without the program's name; None: those of the process.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import command, leaf
+    from nvidia_resiliency_ext.shared_utils._funnel import command
 
-    return command.run_program(
-        command.leaf_parser(), lambda options: leaf.run(command.leaf_config(options)), arguments
-    )
+    return command.run_program(command.leaf_parser(), command.serve_leaf, arguments)
 
 
 if __name__ == "__main__":

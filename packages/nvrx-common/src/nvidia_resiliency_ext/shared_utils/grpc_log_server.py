@@ -41,23 +41,26 @@ def serve(
         ValueError: A setting makes no sense, or there is no root.
         OSError: It cannot listen there.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel.settings import Access, FunnelOptions
-
-    from ._funnel import process
+    from nvidia_resiliency_ext.shared_utils._funnel import root
+    from nvidia_resiliency_ext.shared_utils._funnel.settings import (
+        Access,
+        FunnelOptions,
+        ServerConfig,
+    )
 
     del max_workers
     if allowed_roots is None:
         raise ValueError("serve() needs allowed_roots")
-    process.run(
-        process.RootConfig(
+    root.run(
+        ServerConfig(
             host=host,
             port=port,
             grace_s=graceful_shutdown_timeout,
             access=Access.for_server(host),
-            funnel=FunnelOptions(
-                allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
-            ),
-        )
+        ),
+        FunnelOptions(
+            allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
+        ),
     )
 
 
@@ -69,11 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     from nvidia_resiliency_ext.shared_utils._funnel import command
 
-    from ._funnel import process
-
-    return command.run_program(
-        command.root_parser(), lambda options: process.run(command.root_config(options)), arguments
-    )
+    return command.run_program(command.root_parser(), command.serve_root, arguments)
 
 
 if __name__ == "__main__":

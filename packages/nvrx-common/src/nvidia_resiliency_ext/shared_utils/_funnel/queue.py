@@ -1,31 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's queue: bytes in memory, the threads that write, and what is done when they have."""
+"""Chunks between memory and their files: how many may wait, who writes them when, and errors."""
 
 from __future__ import annotations
 
 import enum
-import heapq
-import itertools
 import logging
-import os
-import re
 import threading
+import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+
+from .chunks import Refusal
+from .cycles import Completion
+from .files import LogFile, StaleLogError
+from .target import Batch
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
-    from nvidia_resiliency_ext.shared_utils.clock import Clock
+    from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
-    from .target import Source, Target
+    from .files import Roots
+    from .settings import FunnelOptions
+    from .target import Pending, Source, Target
 
+
+_logger = logging.getLogger("LogAggregationServer")
 
 _FILE_SHARE = 8
 _TROUBLED_SHARE = 2
+_WATCH_S = 0.25
+_SYNC_S = 1.0
+_USUAL_WRITERS = 2
+_MAX_WRITERS = 32
+_CLOSE_S = 2.0
 
 
 class Verdict(enum.Enum):
@@ -80,318 +91,358 @@ class Budget:
         self.held_bytes -= size
 
 
-@dataclass(frozen=True, slots=True)
-class FunnelStats:
-    """What the funnel did so far; all but the counts of files only grow or are momentary."""
+class Queue:
+    """What waits for files, and the threads that write it. `lock` guards every field.
 
-    received_bytes: int = 0
-    received_chunks: int = 0
-    written_bytes: int = 0
-    repeated_chunks: int = 0
-    lost_bytes: int = 0
-    buffered_bytes: int = 0
-    buffered_bytes_peak: int = 0
-    files: int = 0
-    open_files: int = 0
-    failing_files: int = 0
+    A target is with one writer at a time; files are opened, written and closed without the lock.
+    There are two writers as long as they come along, and one more whenever all hang. All threads
+    are daemons: one that a dead file system holds must not keep the program from ending.
 
-
-class FunnelState:
-    """What all parts of a funnel share. `lock` guards every other field and what is in it.
+    Args:
+        grant: Lets in what has space now and returns whose it is; called with the lock held.
 
     Attributes:
         settled: Notified when chunks were written, let in or refused, and when no writer works.
         targets: All files, the one that was not written for longest first.
+        open: Those with an open file, likewise.
         working: Those that wait for a writer or are with one.
         troubled: Those that cannot be written at present.
     """
 
-    def __init__(self, max_buffered_bytes: int) -> None:
+    def __init__(
+        self, options: FunnelOptions, roots: Roots, grant: Callable[[], list[Source]]
+    ) -> None:
+        self._options = options
+        self._roots = roots
+        self._grant = grant
         self.lock = threading.Lock()
         self.settled = threading.Condition(self.lock)
-        self.budget = Budget(max_buffered_bytes)
+        self.budget = Budget(options.max_buffered_bytes)
         self.targets: OrderedDict[str, Target] = OrderedDict()
         self.open: OrderedDict[Target, None] = OrderedDict()
         self.working: set[Target] = set()
         self.troubled: set[Target] = set()
-        self.is_flushing = False
         self.is_closed = False
-        self.received_bytes = 0
-        self.received_chunks = 0
-        self.written_bytes = 0
-        self.repeated = 0
-        self.lost_bytes = 0
-
-    def stats(self) -> FunnelStats:
-        with self.lock:
-            return FunnelStats(
-                received_bytes=self.received_bytes,
-                received_chunks=self.received_chunks,
-                written_bytes=self.written_bytes,
-                repeated_chunks=self.repeated,
-                lost_bytes=self.lost_bytes,
-                buffered_bytes=self.budget.held_bytes,
-                buffered_bytes_peak=self.budget.peak_bytes,
-                files=len(self.targets),
-                open_files=len(self.open),
-                failing_files=sum(t.error is not None for t in self.troubled),
-            )
-
-
-def notify(sources: Iterable[Source]) -> None:
-    """Tell connections that their sources moved; with no lock held."""
-    for source in sources:
-        source.connection.progress(source)
-
-
-_logger = logging.getLogger("LogAggregationServer")
-
-
-class Writers:
-    """Threads that serve targets, each target by one of them at a time.
-
-    There are two as long as they come along; `relieve` adds one when all hang. They are daemons:
-    one that a dead network file system holds must not keep the program from ending.
-    """
-
-    _USUAL = 2
-
-    def __init__(self, serve: Callable[[Target], None], most: int) -> None:
-        self._serve = serve
-        self._most = max(self._USUAL, most)
-        # Guards all below.
-        self._changed = threading.Condition()
+        self.received_bytes = self.received_chunks = 0
+        self.written_bytes = self.repeated_chunks = self.lost_bytes = 0
+        # Nobody may have to wait for space while what is there waits for more.
+        self._enough_bytes = min(options.flush_bytes, self.budget.file_limit_bytes // 2)
+        self._is_flushing = False
+        self._is_watching = False
+        self._has_ended = False
         self._ready: deque[Target] = deque()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
-        self._is_closed = False
+        self._work = threading.Condition(self.lock)
+        self._writers: list[threading.Thread] = []
+        self._idle_writers = 0
+        self._loop = EventLoop(call=_guarded)
+        self._timer = threading.Thread(
+            target=self._run_timer, name="nvrx-funnel-timer", daemon=True
+        )
+        self._timer.start()
+        self.cycles = Completion(options.completion_idle_s, self.lock, self._call_at)
+        if options.fsync == "interval":
+            self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
+
+    def stats(self) -> dict[str, int]:
+        """Return counts by their names in a StatsResponse."""
+        with self.lock:
+            return {
+                "bytes_received": self.received_bytes,
+                "chunks_received": self.received_chunks,
+                "bytes_written": self.written_bytes,
+                "chunks_repeated": self.repeated_chunks,
+                "bytes_lost": self.lost_bytes,
+                "buffered_bytes": self.budget.held_bytes,
+                "buffered_bytes_peak": self.budget.peak_bytes,
+                "files": len(self.targets),
+                "open_files": len(self.open),
+                "failing_files": sum(t.error is not None for t in self.troubled),
+            }
+
+    def arrange(self, target: Target, now: float) -> None:
+        """Have what waits for a target written, now or when enough time has passed; locked."""
+        if target.is_busy or target.error is not None:
+            return
+        is_enough = self._is_enough(target)
+        if target.is_scheduled and not is_enough:
+            return
+        due = target.written_at + self._options.flush_interval_s
+        if is_enough or now >= due:
+            self.submit(target)
+        else:
+            target.is_scheduled = True
+            self._call_at(due, lambda: self._on_due(target))
 
     def submit(self, target: Target) -> None:
-        """Have a target served; the caller makes sure that it is not being served already."""
-        with self._changed:
-            self._ready.append(target)
-            if self._idle:
-                self._changed.notify()
-            elif len(self._threads) < self._USUAL:
-                self._start()
+        """Give a target, which no writer has, to the writers now; locked."""
+        target.is_busy = True
+        self.working.add(target)
+        self._ready.append(target)
+        if self._idle_writers:
+            self._work.notify()
+        elif len(self._writers) < _USUAL_WRITERS:
+            self._start_writer()
+        if not self._is_watching:
+            self._is_watching = True
+            self._call_at(time.monotonic() + _WATCH_S, self._watch)
 
-    def relieve(self) -> None:
-        """Start another thread if something is ready and nobody is free."""
-        with self._changed:
-            if self._ready and not self._idle and len(self._threads) < self._most:
-                self._start()
+    def flush(self, deadline: Deadline) -> None:
+        """Write everything, or what is done by the deadline."""
+        with self.lock:
+            self._is_flushing = True
+            for target in list(self.targets.values()):
+                if target.waiting and not target.is_busy:
+                    self.submit(target)
+            self.settled.wait_for(
+                lambda: self.budget.held_bytes == 0 and not self.working, deadline.timeout()
+            )
 
-    def close(self, timeout_s: float) -> bool:
-        """End the threads once nothing is ready; tell whether all have ended."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+    def close(self, deadline: Deadline) -> int:
+        """Write everything, close all files and end the threads; return the bytes left over."""
+        with self.lock:
+            if self.is_closed:
+                return 0
+            self.is_closed = True
+        self.flush(deadline)
+        self.cycles.announce(at_end=True)
+        with self.lock:
+            lost = self.budget.held_bytes
+            for target in [target for target in self.open if not target.is_busy]:
+                target.is_closing = True
+                self.submit(target)
+            self._has_ended = True
+            self._work.notify_all()
+        self._loop.wake()
+        self._timer.join()
+        for thread in self._writers:
+            thread.join(_CLOSE_S)
+        return lost
 
-    def _start(self) -> None:
-        name = f"nvrx-funnel-writer-{len(self._threads)}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._threads.append(thread)
+    # --- times
+
+    def _call_at(self, when: float, function: Callable[[], None]) -> None:
+        def arrange() -> None:
+            self._loop.call_at(when, function)
+
+        self._loop.post(arrange)
+
+    def _run_timer(self) -> None:
+        while not self._has_ended:
+            self._loop.run_once()
+        self._loop.close()
+
+    def _on_due(self, target: Target) -> None:
+        with self.lock:
+            target.is_scheduled = False
+            if target.is_busy:
+                return
+            if target.waiting:
+                self.submit(target)
+            elif target.error is not None:
+                # Only the disk's cache could not be written; there is nothing to try again.
+                target.error = None
+                self.troubled.discard(target)
+
+    def _watch(self) -> None:
+        """Look after writers that hang, as long as any work."""
+        now = time.monotonic()
+        hanging = []
+        with self.lock:
+            for target in self.working:
+                since = target.working_since
+                is_slow = since is not None and now - since > self._options.stall_s
+                if is_slow and not target.is_stalled:
+                    target.is_stalled = True
+                    self.troubled.add(target)
+                    hanging.append(target.path)
+            self._is_watching = bool(self.working)
+            if self._is_watching:
+                self._call_at(now + _WATCH_S, self._watch)
+            moved = self._grant() if hanging else []
+            self.settled.notify_all()
+            if self._ready and not self._idle_writers and len(self._writers) < _MAX_WRITERS:
+                self._start_writer()
+        _tell(moved)
+        for path in hanging:
+            _logger.warning("writing %r hangs; its data waits", path)
+
+    def _sync_all(self) -> None:
+        with self.lock:
+            for target in self.open:
+                if target.is_unsynced and not target.is_busy:
+                    self.submit(target)
+        self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
+
+    # --- writers
+
+    def _start_writer(self) -> None:
+        name = f"nvrx-funnel-writer-{len(self._writers)}"
+        thread = threading.Thread(target=self._run_writer, name=name, daemon=True)
+        self._writers.append(thread)
         thread.start()
 
-    def _run(self) -> None:
+    def _run_writer(self) -> None:
         while True:
-            with self._changed:
+            with self.lock:
                 while not self._ready:
-                    if self._is_closed:
+                    if self._has_ended:
                         return
-                    self._idle += 1
-                    self._changed.wait()
-                    self._idle -= 1
+                    self._idle_writers += 1
+                    self._work.wait()
+                    self._idle_writers -= 1
                 target = self._ready.popleft()
-            try:
-                self._serve(target)
-            except Exception:
-                # The boundary of the thread: one target's bug must not stop all others.
-                _logger.exception("writing %r failed in an unforeseen way", target.path)
+            # One target's bug must not stop all others.
+            _guarded(lambda target=target: self._serve(target))  # type: ignore[misc]
 
-
-class Ticker:
-    """A thread that calls functions at their time; they must be short."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        # Guards the heap.
-        self._changed = threading.Condition()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="nvrx-funnel-ticker", daemon=True)
-        self._thread.start()
-
-    def call_at(self, when: float, function: Callable[[], None]) -> None:
-        with self._changed:
-            heapq.heappush(self._heap, (when, next(self._order), function))
-            if self._heap[0][0] == when:
-                self._changed.notify()
-
-    def close(self) -> None:
-        """End the thread; what was due later is not called."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def _serve(self, target: Target) -> None:
+        """Write what waits for a target; in a writer's thread, which alone has it."""
         while True:
-            with self._changed:
-                while not self._is_closed:
-                    timeout = self._heap[0][0] - self._clock.monotonic() if self._heap else None
-                    if timeout is not None and timeout <= 0:
-                        break
-                    self._changed.wait(timeout)
-                if self._is_closed:
-                    return
-                function = heapq.heappop(self._heap)[2]
+            with self.lock:
+                target.working_since = time.monotonic()
+                chunks = target.next_batch()
             try:
-                function()
-            except Exception:
-                # The boundary of the thread: later calls must still come.
-                _logger.exception("a timed call failed in an unforeseen way")
+                if not chunks:
+                    self._serve_idle(target)
+                    return
+                log = target.log or self._open_log(target)
+                plan = Batch.plan(chunks, log)
+                if plan.buffers or plan.seqs:
+                    sync = self._options.fsync == "commit"
+                    log.append(plan.buffers, plan.seqs, sync=sync)
+                log.ends_line, log.last_stream = plan.ends_line, plan.last_stream
+            except StaleLogError:
+                self._close_log(target)
+                continue
+            except UnsafePathError as error:
+                self._close_log(target)
+                self._on_unsafe(target, error)
+                return
+            except OSError as error:
+                self._close_log(target)
+                self._on_error(target, error)
+                return
+            if not self._on_written(target, chunks, plan):
+                return
+
+    def _serve_idle(self, target: Target) -> None:
+        if target.is_unsynced and target.log is not None and not target.is_closing:
+            target.is_unsynced = False
+            target.log.sync()
+        if target.is_closing:
+            self._close_log(target)
+        with self.lock:
+            target.is_closing = False
+            self._release(target)
+            if target.waiting:
+                self.arrange(target, time.monotonic())
+
+    def _open_log(self, target: Target) -> LogFile:
+        target.log = LogFile(self._roots, target.place)
+        with self.lock:
+            self.open[target] = None
+            if len(self.open) > self._options.max_open_files:
+                oldest = next((t for t in self.open if not t.is_busy), None)
+                if oldest is not None:
+                    oldest.is_closing = True
+                    self.submit(oldest)
+        return target.log
+
+    def _close_log(self, target: Target) -> None:
+        if target.log is not None:
+            target.log.close()
+            target.log = None
+        with self.lock:
+            self.open.pop(target, None)
+
+    def _release(self, target: Target) -> None:
+        target.is_busy = False
+        target.working_since = None
+        self.working.discard(target)
+        self.settled.notify_all()
+
+    def _is_enough(self, target: Target) -> bool:
+        """Tell whether what waits for a target is not to be kept for more."""
+        is_full = target.held_bytes >= self._enough_bytes
+        return is_full or target.is_awaited or self._is_flushing
+
+    def _on_written(self, target: Target, chunks: list[Pending], plan: Batch) -> bool:
+        """Settle a batch; tell whether to go on with the same target at once."""
+        now = time.monotonic()
+        with self.lock:
+            was_troubled, error = target.is_troubled, target.error
+            target.error, target.is_stalled = None, False
+            self.troubled.discard(target)
+            target.written_at = now
+            target.is_unsynced = self._options.fsync == "interval"
+            if target in self.open:
+                self.open.move_to_end(target)
+            if target.path in self.targets:
+                self.targets.move_to_end(target.path)
+            self.written_bytes += sum(map(len, plan.buffers))
+            self.repeated_chunks += plan.repeated
+            self.budget.give(target.done(chunks))
+            moved = set()
+            for pending in chunks:
+                pending.source.settle(pending)
+                moved.add(pending.source)
+            if target.cycle is not None:
+                self.cycles.written(target.cycle)
+            moved.update(self._grant())
+            # An error's first success was a careful, small batch: go on.
+            goes_on = bool(target.waiting) and (was_troubled or self._is_enough(target))
+            if not goes_on:
+                self._release(target)
+                if target.waiting:
+                    self.arrange(target, now)
+            self.settled.notify_all()
+        if error is not None:
+            _logger.info("%r can be written again", target.path)
+        _tell(moved)
+        return goes_on
+
+    def _on_error(self, target: Target, error: OSError) -> None:
+        with self.lock:
+            is_new = target.error is None
+            retry_s = target.failed(error)
+            target.is_stalled = False
+            self.troubled.add(target)
+            self._release(target)
+            self._call_at(time.monotonic() + retry_s, lambda: self._on_due(target))
+            moved = self._grant()
+        if is_new:
+            why = error.strerror or error
+            _logger.error("%r cannot be written: %s; its data waits", target.path, why)
+        _tell(moved)
+
+    def _on_unsafe(self, target: Target, error: OSError) -> None:
+        reason = f"not a place for a log: {target.path!r}: {error.strerror or error}"
+        refusal = Refusal("INVALID_ARGUMENT", reason)
+        with self.lock:
+            target.is_refused = True
+            self.targets.pop(target.path, None)
+            self.troubled.discard(target)
+            chunks = list(target.waiting)
+            self.budget.give(target.done(chunks))
+            moved = set()
+            for pending in chunks:
+                self.lost_bytes += len(pending.data)
+                pending.source.abandon(pending)
+                pending.source.refuse(refusal)
+                moved.add(pending.source)
+            self._release(target)
+            moved.update(self._grant())
+        _tell(moved)
 
 
-_CYCLE = re.compile(r"_cycle(\d+)(?!\d)", re.ASCII)
-_MAX_DIGITS = 18
-_MAX_REMEMBERED = 10_000
+def _tell(sources: Iterable[Source]) -> None:
+    """Tell connections that their sources moved; with no lock held."""
+    for source in sources:
+        source.on_progress(source)
 
 
-@dataclass(slots=True, eq=False)
-class CycleFile:
-    """One cycle's log.
-
-    Attributes:
-        unwritten: Bytes that have arrived and are not in the file.
-        flushed_at: Wall time of the last write; `None` before the first.
-        is_complete: The line that says so was issued and nothing came since.
-    """
-
-    path: str
-    family: str
-    number: int
-    arrived_at: float
-    unwritten: int = 0
-    flushed_at: float | None = None
-    is_complete: bool = False
-
-
-class Completion:
-    """The files of cycles, and the announcement of those that look complete.
-
-    All but `announce` is called with the funnel's lock held.
-
-    Args:
-        idle_s: How long nothing must have come for a file.
-    """
-
-    def __init__(self, idle_s: float, state: FunnelState, ticker: Ticker, clock: Clock) -> None:
-        self._idle_s = idle_s
-        self._state = state
-        self._ticker = ticker
-        self._clock = clock
-        self._families: dict[str, dict[str, CycleFile]] = {}
-        self._files: dict[str, CycleFile] = {}
-        self._check_at = float("inf")
-
-    def track(self, path: str, now: float) -> CycleFile | None:
-        """Return the record of a file that belongs to a cycle, a new one at first sight."""
-        known = self._files.get(path)
-        if known is not None:
-            return known
-        folder, name = os.path.split(path)
-        match = _CYCLE.search(name)
-        if match is None or len(match[1]) > _MAX_DIGITS:
-            return None
-        family = os.path.join(folder, name[: match.start()] + name[match.end() :])
-        made = CycleFile(path, family, int(match[1]), now)
-        self._forget_old()
-        self._files[path] = made
-        self._families.setdefault(family, {})[path] = made
-        # It may be the successor that others were waiting for.
-        self._check_at_time(now)
-        return made
-
-    def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
-        """Return the files that look complete by now, each once."""
-        found = []
-        for family in self._families.values():
-            newest = _newest(family)
-            for file in sorted(family.values(), key=attrgetter("number")):
-                if (file.number < newest or at_end) and self._is_ripe(file, now, at_end=at_end):
-                    file.is_complete = True
-                    found.append(file)
-        return found
-
-    def next_check(self) -> float:
-        """Return when a file can look complete at the earliest; infinite if none can."""
-        times = [
-            file.arrived_at + self._idle_s
-            for family in self._families.values()
-            for newest in (_newest(family),)
-            for file in family.values()
-            if not file.is_complete and not file.unwritten and file.flushed_at is not None
-            and file.number < newest
-        ]  # fmt: skip
-        return min(times, default=float("inf"))
-
-    def _is_ripe(self, file: CycleFile, now: float, *, at_end: bool) -> bool:
-        if file.is_complete or file.unwritten or file.flushed_at is None:
-            return False
-        return at_end or now - file.arrived_at >= self._idle_s
-
-    def _forget_old(self) -> None:
-        if len(self._files) < _MAX_REMEMBERED:
-            return
-        done = [file for file in self._files.values() if file.is_complete]
-        for file in (done or list(self._files.values()))[: _MAX_REMEMBERED // 10]:
-            del self._files[file.path]
-            family = self._families[file.family]
-            del family[file.path]
-            if not family:
-                del self._families[file.family]
-
-    def arrived(self, file: CycleFile, now: float) -> None:
-        file.arrived_at = now
-        if file.is_complete:
-            file.is_complete = False
-            _logger.warning(
-                "Late chunk after heuristic cycle log complete: file_path=%s", file.path
-            )
-
-    def check_after(self, arrived_at: float) -> None:
-        """Look again once the idle time since a chunk has passed."""
-        self._check_at_time(arrived_at + self._idle_s)
-
-    def announce(self, *, at_end: bool = False) -> None:
-        """Announce what looks complete; at the end that is all that was written."""
-        with self._state.lock:
-            self._check_at = float("inf")
-            done = self.take_complete(self._clock.monotonic(), at_end=at_end)
-            if not at_end:
-                self._check_at_time(self.next_check())
-        for file in done:
-            _logger.info(
-                "Heuristic cycle log complete: file_path=%s last_flush_time=%s",
-                file.path,
-                _iso(file.flushed_at or 0.0),
-            )
-
-    def _check_at_time(self, when: float) -> None:
-        if when < self._check_at:
-            self._check_at = when
-            self._ticker.call_at(when, self.announce)
-
-
-def _iso(wall_s: float) -> str:
-    moment = datetime.fromtimestamp(wall_s, timezone.utc)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _newest(family: Mapping[str, CycleFile]) -> int:
-    return max(file.number for file in family.values())
+def _guarded(call: Callable[[], None]) -> None:
+    """Call a function at the boundary of a thread, which must outlive a bug in it."""
+    try:
+        call()
+    except Exception:
+        _logger.exception("a call of the log funnel failed in an unforeseen way")

@@ -1,40 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gRPC service of a server and its log streams: reading, acknowledging, refusing, ending.
+"""What the gRPC services of root and leaf have in common: calls, answers, access, listening.
 
-It lives in the event loop, so an idle stream costs a suspended coroutine and no thread. Messages
-are read one by one, and none while a chunk waits for space: gRPC's flow control then holds the
-sender.
+A service lives in the event loop, so an idle stream costs a suspended coroutine and no thread.
+Messages are read one by one, and none while a chunk waits for space: gRPC's flow control then holds
+the sender.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import errno
 import logging
 import socket
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+import threading
+from typing import TYPE_CHECKING, Any
 
 from . import chunks
-from .chunks import AckWriter, Chunk, Refusal, decode, forget_settled
-from .servicer import LoopQueue
-from .target import Source
+from .chunks import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
-    from .funnel import Funnel
-    from .queue import FunnelStats
-    from .servicer import LogAggregationServicer
     from .settings import Access
 
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
-MAX_ID_CHARS = 256
-_PATIENCE_S = 5.0
-_MAX_SOURCES = 4096
+MAX_MESSAGE_BYTES = 10 << 20
+_MAX_ID_CHARS = 256
+_SHOWN_REFUSALS = 20
+_MIN_PING_MS = 5_000
+_PING_MS, _PING_TIMEOUT_MS = 60_000, 20_000
+_WINDOW_BYTES = 256 << 10
+_MAX_PENDING = 100_000
+_ACK_SPACING_S = 0.05
 
-_logger = logging.getLogger("LogAggregationServer")
+
+class AckWriter:
+    """Acknowledgements of one call; it lives in the event loop.
+
+    However slow the sender reads, one number per stream is all that waits for it.
+    """
+
+    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
+        self._write = write
+        self.unsent: dict[str, tuple[int, Refusal | None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, also what it was told before.
+
+        Behind a leaf several senders may ask for the same numbers one after the other.
+        """
+        self.unsent[stream_id] = (seq, refusal)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def finish(self) -> None:
+        """Send what is left."""
+        self._ending.set_result(None)
+        if self._task is not None:
+            await self._task
+
+    def close(self) -> None:
+        """Stop sending; the call is over."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while self.unsent:
+                stream_id = next(iter(self.unsent))
+                await self._write(chunks.ack(stream_id, *self.unsent.pop(stream_id)))
+                if not self.unsent:
+                    # The end of the call ends this wait.
+                    await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
+        finally:
+            self._task = None
 
 
 class Rpc(abc.ABC):
@@ -48,17 +90,26 @@ class Rpc(abc.ABC):
         self._is_reading = False
         self.node_id = ""
 
-    @abc.abstractmethod
     async def run(self) -> None:
         """Take all chunks; return when every byte is in its file, raise the call's `Refusal`."""
+        try:
+            await self._take_all()
+            if self._acks is not None:
+                await self._acks.finish()
+        finally:
+            if self._acks is not None:
+                self._acks.close()
 
     @abc.abstractmethod
     def response(self) -> bytes:
         """Return the answer to a call that has ended."""
 
+    def clients(self) -> list[dict[str, Any]]:
+        """Return what a StatsResponse says of each stream."""
+        return []
+
     @abc.abstractmethod
-    def trailers(self) -> tuple[tuple[str, str], ...]:
-        """Return which chunk was refused, as far as is known."""
+    async def _take_all(self) -> None: ...
 
     @abc.abstractmethod
     async def _read_each(self) -> None: ...
@@ -82,187 +133,139 @@ class Rpc(abc.ABC):
         if self._is_reading and self._task is not None:
             self._task.cancel()
 
+    def _check_ids(self, chunk: chunks.Chunk) -> None:
+        if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
+            raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
 
-class StreamRpc(Rpc):
-    """A stream of the root; a connection to the funnel."""
 
-    def __init__(
-        self, funnel: Funnel, context: Any, loop_queue: LoopQueue, *, acknowledges: bool
-    ) -> None:
-        super().__init__(context, acknowledges=acknowledges)
-        self._funnel = funnel
-        self._loop_queue = loop_queue
-        self._is_relay = acknowledges and _has_errors_in_acks(context)
-        self._loop = asyncio.get_running_loop()
-        self.sources: dict[str, Source] = {}
-        self._is_waiting = False
-        # Why the last bytes of a stream that has ended cannot be written at present.
-        self._trouble = ""
+class RefusalLog:
+    """Logs refused streams, ever more seldom if there are many; for all threads."""
 
-    def progress(self, source: Source) -> None:
-        """Have a source's progress noted in the event loop; from any thread."""
-        # Without acknowledgements nothing follows from it while chunks are read.
-        if self._acks is not None or self._is_waiting or source.refusal is not None:
-            self._loop_queue.post(self._queue_ack, source)
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._count = 0
 
-    async def run(self) -> None:
-        is_clean = False
+    def add(self, node_id: str, refusal: Refusal) -> None:
+        with self._lock:
+            self._count += 1
+            count = self._count
+        if count <= _SHOWN_REFUSALS or count & (count - 1) == 0:
+            more = "" if count <= _SHOWN_REFUSALS else f" ({count} refusals so far)"
+            # Its text only: a handler that keeps records would keep the call with its traceback.
+            self._logger.warning(
+                "a stream of node %r is refused: %s%s", node_id, str(refusal), more
+            )
+
+
+class Service(abc.ABC):
+    """The methods of a server's service and its open streams; made in the event loop."""
+
+    def __init__(self, access: Access, logger: logging.Logger) -> None:
+        self._access = access
+        self.logger = logger
+        self._refusals = RefusalLog(logger)
+        self._rpcs: set[Rpc] = set()
+        self._left = asyncio.Event()
+        self._refuses_new = False
+
+    @property
+    def stream_count(self) -> int:
+        """How many streams are open."""
+        return len(self._rpcs)
+
+    @property
+    def is_healthy(self) -> bool:
+        """What the server answers to a health check."""
+        return True
+
+    def prepare_end(self) -> None:
+        """Refuse new streams from now on."""
+        self._refuses_new = True
+
+    @abc.abstractmethod
+    def log_stats(self) -> None:
+        """Log what was done so far."""
+
+    @abc.abstractmethod
+    def _open(self, context: Any, *, acknowledges: bool) -> Rpc: ...
+
+    @abc.abstractmethod
+    def _counts(self) -> dict[str, int]:
+        """Return counts by their names in a StatsResponse."""
+
+    def handlers(self) -> dict[str, Any]:
+        """Return gRPC's handlers; messages stay bytes."""
+        import grpc
+
+        return {
+            "StreamLogs": grpc.stream_unary_rpc_method_handler(self._stream_logs),
+            "StreamLogsAcked": grpc.stream_stream_rpc_method_handler(self._stream_logs_acked),
+            "HealthCheck": grpc.unary_unary_rpc_method_handler(self._health_check),
+            "Stats": grpc.unary_unary_rpc_method_handler(self._stats),
+        }
+
+    async def wait_empty(self) -> None:
+        while self._rpcs:
+            self._left.clear()
+            await self._left.wait()
+
+    async def _stream_logs(self, _requests: Any, context: Any) -> bytes:
+        return (await self._serve(context, acknowledges=False)).response()
+
+    async def _stream_logs_acked(self, _requests: Any, context: Any) -> None:
+        await self._serve(context, acknowledges=True)
+
+    async def _serve(self, context: Any, *, acknowledges: bool) -> Rpc:
+        # Plain code: when all nodes come at once, what one stream costs holds up all others.
+        await self._check_access(context)
+        if self._refuses_new:
+            await _abort(context, Refusal("UNAVAILABLE", "this server is ending"))
+        rpc = self._open(context, acknowledges=acknowledges)
+        self._rpcs.add(rpc)
         try:
-            await self._read_all()
-            is_clean = True
-            for source in self.sources.values():
-                self._funnel.finish(source, is_clean=True)
-            await self._until_settled()
-            if self._acks is not None:
-                for source in self.sources.values():
-                    state = (source.committed_seq, source.refusal)
-                    self._acks.send_if_new(source.stream_id, *state)
-                await self._acks.finish()
+            if acknowledges:
+                # The sender learns at once that the method exists.
+                await context.send_initial_metadata(())
+            await rpc.run()
+        except Refusal as refusal:
+            self._refusals.add(rpc.node_id, refusal)
+            await _abort(context, refusal)
         finally:
-            if not is_clean:
-                for source in self.sources.values():
-                    self._funnel.finish(source, is_clean=False)
-            if self._acks is not None:
-                self._acks.close()
+            self._rpcs.discard(rpc)
+            self._left.set()
+        return rpc
 
-    def response(self) -> bytes:
-        sources = self.sources.values()
-        if self._trouble:
-            return chunks.response(self._trouble, sum(s.written_bytes for s in sources))
-        seq = max((source.committed_seq for source in sources), default=0)
-        return chunks.response("OK", sum(s.received_bytes for s in sources), seq)
+    async def _health_check(self, _request: bytes, context: Any) -> bytes:
+        await self._check_access(context)
+        return chunks.health(len(self._rpcs), healthy=self.is_healthy)
 
-    def trailers(self) -> tuple[tuple[str, str], ...]:
-        refused = [source.refused_seq for source in self.sources.values() if source.refusal]
-        return (("nvrx-refused-seq", str(refused[0])),) if refused else ()
+    async def _stats(self, _request: bytes, context: Any) -> bytes:
+        await self._check_access(context)
+        clients = [client for rpc in self._rpcs for client in rpc.clients()]
+        return chunks.stats(self._counts(), len(self._rpcs), clients)
 
-    async def _read_each(self) -> None:
-        import grpc.aio
-
-        # One turn for each message: what can be done before the loop is.
-        end, read, offer = grpc.aio.EOF, self._context.read, self._funnel.offer
-        source: Source | None = None
-        self._is_reading = True
-        while (raw := await read()) is not end:
-            chunk = decode(raw)
-            if source is None or chunk.stream_id != source.stream_id:
-                self.node_id = self.node_id or chunk.node_id
-                source = self._source(chunk)
-            if source.refusal is not None and self._is_relay:
-                if not chunk.resumed:
-                    continue
-                source = self._start_again(source)
-            try:
-                if not offer(source, chunk, len(raw)):
-                    await self._until_admitted(source)
-            except Refusal as refusal:
-                if not self._is_relay:
-                    raise
-                _logger.debug("refused in an acknowledgement: %s", str(refusal))
-                self.progress(source)
-
-    def _source(self, chunk: Chunk) -> Source:
-        if len(chunk.stream_id) > MAX_ID_CHARS or len(chunk.node_id) > MAX_ID_CHARS:
-            raise Refusal("INVALID_ARGUMENT", f"an id has more than {MAX_ID_CHARS} characters")
-        source = self.sources.get(chunk.stream_id)
-        if source is None:
-            if len(self.sources) >= _MAX_SOURCES:
-                # Of streams that have ended, the connection of a leaf tells nothing. One that goes
-                # on after all is a new source; the ledger knows what it has sent.
-                forget_settled(self.sources, self._acks, _MAX_SOURCES, self._forget)
-            source = self._new_source(chunk.stream_id, chunk.node_id or self.node_id)
-            self.sources[chunk.stream_id] = source
-        return source
-
-    def _new_source(self, stream_id: str, node_id: str) -> Source:
-        return Source(self, stream_id, node_id, is_patient=not self._is_relay)
-
-    def _forget(self, source: Source) -> None:
-        self._funnel.finish(source, is_clean=False)
-
-    def _start_again(self, source: Source) -> Source:
-        self._funnel.finish(source, is_clean=False)
-        if self._acks is not None:
-            self._acks.forget(source.stream_id)
-        fresh = self._new_source(source.stream_id, source.node_id)
-        self.sources[source.stream_id] = fresh
-        return fresh
-
-    def _raise_refusal(self) -> None:
-        if self._is_relay:
-            return
-        for source in self.sources.values():
-            if source.refusal is not None:
-                raise source.refusal
-
-    def _queue_ack(self, source: Source) -> None:
-        self._changed.set()
-        if source.refusal is not None and not self._is_relay:
-            self._end_reading()
-        elif self._acks is not None and self.sources.get(source.stream_id) is source:
-            self._acks.send(source.stream_id, source.committed_seq, source.refusal)
-
-    async def _until_admitted(self, source: Source) -> None:
-        # Nothing to cancel here: a refusal ends this wait.
-        self._is_reading = False
-        # Before the first look: progress is passed over until then.
-        self._is_waiting = True
-        while source.waiting is not None:
-            self._changed.clear()
-            await self._changed.wait()
-        self._is_waiting = False
-        self._is_reading = True
-        self._raise_refusal()
-        if source.refusal is not None:
-            raise source.refusal
-
-    async def _until_settled(self) -> None:
-        since = self._loop.time()
-        self._is_waiting = True
-        while True:
-            self._changed.clear()
-            self._raise_refusal()
-            behind = [s for s in self.sources.values() if not s.is_settled and s.refusal is None]
-            if not behind:
-                return
-            try:
-                await asyncio.wait_for(self._changed.wait(), _PATIENCE_S)
-            except (asyncio.TimeoutError, TimeoutError):
-                self._trouble = self._trouble_of(behind, self._loop.time() - since)
-                if self._trouble:
-                    return
-
-    def _trouble_of(self, behind: list[Source], waited_s: float) -> str:
-        """Return the name of the error that keeps a stream's bytes from their file, if one does."""
-        # A sender without acknowledgements cannot tell waiting from writing, so it is told.
-        for source in behind if self._acks is None else ():
-            error = self._funnel.trouble_of(source)
-            if error is not None:
-                _logger.warning(
-                    "node %r leaves with %d bytes unwritten after %.0f s: %s",
-                    source.node_id, source.behind_bytes, waited_s, error.strerror,
-                )  # fmt: skip
-                return errno.errorcode.get(error.errno or errno.EIO, "EIO")
-        return ""
+    async def _check_access(self, context: Any) -> None:
+        """End the call unless it carries the job's token."""
+        token = self._access.token
+        if token is not None and not self._access.admits(context.invocation_metadata() or ()):
+            reason = "the job's token is missing or wrong (metadata 'authorization: Bearer ...')"
+            self.logger.warning("a call from %s is refused: %s", context.peer(), reason)
+            await _abort(context, Refusal("UNAUTHENTICATED", reason))
 
 
-def _has_errors_in_acks(context: Any) -> bool:
-    return ERRORS_IN_ACKS in [tuple(pair) for pair in context.invocation_metadata() or ()]
+async def _abort(context: Any, refusal: Refusal) -> None:
+    """End the call with the refusal's code."""
+    import grpc
 
-
-MAX_MESSAGE_BYTES = 10 << 20
-_MIN_PING_MS = 5_000
-_PING_MS, _PING_TIMEOUT_MS = 60_000, 20_000
-_WINDOW_BYTES = 256 << 10
-_MAX_PENDING = 100_000
+    await context.abort(grpc.StatusCode[refusal.code], refusal.reason)
 
 
 class AddressError(OSError):
     """The server cannot listen at its address."""
 
 
-def grpc_options() -> list[tuple[str, int]]:
-    """Return the settings of gRPC that both servers use."""
+def _grpc_options() -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -307,7 +310,7 @@ async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tu
     if _is_served(address):
         raise AddressError(f"cannot listen on {address}: another server does")
     credentials = access.server_credentials()
-    server = grpc.aio.server(options=grpc_options())
+    server = grpc.aio.server(options=_grpc_options())
     service = grpc.method_handlers_generic_handler(chunks.SERVICE, handlers)
     server.add_generic_rpc_handlers((service,))
     try:
@@ -336,143 +339,3 @@ def _is_served(address: str) -> bool:
         except (OSError, ValueError):
             return False
     return True
-
-
-AnyRpc = TypeVar("AnyRpc", bound=Rpc)
-
-
-class Service(abc.ABC, Generic[AnyRpc]):
-    """The methods of a server's service and its open streams; made in the event loop."""
-
-    logger: logging.Logger
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._rpcs: set[AnyRpc] = set()
-        self._left = asyncio.Event()
-        self._refuses_new = False
-
-    @property
-    def stream_count(self) -> int:
-        """How many streams are open."""
-        return len(self._rpcs)
-
-    @property
-    def is_healthy(self) -> bool:
-        """What the server answers to a health check."""
-        return True
-
-    @abc.abstractmethod
-    def log_stats(self) -> None:
-        """Log what was done so far."""
-
-    def refuse_new(self) -> None:
-        """Prepare the end; a root goes on taking streams until it stops."""
-
-    @abc.abstractmethod
-    def _open(self, context: Any, *, acknowledges: bool) -> AnyRpc: ...
-
-    @abc.abstractmethod
-    def _note_refusal(self, node_id: str, refusal: Refusal) -> None: ...
-
-    @abc.abstractmethod
-    def _found(self) -> tuple[FunnelStats, Iterable[Source], float]:
-        """Return counts, streams that are told one by one, and the monotonic time."""
-
-    def handlers(self) -> dict[str, Any]:
-        """Return gRPC's handlers; messages stay bytes."""
-        import grpc
-
-        return {
-            "StreamLogs": grpc.stream_unary_rpc_method_handler(self._stream_logs),
-            "StreamLogsAcked": grpc.stream_stream_rpc_method_handler(self._stream_logs_acked),
-            "HealthCheck": grpc.unary_unary_rpc_method_handler(self._health_check),
-            "Stats": grpc.unary_unary_rpc_method_handler(self._stats),
-        }
-
-    async def wait_empty(self) -> None:
-        while self._rpcs:
-            self._left.clear()
-            await self._left.wait()
-
-    async def _stream_logs(self, _requests: Any, context: Any) -> bytes:
-        return (await self._serve(context, acknowledges=False)).response()
-
-    async def _stream_logs_acked(self, _requests: Any, context: Any) -> None:
-        await self._serve(context, acknowledges=True)
-
-    async def _serve(self, context: Any, *, acknowledges: bool) -> AnyRpc:
-        # Plain code: when all nodes come at once, what one stream costs holds up all others.
-        await check_access(self._access, context)
-        if self._refuses_new:
-            await abort(context, Refusal("UNAVAILABLE", "this server is ending"))
-        rpc = self._open(context, acknowledges=acknowledges)
-        self._rpcs.add(rpc)
-        try:
-            if acknowledges:
-                # The sender learns at once that the method exists.
-                await context.send_initial_metadata(())
-            await rpc.run()
-        except Refusal as refusal:
-            self._note_refusal(rpc.node_id, refusal)
-            await abort(context, refusal, rpc.trailers())
-        finally:
-            self._rpcs.discard(rpc)
-            self._left.set()
-        return rpc
-
-    async def _health_check(self, _request: bytes, context: Any) -> bytes:
-        await check_access(self._access, context)
-        return chunks.health(len(self._rpcs), healthy=self.is_healthy)
-
-    async def _stats(self, _request: bytes, context: Any) -> bytes:
-        await check_access(self._access, context)
-        found, sources, now = self._found()
-        return chunks.stats(found, len(self._rpcs), sources, now)
-
-
-class RootService(Service[StreamRpc]):
-    """The root's service."""
-
-    logger = _logger
-
-    def __init__(self, servicer: LogAggregationServicer, access: Access) -> None:
-        super().__init__(access)
-        self._servicer = servicer
-        self._funnel = servicer.funnel
-        self._loop_queue = LoopQueue()
-
-    def log_stats(self) -> None:
-        found = self._funnel.stats()
-        _logger.info(
-            "received %d bytes in %d chunks, wrote %d bytes to %d files (%d failing), %d bytes wait"
-            " (at most %d), %d chunks came again, %d bytes lost, %d streams open",
-            found.received_bytes, found.received_chunks, found.written_bytes, found.files,
-            found.failing_files, found.buffered_bytes, found.buffered_bytes_peak,
-            found.repeated_chunks, found.lost_bytes, len(self._rpcs),
-        )  # fmt: skip
-
-    def _open(self, context: Any, *, acknowledges: bool) -> StreamRpc:
-        return StreamRpc(self._funnel, context, self._loop_queue, acknowledges=acknowledges)
-
-    def _note_refusal(self, node_id: str, refusal: Refusal) -> None:
-        self._servicer.note_refusal(node_id, refusal)
-
-    def _found(self) -> tuple[FunnelStats, Iterable[Source], float]:
-        sources = [source for rpc in self._rpcs for source in rpc.sources.values()]
-        return self._funnel.stats(), sources, self._funnel.now()
-
-
-async def check_access(access: Access, context: Any) -> None:
-    """End the call unless it carries the job's token."""
-    if access.token is not None and not access.admits(context.invocation_metadata() or ()):
-        reason = "the job's token is missing or wrong (metadata 'authorization: Bearer ...')"
-        _logger.warning("a call from %s is refused: %s", context.peer(), reason)
-        await abort(context, Refusal("UNAUTHENTICATED", reason))
-
-
-async def abort(context: Any, refusal: Refusal, trailers: tuple[tuple[str, str], ...] = ()) -> None:
-    """End the call with the refusal's code."""
-    import grpc
-
-    await context.abort(grpc.StatusCode[refusal.code], refusal.reason, trailers)

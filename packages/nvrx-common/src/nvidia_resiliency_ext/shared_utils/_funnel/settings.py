@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 
 FSYNC_POLICIES = ("never", "interval", "commit")
+_LEAST = {
+    "flush_bytes": 1,
+    "flush_interval_s": 0,
+    "completion_idle_s": 0,
+    "max_buffered_bytes": 1 << 20,
+    "max_files": 1,
+    "max_open_files": 1,
+    "max_stream_files": 1,
+    "max_stream_bytes": 0,
+    "stall_s": 0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +68,9 @@ class FunnelOptions:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name}={getattr(self, name)!r} must be at least {least}"
-            for name, least in (
-                ("flush_bytes", 1),
-                ("max_buffered_bytes", 1 << 20),
-                ("max_files", 1),
-                ("max_open_files", 1),
-                ("max_stream_files", 1),
-                ("max_stream_bytes", 0),
-            )
-            if getattr(self, name) < least
-        ]
-        problems += [
-            f"{name}={getattr(self, name)!r} must be a finite number of seconds, 0 or more"
-            for name in ("flush_interval_s", "completion_idle_s", "stall_s")
-            if not 0 <= getattr(self, name) < math.inf
+            f"{name}={getattr(self, name)!r} must be a finite number of at least {least}"
+            for name, least in _LEAST.items()
+            if not least <= getattr(self, name) < math.inf
         ]
         if self.fsync not in FSYNC_POLICIES:
             problems.append(f"fsync={self.fsync!r} must be one of {', '.join(FSYNC_POLICIES)}")
@@ -187,3 +186,18 @@ class Access:
 
     def _authority(self) -> bytes | None:
         return None if self.authority is None else self.authority.read()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What both servers are told.
+
+    Attributes:
+        host: Where it listens; `unix:PATH` for a Unix socket.
+        grace_s: How long it goes on serving after it was asked to end.
+    """
+
+    host: str
+    port: int
+    grace_s: float
+    access: Access
