@@ -14,7 +14,6 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
     Backoff,
     Chunk,
     MemoryBudget,
-    Outcome,
     Verdict,
     evaluate,
 )
@@ -333,7 +332,7 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
 )
 def test_verdicts(code: str, is_plain: bool, verdict: Verdict) -> None:
     """Each end of a call leads to what may help."""
-    assert evaluate(Outcome(code, ""), is_plain=is_plain) is verdict
+    assert evaluate(code, is_plain=is_plain) is verdict
 
 
 def test_backoff_spreads_and_starts_again() -> None:

@@ -279,7 +279,7 @@ class SendBuffer:
             self._refusal = reason
             self.stream.attention_at = 0
             self._done.notify_all()
-        self._budget.wake()
+        self._budget.add()
         return lost
 
     def pause(self, seconds: float) -> None:
@@ -338,7 +338,7 @@ class SendBuffer:
             self.stream.is_urgent = True
             self.stream.attention_at = 0
             self._work.notify_all()
-        self._budget.wake()
+        self._budget.add()
 
     def wait_until_confirmed(self, deadline: Deadline) -> None:
         """Wait until everything is confirmed or given up, at most until the deadline."""
@@ -361,7 +361,7 @@ class SendBuffer:
             self._is_stopped = True
             self._work.notify_all()
             self._done.notify_all()
-        self._budget.wake()
+        self._budget.add()
 
     def leave(self) -> Leftover:
         """Give everything back once no thread is left."""

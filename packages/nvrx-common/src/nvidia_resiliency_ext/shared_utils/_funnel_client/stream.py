@@ -185,7 +185,7 @@ class Stream:
         self._confirmed_seq = max(self._confirmed_seq, seq)
         if self._spill is not None:
             self._spill.confirmed(seq)
-        self._budget.give_memory(freed)
+        self._budget.add(memory=-freed)
         return freed > 0
 
     def move_to_spill(self) -> bool:
@@ -194,14 +194,14 @@ class Stream:
         For the end of a client: nothing is sent afterwards.
         """
         window = [*self._in_flight, *self._resend]
+        if self._gap.lines:
+            window.append(notice_of(self._gap))
         if self._spill is None or (window and not self._spill.put_first(window)):
             return False
         while self._waiting:
             if not self._push_out():
                 return False
-        if self.buffer and not self._append_to_spill(self._peek_chunk(len(self.buffer))):
-            return False
-        return not self._gap.lines or self._spill.append(notice_of(self._gap), Gap())
+        return not self.buffer or self._spill.append(self._peek_chunk(len(self.buffer)))
 
     def give_up(self) -> Gap:
         """Drop everything; return what that was."""
@@ -214,7 +214,7 @@ class Stream:
 
     def release(self) -> None:
         """Give the space back; nothing is sent any more."""
-        self._budget.give_memory(self._window_bytes + self._waiting_bytes)
+        self._budget.add(memory=-(self._window_bytes + self._waiting_bytes))
         self._window_bytes = self._waiting_bytes = 0
         for part in (self._in_flight, self._resend, self._waiting):
             part.clear()
@@ -223,28 +223,24 @@ class Stream:
     # Inside
 
     def _next_fresh(self, now: float) -> Chunk | None:
-        chunk = self._from_spill()
-        if chunk is not None:
-            return chunk
+        while not self._gap.lines and self._spill is not None and self._spill.has_unread():
+            chunk = self._spill.read()
+            if chunk is not None:
+                self._budget.add(memory=len(chunk.data))
+                return chunk
+            self._drop_oldest()
         if not self._waiting and not self._gap.lines:
             self._cut_if_due(now)
         if self._gap.lines:
+            # What was given up is older than all that has not been sent.
             chunk, self._gap = notice_of(self._gap), Gap()
-            self._budget.add_memory(len(chunk.data))
+            self._budget.add(memory=len(chunk.data))
             return chunk
         if not self._waiting:
             return None
         chunk = self._waiting.popleft()
         self._waiting_bytes -= len(chunk.data)
         return chunk
-
-    def _from_spill(self) -> Chunk | None:
-        while self._spill is not None and self._spill.has_unread():
-            chunk = self._spill.read()
-            if chunk is not None:
-                self._budget.add_memory(len(chunk.data))
-                return chunk
-        return None
 
     def _cut_if_due(self, now: float) -> None:
         if not self.is_urgent and now < self._next_batch_at:
@@ -265,7 +261,7 @@ class Stream:
                 self._waiting_bytes += len(chunk.data)
                 self._forget(end, chunk)
                 return True
-            if not self._waiting and self._append_to_spill(chunk):
+            if not self._waiting and self._spill is not None and self._spill.append(chunk):
                 self._forget(end, chunk)
                 return True
             if not self._drops:
@@ -273,7 +269,7 @@ class Stream:
             if not self._drop_oldest():
                 # Nothing older is left that could go: these are the oldest.
                 self._forget(end, chunk)
-                self._drop_chunk(chunk)
+                self._give_up(Gap(chunk.seq, chunk.lines, len(chunk.data)))
                 return True
 
     def _take_memory(self, size: int) -> bool:
@@ -284,17 +280,11 @@ class Stream:
 
     def _push_out(self) -> bool:
         """Move the oldest waiting chunk to the files."""
-        if not self._append_to_spill(self._waiting[0]):
+        if self._spill is None or not self._spill.append(self._waiting[0]):
             return False
         size = len(self._waiting.popleft().data)
         self._waiting_bytes -= size
-        self._budget.give_memory(size)
-        return True
-
-    def _append_to_spill(self, chunk: Chunk) -> bool:
-        if self._spill is None or not self._spill.append(chunk, self._gap):
-            return False
-        self._gap = Gap()
+        self._budget.add(memory=-size)
         return True
 
     def _peek_chunk(self, end: int) -> Chunk:
@@ -315,23 +305,19 @@ class Stream:
         self.bytes_taken += len(chunk.data)
 
     def _drop_oldest(self) -> bool:
-        if self._spill is not None:
-            dropped = self._spill.drop_oldest()
-            if dropped is not None:
-                self._count_dropped(dropped[0])
-                if not self._spill.put_gap(dropped[1]):
-                    self._gap = dropped[1].joined(self._gap)
-                return True
+        dropped = None if self._spill is None else self._spill.drop_oldest()
+        if dropped is not None:
+            self._give_up(dropped)
+            return True
         if not self._waiting:
             return False
         chunk = self._waiting.popleft()
         self._waiting_bytes -= len(chunk.data)
-        self._budget.give_memory(len(chunk.data))
-        self._drop_chunk(chunk)
+        self._budget.add(memory=-len(chunk.data))
+        self._give_up(Gap(chunk.seq, chunk.lines, len(chunk.data)))
         return True
 
-    def _drop_chunk(self, chunk: Chunk) -> None:
-        gap = Gap(chunk.seq, chunk.lines, len(chunk.data))
+    def _give_up(self, gap: Gap) -> None:
         self._count_dropped(gap)
         self._gap = self._gap.joined(gap)
 
