@@ -265,7 +265,10 @@ class SenderThread:
 
         try:
             call = self._link.start(
-                sending, self._send_buffer.path, self._stream_id, is_plain=sending.is_plain
+                self._send_buffer.chunks(sending),
+                self._send_buffer.path,
+                self._stream_id,
+                is_plain=sending.is_plain,
             )
         except (ConnectionAbortedError, ValueError, RuntimeError) as error:
             # The client closes its channel at this moment, or the interpreter ends.

@@ -59,8 +59,6 @@ class Stream:
         """Size of `buffer` from which on a writer must do more than append."""
         self.is_urgent = False
         """The whole lines in `buffer` leave at once."""
-        self.awaited_by = 0
-        """How many wait for confirmations."""
         self.lines_taken = 0
         self.bytes_taken = 0
         self.lines_confirmed = 0
