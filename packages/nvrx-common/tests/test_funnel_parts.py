@@ -208,10 +208,10 @@ def _cycles(idle_s: float) -> Completion:
     return Completion(idle_s, threading.Lock(), lambda _when, _function: None)
 
 
-def _flushed(cycles: Completion, path: str, now: float, unwritten: int = 0):
+def _flushed(cycles: Completion, path: str, now: float, *, is_whole: bool = True):
     file = cycles.track(path, now)
     assert file is not None
-    file.arrived_at, file.flushed_at, file.unwritten = now, now, unwritten
+    file.arrived_at, file.is_whole = now, is_whole
     return file
 
 
@@ -233,9 +233,9 @@ def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
     _flushed(cycles, "/e/a_cycle12.log", 5)
     assert cycles.next_check() == 10
     assert cycles.take_complete(9.9) == []
-    first.unwritten = 1
+    first.is_whole = False
     assert cycles.take_complete(10) == []
-    first.unwritten = 0
+    first.is_whole = True
     assert cycles.take_complete(10) == [first]
     assert cycles.take_complete(11) == []
     assert cycles.next_check() == float("inf")

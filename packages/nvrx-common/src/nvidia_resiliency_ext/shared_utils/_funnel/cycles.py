@@ -29,8 +29,8 @@ class CycleFile:
     """One cycle's log.
 
     Attributes:
-        unwritten: Bytes that have arrived and are not in the file.
-        flushed_at: Wall time of the last write; `None` before the first.
+        is_whole: Nothing waits for the file, and it was written.
+        flushed_at: Wall time of the write that made it so.
         is_complete: The line that says so was issued and nothing came since.
     """
 
@@ -38,8 +38,8 @@ class CycleFile:
     family: str
     number: int
     arrived_at: float
-    unwritten: int = 0
-    flushed_at: float | None = None
+    is_whole: bool = False
+    flushed_at: float = 0.0
     is_complete: bool = False
 
 
@@ -90,8 +90,8 @@ class Completion:
             )
 
     def written(self, file: CycleFile) -> None:
-        """Note a write; look again once the idle time since the last chunk has passed."""
-        file.flushed_at = time.time()
+        """Note that all is written; look again once the idle time since then has passed."""
+        file.is_whole, file.flushed_at = True, time.time()
         self._check_no_later_than(file.arrived_at + self._idle_s)
 
     def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
@@ -118,7 +118,7 @@ class Completion:
             if not at_end:
                 self._check_no_later_than(self.next_check())
         for file in done:
-            moment = datetime.fromtimestamp(file.flushed_at or 0.0, timezone.utc)
+            moment = datetime.fromtimestamp(file.flushed_at, timezone.utc)
             _logger.info(
                 "Heuristic cycle log complete: file_path=%s last_flush_time=%s",
                 file.path,
@@ -133,7 +133,8 @@ class Completion:
         found = [
             file
             for file in self._files.values()
-            if not (file.is_complete or file.unwritten or file.flushed_at is None)
+            if file.is_whole
+            and not file.is_complete
             and (at_end or file.number < newest[file.family])
         ]
         return sorted(found, key=attrgetter("family", "number"))

@@ -82,12 +82,6 @@ class Funnel:
                     end = Pending(source, 0, memoryview(b""), 0, now)
                     end.is_end = True
                     self._admit(target, end, now)
-            if is_clean and not source.is_settled:
-                # Its sender waits for the answer, and sends no more until it comes.
-                for target in source.targets.values():
-                    if target.waiting:
-                        target.is_awaited = True
-                        self.queue.arrange(target, now)
             source.unfinished.clear()
             for target in source.targets.values():
                 target.users -= 1

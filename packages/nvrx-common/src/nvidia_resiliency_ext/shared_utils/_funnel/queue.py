@@ -362,8 +362,7 @@ class Queue:
 
     def _is_enough(self, target: Target) -> bool:
         """Tell whether what waits for a target is not to be kept for more."""
-        is_full = target.held_bytes >= self._enough_bytes
-        return is_full or target.is_awaited or self._is_flushing
+        return target.held_bytes >= self._enough_bytes or self._is_flushing
 
     def _on_written(self, target: Target, chunks: list[Pending], plan: Batch) -> bool:
         """Settle a batch; tell whether to go on with the same target at once."""
@@ -385,7 +384,7 @@ class Queue:
             for pending in chunks:
                 pending.source.settle(pending)
                 moved.add(pending.source)
-            if target.cycle is not None:
+            if target.cycle is not None and not target.waiting:
                 self.cycles.written(target.cycle)
             moved.update(self._grant())
             # An error's first success was a careful, small batch: go on.

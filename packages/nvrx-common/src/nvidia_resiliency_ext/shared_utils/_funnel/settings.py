@@ -174,9 +174,9 @@ class Access:
         )
 
     def channel_files(self) -> tuple[bytes, bytes | None, bytes | None] | None:
-        """Return authority, key and certificate for a leaf's way to the root, as they are now.
+        """Return authority, key and certificate for a way to the server, as they are now.
 
-        `None` without TLS.
+        `None` without TLS. A channel keeps those that it began with.
         """
         authority = self._authority()
         if authority is None:

@@ -41,7 +41,6 @@ class Target:
         waiters: Sources that wait for space in it.
         is_busy: It waits for a writer or is with one; no other writer takes it.
         is_scheduled: A write at a later time is arranged.
-        is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
         working_since: When the writer began what it does; `None` when it does nothing.
         written_at: When it was last written (monotonic).
         error: Why it cannot be written at present.
@@ -57,7 +56,6 @@ class Target:
     waiters: int = 0
     is_busy: bool = False
     is_scheduled: bool = False
-    is_awaited: bool = False
     is_stalled: bool = False
     is_refused: bool = False
     is_closing: bool = False
@@ -79,7 +77,7 @@ class Target:
         self.waiting.append(pending)
         self.held_bytes += pending.size
         if self.cycle is not None:
-            self.cycle.unwritten += pending.size
+            self.cycle.is_whole = False
 
     def extend_last(self, source: Source, data: memoryview) -> bool:
         """Add a small chunk to the last one, if that is its source's and no writer has it.
@@ -95,8 +93,6 @@ class Target:
         if last.size >= _JOINED_BYTES:
             last.growing = None
         self.held_bytes += size
-        if self.cycle is not None:
-            self.cycle.unwritten += size
         return True
 
     def next_batch(self) -> list[Pending]:
@@ -112,8 +108,6 @@ class Target:
         if taken:
             # The writer has it from now on.
             taken[-1].growing = None
-        if len(taken) == len(self.waiting):
-            self.is_awaited = False
         return taken
 
     def done(self, batch: list[Pending]) -> int:
@@ -123,8 +117,6 @@ class Target:
             self.waiting.popleft()
             held += pending.size
         self.held_bytes -= held
-        if self.cycle is not None:
-            self.cycle.unwritten -= held
         return held
 
     def failed(self, error: OSError) -> float:
