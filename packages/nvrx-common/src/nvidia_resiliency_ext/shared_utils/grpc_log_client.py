@@ -180,7 +180,6 @@ _LARGEST_PATH_BYTES = 4000
 _LARGEST_NAME_BYTES = 230
 _STREAM_ID_BYTES = 16
 _AT_EXIT_S = 5.0
-_LAST_CALL_S = 2.0
 
 _clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 
@@ -311,10 +310,8 @@ class LogFunnelClient:
             deadline_s: Seconds for all of them; None: no limit. Default 30.
         """
         deadline = Deadline.after(deadline_s)
-        with self._lock:
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
         errors = []
-        for send_buffer in send_buffers:
+        for send_buffer in self._send_buffers():
             try:
                 send_buffer.flush(deadline)
             except NvrxError as error:
@@ -324,9 +321,7 @@ class LogFunnelClient:
 
     def try_again(self) -> None:
         """Let targets that wait before their next try not wait, for a token that has changed."""
-        with self._lock:
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
-        for send_buffer in send_buffers:
+        for send_buffer in self._send_buffers():
             send_buffer.hurry()
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
@@ -343,7 +338,7 @@ class LogFunnelClient:
         deadline = Deadline.after(deadline_s)
         with self._lock:
             self._is_closed = True
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
+        send_buffers = self._send_buffers()
         try:
             for send_buffer in send_buffers:
                 send_buffer.finish()
@@ -363,6 +358,10 @@ class LogFunnelClient:
         for send_buffer in send_buffers:
             total += FunnelStats(**send_buffer.snapshot())
         return total + FunnelStats(bytes_in_spill=self._budget.spill_bytes)
+
+    def _send_buffers(self) -> list[SendBuffer]:
+        with self._lock:
+            return [opened.send_buffer for opened in self._opened.values()]
 
     def _make_target(self, path: str) -> _Opened:
         spill, first_seq = None, 1
@@ -396,10 +395,8 @@ class LogFunnelClient:
             write_timeout_s=self._write_timeout_s,
         )
         sender = SenderThread(send_buffer, self._link, self._notices, self.endpoint, stream_id)
-        sender.start()
-        return _Opened(
-            LogTarget(send_buffer, self._budget, self._close_target), send_buffer, sender
-        )
+        target = LogTarget(send_buffer, self._budget, self._close_target)
+        return _Opened(target, send_buffer, sender)
 
     def _close_target(self, send_buffer: SendBuffer, deadline: Deadline) -> bool:
         if self._owner_pid != os.getpid():
@@ -409,14 +406,7 @@ class LogFunnelClient:
             opened = self._opened.get(send_buffer.path)
         if opened is None or opened.send_buffer is not send_buffer:
             return True  # somebody else has closed it
-        send_buffer.wait_until_confirmed(deadline)
-        # A server that has everything ends the call; one that does not is not waited for.
-        if not send_buffer.wait_until_ended(
-            Deadline.after(min(_LAST_CALL_S, deadline.remaining()))
-        ):
-            send_buffer.stop()
-            opened.sender.cancel()
-        opened.sender.join(_LAST_CALL_S)
+        opened.sender.close(deadline)
         with self._lock:
             if self._opened.pop(send_buffer.path, None) is None:
                 return True

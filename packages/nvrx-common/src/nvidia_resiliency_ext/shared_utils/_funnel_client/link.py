@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
@@ -110,6 +111,7 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 _LONGEST_REASON = 300
+_LAST_CALL_S = 2.0
 # gRPC in a forked child is of no use, and taking it down there can hang: it stays as it is.
 _ABANDONED: list[object] = []
 
@@ -214,7 +216,7 @@ class Link:
 
 
 class SenderThread:
-    """Keeps a call to the server open as long as there is something to send.
+    """Connects at once and keeps a call to the server open until everything is sent.
 
     Args:
         stream_id: Under which the server counts the lines.
@@ -234,20 +236,20 @@ class SenderThread:
         self._away_since: float | None = None
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="nvrx-log-funnel", daemon=True)
-
-    def start(self) -> None:
-        """Connect at once."""
         self._thread.start()
 
-    def cancel(self) -> None:
-        """End the present call."""
-        call = self._call
-        if call is not None:
-            call.cancel()
-
-    def join(self, timeout_s: float | None) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def close(self, deadline: Deadline) -> None:
+        """Wait for confirmations until the deadline; end the call and the thread."""
+        self._send_buffer.wait_until_confirmed(deadline)
+        # A server that has everything ends the call; one that does not is not waited for.
+        if not self._send_buffer.wait_until_ended(
+            Deadline.after(min(_LAST_CALL_S, deadline.remaining()))
+        ):
+            self._send_buffer.stop()
+            call = self._call
+            if call is not None:
+                call.cancel()
+        self._thread.join(_LAST_CALL_S)
 
     def _run(self) -> None:
         try:
