@@ -86,8 +86,9 @@ def test_garbage_is_refused_where_protobuf_refuses_it() -> None:
 
 def test_a_leaf_names_a_chunk_without_reading_it() -> None:
     """What a leaf appends wins over what the sender gave, and the rest stays."""
+    _pb()
     raw = b"\x0a\x011\x12\x03hi\n"
-    found = chunks.decode(chunks.named(raw, "leaf", 300, resumed=True))
+    found = chunks.decode(chunks.named(raw, "leaf", 300) + chunks.RESUMED)
     assert _fields(found) == (b"hi\n", "1", "", "leaf", 300, True)
 
 

@@ -120,18 +120,15 @@ def decode(raw: bytes) -> Chunk:  # noqa: C901, PLR0912 - one loop without calls
     return chunk
 
 
-def named(raw: bytes, stream_id: str, seq: int, *, resumed: bool = False) -> bytes:
+def named(raw: bytes, stream_id: str, seq: int) -> bytes:
     """Return the message with a stream and a number; of fields that come twice the last counts."""
-    identity = stream_id.encode()
-    parts = [raw, _encode(_STREAM_ID), _encode(len(identity)), identity, _encode(_SEQ)]
-    parts.append(_encode(seq))
-    return b"".join([*parts, RESUMED]) if resumed else b"".join(parts)
+    return raw + bytes(_pb().LogChunk(stream_id=stream_id, seq=seq).SerializeToString())
 
 
 def line_end(node_id: str, file_path: str) -> bytes:
     """Return a message that ends the last line of a file."""
-    fields = ((_NODE_ID, node_id.encode()), (_DATA, b"\n"), (_FILE_PATH, file_path.encode()))
-    return b"".join(_encode(tag) + _encode(len(value)) + value for tag, value in fields)
+    message = _pb().LogChunk(node_id=node_id, data=b"\n", file_path=file_path)
+    return bytes(message.SerializeToString())
 
 
 def record_end(unfinished: set[_File], file: _File, data: memoryview | bytearray) -> None:
@@ -158,21 +155,12 @@ def _varint(raw: bytes, position: int) -> tuple[int, int]:
     raise _malformed("a number of more than 64 bits")
 
 
-def _encode(value: int) -> bytes:
-    made = bytearray()
-    while value > _LOW:
-        made.append(value & _LOW | _MORE)
-        value >>= 7
-    made.append(value)
-    return bytes(made)
-
-
 def _malformed(what: str) -> Refusal:
     return Refusal("INVALID_ARGUMENT", f"not a LogChunk: {what}")
 
 
-RESUMED = _encode(_RESUMED) + b"\x01"
-"""Appended to a message, says that its sender knows of a refusal and goes on."""
+RESUMED = b"\xb0\x06\x01"
+"""Appended to a message, says that its sender knows of a refusal and goes on: `resumed = true`."""
 
 
 SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"

@@ -7,6 +7,7 @@ through the source's `on_progress` when something moved.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections import deque
@@ -100,13 +101,13 @@ class Funnel:
         with self.queue.settled:
             self.queue.settled.wait_for(lambda: source.waiting is None or self.queue.is_closed)
 
-    def trouble_of(self, source: Source) -> OSError | None:
-        """Return why a chunk of the source cannot be written at present, if one cannot."""
+    def trouble_of(self, source: Source) -> str:
+        """Return the name of the error that keeps chunks of the source from their file, if any."""
         with self.queue.lock:
             for target in self.queue.troubled:
                 if target.error and any(item.source is source for item in target.waiting):
-                    return target.error
-        return None
+                    return errno.errorcode.get(target.error.errno or errno.EIO, "EIO")
+        return ""
 
     def stats(self) -> dict[str, int]:
         """Return counts by their names in a StatsResponse."""

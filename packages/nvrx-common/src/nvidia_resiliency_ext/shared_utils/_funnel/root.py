@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections import deque
@@ -226,12 +225,12 @@ class StreamRpc(Rpc):
         # A sender without acknowledgements cannot tell waiting from writing, so it is told.
         for source in behind if self._acks is None else ():
             error = self._funnel.trouble_of(source)
-            if error is not None:
+            if error:
                 _logger.warning(
                     "node %r leaves with %d bytes unwritten after %.0f s: %s",
-                    source.node_id, source.behind_bytes, waited_s, error.strerror,
+                    source.node_id, source.behind_bytes, waited_s, error,
                 )  # fmt: skip
-                return errno.errorcode.get(error.errno or errno.EIO, "EIO")
+                return error
         return ""
 
 

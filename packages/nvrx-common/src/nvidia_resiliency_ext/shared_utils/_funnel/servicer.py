@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -122,10 +121,9 @@ class LogAggregationServicer:
                     self._funnel.finish(source, is_clean=True)
             for source in sources.values():
                 while not self._funnel.wait_settled(source, Deadline.after(_PATIENCE_S)):
-                    error = self._funnel.trouble_of(source)
-                    if error is not None:
+                    status = self._funnel.trouble_of(source)
+                    if status:
                         written = sum(item.written_bytes for item in sources.values())
-                        status = errno.errorcode.get(error.errno or errno.EIO, "EIO")
                         return pb.StreamResponse(status=status, bytes_received=written)
                 if source.refusal is not None:
                     return self._abort(context, sources, source.refusal)

@@ -154,10 +154,7 @@ class Access:
 
         if self.certificate is None or self.key is None:
             return None
-        shown = (self.key.read(), self.certificate.read(), self._authority())
-
-        def configuration(key: bytes, certificate: bytes, authority: bytes | None) -> Any:
-            return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+        shown: tuple[bytes, bytes, bytes | None] | None = None
 
         def changed() -> Any | None:
             nonlocal shown
@@ -167,10 +164,10 @@ class Access:
             if now == shown:
                 return None
             shown = now
-            return configuration(*now)
+            return grpc.ssl_server_certificate_configuration([now[:2]], now[2])
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(*shown), changed, require_client_authentication=self.authority is not None
+            changed(), changed, require_client_authentication=self.authority is not None
         )
 
     def channel_files(self) -> tuple[bytes, bytes | None, bytes | None] | None:

@@ -122,10 +122,9 @@ class Backoff:
         self._failures += 1
         return self._draw.uniform(0.0, longest_s)
 
-    @staticmethod
-    def slow_s(draw: float) -> float:
+    def slow_s(self) -> float:
         """Return the seconds to wait where the cause will not go away by itself."""
-        return SLOW_RETRY_S * (0.75 + 0.5 * draw)
+        return SLOW_RETRY_S * self._draw.uniform(0.75, 1.25)
 
 
 RESERVE_BYTES = 128 * 1024

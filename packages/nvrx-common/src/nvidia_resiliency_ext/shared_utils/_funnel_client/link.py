@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import random
 import re
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -230,10 +229,9 @@ class SenderThread:
         self._notices = notices
         self._endpoint = endpoint
         self._stream_id = stream_id
-        self._draw = random.Random()  # noqa: S311 - spreads load, guards nothing
-        self._backoff = Backoff(self._draw)
+        self._backoff = Backoff()
         self._is_plain = False
-        self._away_since: float | None = None
+        self._was_away = False
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="nvrx-log-funnel", daemon=True)
         self._thread.start()
@@ -279,17 +277,16 @@ class SenderThread:
         self._call = call
         has_progressed, status = False, "OK"
         try:
-            if sending.is_plain:
-                # Its end confirms what was sent, if the server could write.
-                status = str(call.result().status)
-                if status == "OK" and sending.last_seq:
-                    has_progressed = self._take(self._stream_id, sending.last_seq)
-            else:
-                for ack in call:
-                    progress = self._take(ack.stream_id, ack.committed_seq)
-                    has_progressed = progress or has_progressed
-        except (grpc.RpcError, grpc.FutureCancelledError):
-            self._notices.emit()  # the status tells
+            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):  # the status tells
+                if sending.is_plain:
+                    # Its end confirms what was sent, if the server could write.
+                    status = str(call.result().status)
+                    if status == "OK" and sending.last_seq:
+                        has_progressed = self._take(self._stream_id, sending.last_seq)
+                else:
+                    for ack in call:
+                        progress = self._take(ack.stream_id, ack.committed_seq)
+                        has_progressed = progress or has_progressed
         finally:
             self._call = None
             self._send_buffer.end(sending)
@@ -339,7 +336,7 @@ class SenderThread:
         if verdict is Verdict.RETRY_SLOWLY:
             line = f"{self._endpoint} does not let us in ({outcome}); lines wait here meanwhile"
             self._notices.state("refused", logging.ERROR, line)
-            delay_s = Backoff.slow_s(self._draw.random())
+            delay_s = self._backoff.slow_s()
         else:
             self._is_away(outcome)
             delay_s = self._backoff.next_s()
@@ -348,16 +345,14 @@ class SenderThread:
         return True
 
     def _is_away(self, outcome: str) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+        if not self._was_away:
+            self._was_away = True
             return  # a server that restarts is back before anybody needs to know
         line = f"{self._endpoint} is away ({outcome}); lines wait here meanwhile"
         self._notices.state("away", logging.WARNING, line)
 
     def _is_back(self) -> None:
-        if self._away_since is None and not self._notices.is_in_trouble():
-            return
-        self._away_since = None
+        self._was_away = False
         if self._notices.is_in_trouble():
             line = f"{self._endpoint} takes lines again"
             self._notices.state("up", logging.INFO, line)
