@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from bad_files import PREFIX_BYTES, Hung, largest_file, make_large
 
-from nvidia_resiliency_ext.shared_utils._funnel import files
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk, Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.files import Place, Roots, ledger_name
-from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
-from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.target import Source, Target
+from nvidia_resiliency_ext.shared_utils._funnel.server import files
+from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place, Roots, ledger_name
+from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
+from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 
@@ -301,7 +301,7 @@ def test_crash_at_any_byte_of_a_batch_is_repaired(rigs, tmp_path: Path, written:
     rig.funnel.close(Deadline.after(5))
     batch = b"".join(b"line %04d\n" % i for i in range(4))
     # As the server does it: the record first, then the bytes, as far as it came.
-    from nvidia_resiliency_ext.shared_utils._funnel.files import encode
+    from nvidia_resiliency_ext.shared_utils._funnel.server.files import encode
 
     with (tmp_path / ledger_name("x.log")).open("ab") as beside:
         beside.write(encode(10, 50, {"s": 5}))
@@ -332,7 +332,7 @@ def test_large_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_void_batch_stays_void_after_two_restarts(rigs, tmp_path: Path) -> None:
     """A record that was taken back is not believed later, when the log has grown past its end."""
     (tmp_path / "x.log").write_bytes(b"")
-    from nvidia_resiliency_ext.shared_utils._funnel.files import encode
+    from nvidia_resiliency_ext.shared_utils._funnel.server.files import encode
 
     (tmp_path / ledger_name("x.log")).write_bytes(encode(0, 6, {"a": 1}))
     for stream in ("b", "c"):

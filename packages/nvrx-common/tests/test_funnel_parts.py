@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel import chunks, settings
-from nvidia_resiliency_ext.shared_utils._funnel import files as ledger
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.cycles import Completion
-from nvidia_resiliency_ext.shared_utils._funnel.queue import Budget, Verdict
-from nvidia_resiliency_ext.shared_utils._funnel.root import LoopQueue
-from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.target import Source
+from nvidia_resiliency_ext.shared_utils._funnel.server import chunks, settings
+from nvidia_resiliency_ext.shared_utils._funnel.server import files as ledger
+from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
+from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -384,8 +384,8 @@ class _Call:
 def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that are forgotten to save memory have been told that all of theirs is written."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import root
-    from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
     monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
@@ -411,8 +411,8 @@ def test_streams_that_nobody_listens_for_are_bounded(
 ) -> None:
     """A sender that takes no answers and opens ever more streams is refused."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import root
-    from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
     monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
@@ -436,9 +436,9 @@ def test_streams_that_nobody_listens_for_are_bounded(
 def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     """A leaf has one stream for each call; a second name in it is refused."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import leaf
-    from nvidia_resiliency_ext.shared_utils._funnel.files import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay
+    from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
+    from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
+    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
 
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from bad_files import largest_file
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, MemoryBudget
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
-from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk, MemoryBudget
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 KIB = 1024
 
@@ -207,10 +207,10 @@ def test_lock_ends_with_the_process(case: SpillCase) -> None:
     """The lock of a process killed with SIGKILL is gone with it, although a child of it lives."""
     program = f"""
 import os, subprocess, sys
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import MemoryBudget
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import MemoryBudget
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
 spill = Spill({str(case.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
               MemoryBudget(1 << 20, 1 << 20), print)
 assert spill.append(Chunk(1, b"a\\n", 1))

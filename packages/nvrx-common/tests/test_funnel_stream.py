@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     BATCH_BYTES,
     MAX_LINE_BYTES,
     RESERVE_BYTES,
@@ -17,9 +17,9 @@ from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
     Verdict,
     evaluate,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
-from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 pytestmark = pytest.mark.slow
 

@@ -18,12 +18,12 @@ import funnel_peers as peers
 import grpc
 from funnel_peers import chunk, send, send_acked
 
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import run as run_leaf
-from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
-from nvidia_resiliency_ext.shared_utils._funnel.service import AddressError
-from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
+from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import LeafConfig
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import run as run_leaf
+from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayStream
+from nvidia_resiliency_ext.shared_utils._funnel.server.service import AddressError
+from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
 pytestmark = pytest.mark.slow
@@ -270,7 +270,7 @@ def _in_loop(program) -> None:
 
 
 def _chunk(seq: int):
-    from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
+    from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk
 
     return Chunk("0", memoryview(b"x"), "/x", "s", seq)
 

@@ -715,8 +715,8 @@ def test_first_answer_imports_nothing() -> None:
     """Whatever an answer needs is there before the first call, which would hold up all streams."""
     program = """if True:
         import sys
-        from nvidia_resiliency_ext.shared_utils._funnel import command, process
-        from nvidia_resiliency_ext.shared_utils._funnel import chunks as messages
+        from nvidia_resiliency_ext.shared_utils._funnel.server import command, process
+        from nvidia_resiliency_ext.shared_utils._funnel.server import chunks as messages
         async def answer():
             before = set(sys.modules)
             messages.health(1), messages.response("OK", 1), messages.ack("s", 1)
@@ -734,7 +734,7 @@ def test_memory_of_messages_is_used_again() -> None:
     """The pages of a message serve for the next one, without a fault for each."""
     program = """if True:
         import resource
-        from nvidia_resiliency_ext.shared_utils._funnel import process
+        from nvidia_resiliency_ext.shared_utils._funnel.server import process
         async def take():
             begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             for size in [65_500] * 100 + [262_100] * 50:

@@ -14,21 +14,22 @@ import weakref
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     BATCH_BYTES,
     MemoryBudget,
     Notices,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.link import (
+from nvidia_resiliency_ext.shared_utils._funnel.client.link import (
     FunnelTls,
     Link,
     SenderThread,
     access_of,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.send_buffer import Leftover, SendBuffer
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
-from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import Leftover, SendBuffer
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import (
     ConfigError,
@@ -175,9 +176,6 @@ DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
 _SMALLEST_MEMORY_BYTES = 512 * 1024
 _LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
 _WINDOW_SHARE = 4
-# The server's limits: it answers longer ones as it does for a file that is full for now.
-_LARGEST_PATH_BYTES = 4000
-_LARGEST_NAME_BYTES = 230
 _STREAM_ID_BYTES = 16
 _AT_EXIT_S = 5.0
 
@@ -457,15 +455,16 @@ def _default_spill_dir() -> str:
 
 
 def _check_path(path: str) -> None:
+    # The server answers too long ones as it does for a file that is full for now.
     problem = ""
     if not os.path.isabs(path):
         problem = "it is not absolute"
     elif not path.isprintable():
         problem = "it holds characters that cannot be printed"
-    elif len(path.encode()) > _LARGEST_PATH_BYTES:
-        problem = f"it is over {_LARGEST_PATH_BYTES} bytes"
-    elif any(len(name.encode()) > _LARGEST_NAME_BYTES for name in path.split("/")):
-        problem = f"a name in it is over {_LARGEST_NAME_BYTES} bytes"
+    elif len(path.encode()) > MAX_PATH_BYTES:
+        problem = f"it is over {MAX_PATH_BYTES} bytes"
+    elif any(len(name.encode()) > MAX_NAME_BYTES for name in path.split("/")):
+        problem = f"a name in it is over {MAX_NAME_BYTES} bytes"
     if problem:
         raise ConfigError(f"the log target {path[:200]!r}: {problem}")
 

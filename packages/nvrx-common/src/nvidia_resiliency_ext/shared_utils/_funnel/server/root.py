@@ -20,7 +20,9 @@ from .target import Source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .settings import Access, FunnelOptions, ServerConfig
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
+
+    from .settings import FunnelOptions, ServerConfig
 
 
 _PATIENCE_S = 5.0

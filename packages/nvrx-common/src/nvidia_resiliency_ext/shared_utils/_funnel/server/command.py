@@ -10,11 +10,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import console
+from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import leaf, process, root
 from .service import AddressError
-from .settings import FSYNC_POLICIES, Access, FunnelOptions, ServerConfig
+from .settings import FSYNC_POLICIES, FunnelOptions, ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

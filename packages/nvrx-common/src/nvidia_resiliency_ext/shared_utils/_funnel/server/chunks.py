@@ -163,9 +163,6 @@ RESUMED = b"\xb0\x06\x01"
 """Appended to a message, says that its sender knows of a refusal and goes on: `resumed = true`."""
 
 
-SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
-
-
 def _pb() -> Any:
     from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2
 

@@ -16,14 +16,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
+
 from . import chunks
 from .chunks import Refusal
-from .service import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
+from .service import ERRORS_IN_ACKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .settings import Access
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
 
 _STREAM_SHARE = 8
@@ -252,7 +254,7 @@ class Upstream:
         """Wait until the root says that it is healthy; return why not, if it does not in time."""
         import grpc
 
-        check = self._channel.unary_unary(f"/{chunks.SERVICE}/HealthCheck")
+        check = self._channel.unary_unary(f"/{SERVICE}/HealthCheck")
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         why = "no answer"
@@ -333,9 +335,9 @@ class Upstream:
     def _call(self) -> Any:
         metadata = self._access.metadata()
         if self._is_old_root:
-            method = self._channel.stream_unary(f"/{chunks.SERVICE}/StreamLogs")
+            method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
         else:
-            method = self._channel.stream_stream(f"/{chunks.SERVICE}/StreamLogsAcked")
+            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
             metadata = (*metadata, ERRORS_IN_ACKS)
         return method(metadata=metadata, wait_for_ready=True)
 

@@ -16,7 +16,7 @@ from .service import AddressError, Rpc, Service
 from .settings import ServerConfig
 
 if TYPE_CHECKING:
-    from .settings import Access
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
 
 _logger = logging.getLogger("LogAggregationLeaf")

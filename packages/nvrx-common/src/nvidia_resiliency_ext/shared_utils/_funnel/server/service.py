@@ -15,17 +15,18 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
+
 from . import chunks
 from .chunks import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from .settings import Access
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
-MAX_MESSAGE_BYTES = 10 << 20
 _MAX_ID_CHARS = 256
 _SHOWN_REFUSALS = 20
 _MIN_PING_MS = 5_000
@@ -311,7 +312,7 @@ async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tu
         raise AddressError(f"cannot listen on {address}: another server does")
     credentials = access.server_credentials()
     server = grpc.aio.server(options=_grpc_options())
-    service = grpc.method_handlers_generic_handler(chunks.SERVICE, handlers)
+    service = grpc.method_handlers_generic_handler(SERVICE, handlers)
     server.add_generic_rpc_handlers((service,))
     try:
         if credentials is None:

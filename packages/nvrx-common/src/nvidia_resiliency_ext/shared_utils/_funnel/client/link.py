@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE, Access
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
@@ -91,11 +91,9 @@ def target_of(endpoint: str) -> str:
     return endpoint
 
 
-_MAX_MESSAGE_BYTES = 10 * 1024 * 1024
-_PREFIX = "/nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
 _OPTIONS = (
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A host that vanished answers no ping.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -163,13 +161,13 @@ class Link:
         channel = self._open_channel()
         if is_plain:
             method = channel.stream_unary(
-                f"{_PREFIX}/StreamLogs",
+                f"/{SERVICE}/StreamLogs",
                 request_serializer=encode,
                 response_deserializer=self._messages.StreamResponse.FromString,
             )
             return method.future(chunks, metadata=metadata)
         method = channel.stream_stream(
-            f"{_PREFIX}/StreamLogsAcked",
+            f"/{SERVICE}/StreamLogsAcked",
             request_serializer=encode,
             response_deserializer=self._messages.Ack.FromString,
         )
