@@ -518,6 +518,25 @@ def test_file_with_little_room_is_written_before_anybody_waits_for_it(rigs) -> N
     assert rig.funnel.stats()["bytes_written"] > 80 * len(data)
 
 
+def test_sender_that_ends_is_not_kept_for_more(hung: HungLogs, rigs) -> None:
+    """Its last chunks are written at once, also when a write of the same file is under way."""
+    rig = rigs(flush_interval_s=1e8)  # longer than any machine has been up
+    for name in ("idle.log", "hung.log"):
+        first, last, other = rig.source(), rig.source(), rig.source()
+        rig.offer(first, name, b"first\n")
+        if name == "idle.log":
+            assert rig.settle(first)
+        else:
+            rig.until_writing(rig.funnel.queue.targets[str(rig.root / name)])
+        rig.offer(last, name, b"last\n")
+        rig.funnel.finish(last, is_clean=True)
+        hung.release()
+        assert rig.settle(last)
+        # What others send is kept for more as before.
+        rig.offer(other, name, b"other\n")
+        assert not rig.settle(other, 0.05)
+
+
 @pytest.mark.parametrize("stream", ["", "s"])
 def test_file_that_fails_is_tried_again(
     rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: str

@@ -86,6 +86,10 @@ class Funnel:
             source.unfinished.clear()
             for target in source.targets.values():
                 target.users -= 1
+                if is_clean and target.waiting and not source.is_settled:
+                    # Its sender waits for the answer, and sends no more until it comes.
+                    target.is_awaited = True
+                    self.queue.arrange(target, now)
             source.targets.clear()
             source.current = None
 

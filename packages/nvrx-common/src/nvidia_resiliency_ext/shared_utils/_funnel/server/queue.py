@@ -362,7 +362,8 @@ class Queue:
 
     def _is_enough(self, target: Target) -> bool:
         """Tell whether what waits for a target is not to be kept for more."""
-        return target.held_bytes >= self._enough_bytes or self._is_flushing
+        is_full = target.held_bytes >= self._enough_bytes
+        return is_full or target.is_awaited or self._is_flushing
 
     def _on_written(self, target: Target, chunks: list[Pending], plan: Batch) -> bool:
         """Settle a batch; tell whether to go on with the same target at once."""

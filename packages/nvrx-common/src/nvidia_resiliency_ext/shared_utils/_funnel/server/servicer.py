@@ -172,6 +172,15 @@ class LogAggregationServicer:
             with self.clients_lock:
                 self.connected_clients -= 1
 
+    def note_refusal(self, node_id: str, refusal: Refusal) -> None:
+        """Log a refusal, ever more seldom if there are many.
+
+        Args:
+            node_id: The client's name.
+            refusal: The reason.
+        """
+        self._refusals.add(node_id, refusal)
+
     def _read(self, requests: Iterable[Any], sources: dict[str, Source]) -> None:
         for request in requests:
             # A test or a program in process may leave out what it does not use.
@@ -194,7 +203,7 @@ class LogAggregationServicer:
         import grpc
 
         node_id = next((source.node_id for source in sources.values()), "")
-        self._refusals.add(node_id, refusal)
+        self.note_refusal(node_id, refusal)
         context.abort(grpc.StatusCode[refusal.code], refusal.reason)
         # Only a stand-in for gRPC's context comes back from that.
         from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb

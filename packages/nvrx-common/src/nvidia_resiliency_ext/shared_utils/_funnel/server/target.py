@@ -41,6 +41,7 @@ class Target:
         waiters: Sources that wait for space in it.
         is_busy: It waits for a writer or is with one; no other writer takes it.
         is_scheduled: A write at a later time is arranged.
+        is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
         working_since: When the writer began what it does; `None` when it does nothing.
         written_at: When it was last written (monotonic).
         error: Why it cannot be written at present.
@@ -56,6 +57,7 @@ class Target:
     waiters: int = 0
     is_busy: bool = False
     is_scheduled: bool = False
+    is_awaited: bool = False
     is_stalled: bool = False
     is_refused: bool = False
     is_closing: bool = False
@@ -108,6 +110,8 @@ class Target:
         if taken:
             # The writer has it from now on.
             taken[-1].growing = None
+        if len(taken) == len(self.waiting):
+            self.is_awaited = False
         return taken
 
     def done(self, batch: list[Pending]) -> int:
