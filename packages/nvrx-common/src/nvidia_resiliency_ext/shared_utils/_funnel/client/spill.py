@@ -336,7 +336,7 @@ def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Repo
 
     Of several the oldest is taken; the others wait for later processes.
     """
-    for path, fd, found in ownerless(spill_dir, identity):
+    for path, fd, found in ownerless(spill_dir, identity.key):
         spill = Spill(spill_dir, found, budget, report)
         try:
             spill.take_over(path, fd)
