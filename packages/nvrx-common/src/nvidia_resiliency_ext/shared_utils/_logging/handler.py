@@ -81,7 +81,7 @@ class LogMessage:
 
 
 @lru_cache(maxsize=4096)
-def seconds_of(text: str, *, is_utc: bool = False) -> int | None:
+def seconds_of(text: str | bytes, *, is_utc: bool = False) -> int | None:
     """Return ``YYYY-MM-DD?HH:MM:SS``, local or UTC, as seconds since the epoch, None if nonsense.
 
     Args:

@@ -120,8 +120,9 @@ def _milliseconds(data: bytes, start: int) -> int:
     match = _TIME.match(data, start)
     if match is None:
         return 0
-    text = match["time"].decode()
-    return (seconds_of(text[:-4], is_utc=bool(match["utc"])) or 0) * 1000 + int(text[-3:])
+    text = match["time"]
+    second = seconds_of(text[:-4], is_utc=True) if match["utc"] else seconds_of(text[:-4])
+    return (second or 0) * 1000 + int(text[-3:])
 
 
 def _decodable(data: bytes) -> bytes:
