@@ -5,23 +5,18 @@ import asyncio
 import json
 import random
 import threading
-from types import SimpleNamespace
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel import chunks, settings
-from nvidia_resiliency_ext.shared_utils._funnel import files as ledger
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.queue import (
-    Budget,
-    Completion,
-    FunnelState,
-    Verdict,
-)
-from nvidia_resiliency_ext.shared_utils._funnel.servicer import LoopQueue
-from nvidia_resiliency_ext.shared_utils._funnel.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.target import Source
-from nvidia_resiliency_ext.shared_utils.clock import Deadline, ManualClock
+from nvidia_resiliency_ext.shared_utils._funnel.server import chunks, settings
+from nvidia_resiliency_ext.shared_utils._funnel.server import files as ledger
+from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
+from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 # --- chunks
@@ -91,8 +86,9 @@ def test_garbage_is_refused_where_protobuf_refuses_it() -> None:
 
 def test_a_leaf_names_a_chunk_without_reading_it() -> None:
     """What a leaf appends wins over what the sender gave, and the rest stays."""
+    _pb()
     raw = b"\x0a\x011\x12\x03hi\n"
-    found = chunks.decode(chunks.named(raw, "leaf", 300, resumed=True))
+    found = chunks.decode(chunks.named(raw, "leaf", 300) + chunks.RESUMED)
     assert _fields(found) == (b"hi\n", "1", "", "leaf", 300, True)
 
 
@@ -210,14 +206,13 @@ def test_ledger_forgets_the_streams_that_were_silent_for_longest(
 
 def _cycles(idle_s: float) -> Completion:
     """Return the cycles of a server that announces nothing by itself."""
-    ticker = SimpleNamespace(call_at=lambda _when, _function: None)
-    return Completion(idle_s, FunnelState(1 << 20), ticker, ManualClock())
+    return Completion(idle_s, threading.Lock(), lambda _when, _function: None)
 
 
-def _flushed(cycles: Completion, path: str, now: float, unwritten: int = 0):
+def _flushed(cycles: Completion, path: str, now: float, *, is_whole: bool = True):
     file = cycles.track(path, now)
     assert file is not None
-    file.arrived_at, file.flushed_at, file.unwritten = now, now, unwritten
+    file.arrived_at, file.is_whole = now, is_whole
     return file
 
 
@@ -239,9 +234,9 @@ def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
     _flushed(cycles, "/e/a_cycle12.log", 5)
     assert cycles.next_check() == 10
     assert cycles.take_complete(9.9) == []
-    first.unwritten = 1
+    first.is_whole = False
     assert cycles.take_complete(10) == []
-    first.unwritten = 0
+    first.is_whole = True
     assert cycles.take_complete(10) == [first]
     assert cycles.take_complete(11) == []
     assert cycles.next_check() == float("inf")
@@ -299,14 +294,13 @@ def test_all_wrong_settings_are_named_at_once() -> None:
 # --- calls into the event loop
 
 
-class _Nobody:
-    def progress(self, source: Source) -> None:
-        """Take no note."""
+def _ignored(source: Source) -> None:
+    """Take no note."""
 
 
 def test_loop_queue_makes_each_call_once_in_the_loop() -> None:
     """Calls of several threads are all made, in the loop's thread; many make one wake-up."""
-    sources = [Source(_Nobody(), f"{number}", "n") for number in range(400)]
+    sources = [Source(_ignored, f"{number}", "n") for number in range(400)]
 
     async def run() -> tuple[list[str], int]:
         loop = asyncio.get_running_loop()
@@ -352,7 +346,7 @@ def test_mailbox_of_an_ended_loop_is_silent() -> None:
     async def make() -> LoopQueue:
         return LoopQueue()
 
-    asyncio.run(make()).post(_Nobody().progress, Source(_Nobody(), "s", "n"))
+    asyncio.run(make()).post(_ignored, Source(_ignored, "s", "n"))
 
 
 # --- many streams over one connection
@@ -390,10 +384,10 @@ class _Call:
 def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that are forgotten to save memory have been told that all of theirs is written."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import service
-    from nvidia_resiliency_ext.shared_utils._funnel.funnel import Funnel
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
-    monkeypatch.setattr(service, "_MAX_SOURCES", 100)
+    monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
     names = [f"s{number}" for number in range(1000)]
     messages = [chunks.named(chunk.SerializeToString(), name, 1) for name in names]
@@ -401,7 +395,7 @@ def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.Monk
 
     async def program() -> None:
         call = _Call(messages, most_waiting=150)
-        stream = service.StreamRpc(funnel, call, LoopQueue(), acknowledges=True)
+        stream = root.StreamRpc(funnel, call, LoopQueue(), acknowledges=True)
         await asyncio.wait_for(stream.run(), 20)
         assert call.acked == set(names)
         assert len(stream.sources) <= 200
@@ -417,29 +411,43 @@ def test_streams_that_nobody_listens_for_are_bounded(
 ) -> None:
     """A sender that takes no answers and opens ever more streams is refused."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel import leaf
-    from nvidia_resiliency_ext.shared_utils._funnel.files import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
-    monkeypatch.setattr(leaf, "_MAX_STREAMS", 100)
+    monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
     messages = [chunks.named(chunk, f"s{number}", 1) for number in range(1000)]
+    funnel = Funnel(FunnelOptions(allowed_roots=(str(tmp_path),), flush_interval_s=0.0))
 
     async def program() -> None:
         call = _Call(messages, most_waiting=1000)
+        monkeypatch.setattr(call, "write", lambda _: asyncio.Event().wait())
+        stream = root.StreamRpc(funnel, call, LoopQueue(), acknowledges=True)
+        with pytest.raises(Refusal, match="too many streams"):
+            await asyncio.wait_for(stream.run(), 20)
+        assert len(stream.sources) <= 200
+
+    try:
+        asyncio.run(program())
+    finally:
+        funnel.close(Deadline.after(5))
+
+
+def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
+    """A leaf has one stream for each call; a second name in it is refused."""
+    pb = _pb()
+    from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
+    from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
+    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
+
+    chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
+
+    async def program() -> None:
+        call = _Call([chunks.named(chunk, name, 1) for name in "sst"], most_waiting=1000)
         relay = Relay(5000, 1 << 20)
         carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
-        with pytest.raises(Refusal, match="too many streams"):
+        with pytest.raises(Refusal, match="one stream_id"):
             await carried.run()
-        assert len(carried._streams) == 200
-        call = _Call(messages, most_waiting=1000)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
-        reading = asyncio.ensure_future(carried.run())
-        while not reading.done():
-            while (unsent := relay.next_unsent()) is not None:
-                relay.confirm(unsent[0].stream.stream_id, 1)
-            await asyncio.sleep(0)
-        assert len(carried._streams) <= 100
-        assert pb.StreamResponse.FromString(carried.response()).bytes_received == 2000
+        assert relay.held_chunks == 2
 
     asyncio.run(program())

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from bad_files import largest_file
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap, MemoryBudget
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
-from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk, MemoryBudget
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 KIB = 1024
 
@@ -71,7 +71,7 @@ def test_order_and_removal(case: SpillCase) -> None:
     """Chunks come back in order; files go when all in them is confirmed, at last the directory."""
     spill = case.make()
     for seq in range(1, 601):
-        assert spill.append(chunk(seq), Gap())
+        assert spill.append(chunk(seq))
     files = sorted(Path(spill.path).glob("*.lines"))
     assert len(files) == 3
     assert read_all(spill) == list(range(1, 601))
@@ -85,7 +85,7 @@ def test_order_and_removal(case: SpillCase) -> None:
 def test_files_are_private(case: SpillCase) -> None:
     """Directories have mode 0700 and files 0600."""
     spill = case.make()
-    assert spill.append(chunk(1), Gap())
+    assert spill.append(chunk(1))
     found = {path: stat.S_IMODE(path.stat().st_mode) for path in case.directory.rglob("*")}
     assert set(found.values()) == {0o700, 0o600}
     assert stat.S_IMODE(case.directory.stat().st_mode) == 0o700
@@ -95,7 +95,7 @@ def test_limit(case: SpillCase) -> None:
     """Files never take more than the limit, counted with all that is beside the lines."""
     spill = case.make()
     seq = 0
-    while spill.append(chunk(seq + 1), Gap()):
+    while spill.append(chunk(seq + 1)):
         seq += 1
     used = sum(path.stat().st_size for path in Path(spill.path).glob("*.lines"))
     assert used == case.budget.spill_bytes <= 1024 * KIB
@@ -106,13 +106,13 @@ def test_torn_end(case: SpillCase) -> None:
     """A record that a crash left half written is cut off; those before it are sent."""
     spill = case.make()
     for seq in range(1, 11):
-        assert spill.append(chunk(seq), Gap())
+        assert spill.append(chunk(seq))
     (file,) = Path(spill.path).glob("*.lines")
     spill.close(keeps_files=True)
     os.truncate(file, file.stat().st_size - 100)
     successor = case.adopt()
     assert successor is not None
-    assert successor.append(chunk(11), Gap())
+    assert successor.append(chunk(11))
     assert read_all(successor) == [*range(1, 10), 11]
 
 
@@ -120,19 +120,19 @@ def test_damage_is_told(case: SpillCase) -> None:
     """Lines in a damaged part of a file are counted as lost, also in the log; others are sent."""
     spill = case.make()
     for seq in range(1, 301):
-        assert spill.append(chunk(seq), Gap())
+        assert spill.append(chunk(seq))
     file = min(Path(spill.path).glob("*.lines"))
     with file.open("r+b") as opened:
         opened.seek(10_000)
         opened.write(b"damage")
+    stream = Stream(case.budget, spill, drops=False, window_bytes=1 << 20)
     lines = []
-    while spill.has_unread():
-        read = spill.read()
-        if read is not None:
-            lines.append(read.data)
+    while (sent := stream.take(1.0)) is not None:
+        lines.append(sent.data)
     numbers = [int(line.split()[0]) for line in lines if line[:1] != b"["]
     (notice,) = [line for line in lines if line[:1] == b"["]
     assert len(numbers) + int(notice.split()[2]) == 300
+    assert stream.lines_dropped == int(notice.split()[2])
     assert numbers[-1] == 300
     assert any("is damaged" in line for line in case.said)
 
@@ -141,11 +141,11 @@ def test_gap_survives_the_process(case: SpillCase) -> None:
     """What was dropped is still told when a later process sends the rest."""
     spill = case.make()
     for seq in range(1, 601):
-        assert spill.append(chunk(seq), Gap())
+        assert spill.append(chunk(seq))
+    stream = Stream(case.budget, spill, drops=True, window_bytes=1 << 20, first_seq=601)
     for _ in range(2):
-        dropped = spill.drop_oldest()
-        assert dropped is not None
-        assert spill.put_gap(dropped[1])
+        assert stream._drop_oldest()
+    assert stream.move_to_spill()
     spill.close(keeps_files=True)
     successor = case.adopt()
     assert successor is not None
@@ -159,15 +159,15 @@ def test_gap_survives_the_process(case: SpillCase) -> None:
 def test_full_disk(case: SpillCase) -> None:
     """A disk that fills in the middle of a record counts as full, and is used again later."""
     spill = case.make()
-    assert spill.append(chunk(1), Gap())
+    assert spill.append(chunk(1))
     (file,) = Path(spill.path).glob("*.lines")
     before = case.budget.spill_bytes
     with largest_file(file.stat().st_size + 50):
-        assert not spill.append(chunk(2), Gap())
-        assert not spill.append(chunk(2), Gap())
+        assert not spill.append(chunk(2))
+        assert not spill.append(chunk(2))
         assert case.budget.spill_bytes == before
         assert file.stat().st_size > before, "a part of the record was written"
-    assert spill.append(chunk(2), Gap())
+    assert spill.append(chunk(2))
     assert read_all(spill) == [1, 2]
     assert [line.partition(" wait in")[0] for line in case.said[1:]] == [
         "log lines cannot",
@@ -180,17 +180,17 @@ def test_disk_without_room_for_a_directory(case: SpillCase) -> None:
     spill = case.make()
     with largest_file(10):
         for _ in range(3):
-            assert not spill.append(chunk(1), Gap())
+            assert not spill.append(chunk(1))
     assert list(case.directory.iterdir()) == []
     assert case.budget.spill_bytes == 0
-    assert spill.append(chunk(1), Gap())
+    assert spill.append(chunk(1))
     assert read_all(spill) == [1]
 
 
 def test_owner_alive(case: SpillCase) -> None:
     """Files of a process that lives are nobody else's; those of a killed one are, one at a time."""
     owner = case.make()
-    assert owner.append(chunk(1), Gap())
+    assert owner.append(chunk(1))
     assert case.adopt() is None
     assert left_behind(str(case.directory), "job", "node") == []
     owner.forget_descriptors()
@@ -207,13 +207,13 @@ def test_lock_ends_with_the_process(case: SpillCase) -> None:
     """The lock of a process killed with SIGKILL is gone with it, although a child of it lives."""
     program = f"""
 import os, subprocess, sys
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import Chunk, Gap
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import MemoryBudget
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import MemoryBudget
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
 spill = Spill({str(case.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
               MemoryBudget(1 << 20, 1 << 20), print)
-assert spill.append(Chunk(1, b"a\\n", 1), Gap())
+assert spill.append(Chunk(1, b"a\\n", 1))
 child = subprocess.Popen(["cat"], stdin=sys.stdin, close_fds=False)
 print("ready", flush=True)
 child.wait()
@@ -241,10 +241,10 @@ def test_directory_of_others(case: SpillCase) -> None:
     case.directory.mkdir(mode=0o777)
     case.directory.chmod(0o777)
     spill = case.make()
-    assert not spill.append(chunk(1), Gap())
+    assert not spill.append(chunk(1))
     assert "others may write" in case.said[0]
     case.directory.chmod(0o700)
-    assert spill.append(chunk(1), Gap())
+    assert spill.append(chunk(1))
     Path(spill.path).chmod(0o755)
     spill.forget_descriptors()
     assert case.adopt() is None
@@ -258,7 +258,7 @@ def test_directory_of_others(case: SpillCase) -> None:
 def test_garbage(case: SpillCase, content: bytes) -> None:
     """Files that are none of ours, or an owner's file that says nothing, harm nobody."""
     spill = case.make()
-    assert spill.append(chunk(1), Gap())
+    assert spill.append(chunk(1))
     (Path(spill.path) / "00000500.lines").write_bytes(content)
     (Path(spill.path) / "notes.txt").write_bytes(content)
     (case.directory / f"{spill.identity.key}-other").mkdir(mode=0o700)
@@ -273,7 +273,7 @@ def test_garbage(case: SpillCase, content: bytes) -> None:
 def test_numbers_of_a_successor(case: SpillCase) -> None:
     """New lines get numbers beyond all that the ended process may have sent from its memory."""
     spill = case.make()
-    assert spill.append(chunk(100), Gap())
+    assert spill.append(chunk(100))
     spill.close(keeps_files=True)
     successor = case.adopt()
     assert successor is not None

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     BATCH_BYTES,
     MAX_LINE_BYTES,
     RESERVE_BYTES,
     Backoff,
     Chunk,
     MemoryBudget,
-    Outcome,
     Verdict,
     evaluate,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity
-from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 pytestmark = pytest.mark.slow
 
@@ -333,7 +332,7 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
 )
 def test_verdicts(code: str, is_plain: bool, verdict: Verdict) -> None:
     """Each end of a call leads to what may help."""
-    assert evaluate(Outcome(code, ""), is_plain=is_plain) is verdict
+    assert evaluate(code, is_plain=is_plain) is verdict
 
 
 def test_backoff_spreads_and_starts_again() -> None:

@@ -16,7 +16,7 @@ import ports
 import pytest
 from funnel_peer import FunnelPeer
 
-from nvidia_resiliency_ext.shared_utils._funnel_client import limits
+from nvidia_resiliency_ext.shared_utils._funnel.client import limits
 from nvidia_resiliency_ext.shared_utils.errors import (
     ConfigError,
     DeadlineExceededError,

@@ -18,12 +18,12 @@ import funnel_peers as peers
 import grpc
 from funnel_peers import chunk, send, send_acked
 
-from nvidia_resiliency_ext.shared_utils._funnel.chunks import Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import LeafConfig
-from nvidia_resiliency_ext.shared_utils._funnel.leaf import run as run_leaf
-from nvidia_resiliency_ext.shared_utils._funnel.relay import Relay, RelayStream
-from nvidia_resiliency_ext.shared_utils._funnel.service import AddressError
-from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
+from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import LeafConfig
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import run as run_leaf
+from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayStream
+from nvidia_resiliency_ext.shared_utils._funnel.server.service import AddressError
+from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
 pytestmark = pytest.mark.slow
@@ -259,12 +259,8 @@ def test_many_streams_over_one(leaf: peers.Server, root: peers.Server, logs: Pat
 # --- the relay's bookkeeping
 
 
-class _Owner:
-    def __init__(self) -> None:
-        self.told: list[RelayStream] = []
-
-    def progress(self, stream: RelayStream) -> None:
-        self.told.append(stream)
+def _ignored() -> None:
+    """Take no note."""
 
 
 def _in_loop(program) -> None:
@@ -274,7 +270,7 @@ def _in_loop(program) -> None:
 
 
 def _chunk(seq: int):
-    from nvidia_resiliency_ext.shared_utils._funnel.chunks import Chunk
+    from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk
 
     return Chunk("0", memoryview(b"x"), "/x", "s", seq)
 
@@ -287,20 +283,23 @@ def _seqs(relay: Relay) -> list[tuple[int, bool]]:
 
 
 def test_refused_stream_starts_again_with_a_mark() -> None:
-    """After a refusal for now, all that is unconfirmed goes again, the first with the mark."""
+    """A refusal ends the call; what its sender then sends again goes with a mark on the first."""
 
     async def program() -> None:
-        relay, owner = Relay(100, 1 << 20), _Owner()
-        stream = RelayStream(owner, "s")
+        relay = Relay(100, 1 << 20)
+        stream = RelayStream(_ignored, "s")
         for seq in (1, 2, 3):
             await relay.put(stream, _chunk(seq), b"raw%d" % seq)
         assert _seqs(relay) == [(1, False), (2, False), (3, False)]
-        assert relay.confirm("s", 1, Refusal("UNAVAILABLE", "full"))
-        await relay.put(stream, _chunk(4), b"raw4")
-        assert _seqs(relay) == []
-        relay.resume("s")
-        assert _seqs(relay) == [(2, True), (3, False), (4, False)]
-        relay.confirm("s", 4)
+        relay.confirm("s", 1, Refusal("UNAVAILABLE", "full"))
+        assert relay.held_chunks == relay.held_bytes == 0
+        with pytest.raises(Refusal, match="full"):
+            await relay.put(stream, _chunk(4), b"raw4")
+        again = RelayStream(_ignored, "s")
+        for seq in (2, 3):
+            await relay.put(again, _chunk(seq), b"raw%d" % seq)
+        assert _seqs(relay) == [(2, True), (3, False)]
+        relay.confirm("s", 3)
         assert relay.held_chunks == relay.held_bytes == 0
 
     _in_loop(program)
@@ -311,10 +310,10 @@ def test_new_connection_sends_everything_again() -> None:
 
     async def program() -> None:
         relay = Relay(100, 1 << 20)
-        stream = RelayStream(_Owner(), "s")
+        stream = RelayStream(_ignored, "s")
         for seq in (1, 2, 3):
             await relay.put(stream, _chunk(seq), b"raw")
-        relay.confirm("s", 1, Refusal("UNAVAILABLE", "full"))
+        relay.confirm("s", 1)
         relay.start_session()
         assert _seqs(relay) == [(2, False), (3, False)]
 
@@ -327,7 +326,7 @@ def test_full_queue_makes_senders_wait() -> None:
 
     async def program() -> None:
         relay = Relay(max_chunks=16, max_bytes=1 << 20)
-        stream, other = RelayStream(_Owner(), "s"), RelayStream(_Owner(), "t")
+        stream, other = RelayStream(_ignored, "s"), RelayStream(_ignored, "t")
         await relay.put(stream, _chunk(1), b"raw")
         await relay.put(stream, _chunk(2), b"raw")
         waiting = asyncio.ensure_future(relay.put(stream, _chunk(3), b"raw"))

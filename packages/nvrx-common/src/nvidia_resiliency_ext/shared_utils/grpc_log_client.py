@@ -14,21 +14,22 @@ import weakref
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
-from nvidia_resiliency_ext.shared_utils._funnel_client.limits import (
+from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     BATCH_BYTES,
     MemoryBudget,
     Notices,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.link import (
+from nvidia_resiliency_ext.shared_utils._funnel.client.link import (
     FunnelTls,
     Link,
     SenderThread,
     access_of,
 )
-from nvidia_resiliency_ext.shared_utils._funnel_client.send_buffer import Leftover, SendBuffer
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel_client.spill_place import Identity, left_behind
-from nvidia_resiliency_ext.shared_utils._funnel_client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import Leftover, SendBuffer
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import (
     ConfigError,
@@ -175,12 +176,8 @@ DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
 _SMALLEST_MEMORY_BYTES = 512 * 1024
 _LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
 _WINDOW_SHARE = 4
-# The server's limits: it answers longer ones as it does for a file that is full for now.
-_LARGEST_PATH_BYTES = 4000
-_LARGEST_NAME_BYTES = 230
 _STREAM_ID_BYTES = 16
 _AT_EXIT_S = 5.0
-_LAST_CALL_S = 2.0
 
 _clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 
@@ -311,10 +308,8 @@ class LogFunnelClient:
             deadline_s: Seconds for all of them; None: no limit. Default 30.
         """
         deadline = Deadline.after(deadline_s)
-        with self._lock:
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
         errors = []
-        for send_buffer in send_buffers:
+        for send_buffer in self._send_buffers():
             try:
                 send_buffer.flush(deadline)
             except NvrxError as error:
@@ -324,9 +319,7 @@ class LogFunnelClient:
 
     def try_again(self) -> None:
         """Let targets that wait before their next try not wait, for a token that has changed."""
-        with self._lock:
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
-        for send_buffer in send_buffers:
+        for send_buffer in self._send_buffers():
             send_buffer.hurry()
 
     def close(self, deadline_s: float | None = 30.0) -> bool:
@@ -343,7 +336,7 @@ class LogFunnelClient:
         deadline = Deadline.after(deadline_s)
         with self._lock:
             self._is_closed = True
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
+        send_buffers = self._send_buffers()
         try:
             for send_buffer in send_buffers:
                 send_buffer.finish()
@@ -363,6 +356,10 @@ class LogFunnelClient:
         for send_buffer in send_buffers:
             total += FunnelStats(**send_buffer.snapshot())
         return total + FunnelStats(bytes_in_spill=self._budget.spill_bytes)
+
+    def _send_buffers(self) -> list[SendBuffer]:
+        with self._lock:
+            return [opened.send_buffer for opened in self._opened.values()]
 
     def _make_target(self, path: str) -> _Opened:
         spill, first_seq = None, 1
@@ -396,10 +393,8 @@ class LogFunnelClient:
             write_timeout_s=self._write_timeout_s,
         )
         sender = SenderThread(send_buffer, self._link, self._notices, self.endpoint, stream_id)
-        sender.start()
-        return _Opened(
-            LogTarget(send_buffer, self._budget, self._close_target), send_buffer, sender
-        )
+        target = LogTarget(send_buffer, self._budget, self._close_target)
+        return _Opened(target, send_buffer, sender)
 
     def _close_target(self, send_buffer: SendBuffer, deadline: Deadline) -> bool:
         if self._owner_pid != os.getpid():
@@ -409,14 +404,7 @@ class LogFunnelClient:
             opened = self._opened.get(send_buffer.path)
         if opened is None or opened.send_buffer is not send_buffer:
             return True  # somebody else has closed it
-        send_buffer.wait_until_confirmed(deadline)
-        # A server that has everything ends the call; one that does not is not waited for.
-        if not send_buffer.wait_until_ended(
-            Deadline.after(min(_LAST_CALL_S, deadline.remaining()))
-        ):
-            send_buffer.stop()
-            opened.sender.cancel()
-        opened.sender.join(_LAST_CALL_S)
+        opened.sender.close(deadline)
         with self._lock:
             if self._opened.pop(send_buffer.path, None) is None:
                 return True
@@ -467,15 +455,16 @@ def _default_spill_dir() -> str:
 
 
 def _check_path(path: str) -> None:
+    # The server answers too long ones as it does for a file that is full for now.
     problem = ""
     if not os.path.isabs(path):
         problem = "it is not absolute"
     elif not path.isprintable():
         problem = "it holds characters that cannot be printed"
-    elif len(path.encode()) > _LARGEST_PATH_BYTES:
-        problem = f"it is over {_LARGEST_PATH_BYTES} bytes"
-    elif any(len(name.encode()) > _LARGEST_NAME_BYTES for name in path.split("/")):
-        problem = f"a name in it is over {_LARGEST_NAME_BYTES} bytes"
+    elif len(path.encode()) > MAX_PATH_BYTES:
+        problem = f"it is over {MAX_PATH_BYTES} bytes"
+    elif any(len(name.encode()) > MAX_NAME_BYTES for name in path.split("/")):
+        problem = f"a name in it is over {MAX_NAME_BYTES} bytes"
     if problem:
         raise ConfigError(f"the log target {path[:200]!r}: {problem}")
 

@@ -40,8 +40,8 @@ def serve(  # noqa: PLR0913 - the signature is given
         ValueError: A setting makes no sense.
         OSError: It cannot listen there, or there is no healthy root.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import leaf
-    from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
+    from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
     del max_workers
     if allowed_roots is None:
@@ -65,14 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: The arguments without the program's name; None: those of the process.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import command, leaf
+    from nvidia_resiliency_ext.shared_utils._funnel.server import command
 
-    return command.run_program(
-        command.leaf_parser(), lambda options: leaf.run(command.leaf_config(options)), arguments
-    )
+    return command.run_program(command.leaf_parser(), command.serve_leaf, arguments)
 
 
 if __name__ == "__main__":
-    from nvidia_resiliency_ext.shared_utils._funnel.command import leave
+    from nvidia_resiliency_ext.shared_utils._funnel.server.command import leave
 
     leave(main())

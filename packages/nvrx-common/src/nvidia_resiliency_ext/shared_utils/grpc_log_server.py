@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils._funnel.servicer import LogAggregationServicer
+from nvidia_resiliency_ext.shared_utils._funnel.server.servicer import LogAggregationServicer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,23 +41,26 @@ def serve(
         ValueError: A setting makes no sense, or there is no root.
         OSError: It cannot listen there.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel.settings import Access, FunnelOptions
-
-    from ._funnel import process
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+    from nvidia_resiliency_ext.shared_utils._funnel.server.settings import (
+        FunnelOptions,
+        ServerConfig,
+    )
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
     del max_workers
     if allowed_roots is None:
         raise ValueError("serve() needs allowed_roots")
-    process.run(
-        process.RootConfig(
+    root.run(
+        ServerConfig(
             host=host,
             port=port,
             grace_s=graceful_shutdown_timeout,
             access=Access.for_server(host),
-            funnel=FunnelOptions(
-                allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
-            ),
-        )
+        ),
+        FunnelOptions(
+            allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout
+        ),
     )
 
 
@@ -67,16 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: The arguments without the program's name; None: those of the process.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel import command
+    from nvidia_resiliency_ext.shared_utils._funnel.server import command
 
-    from ._funnel import process
-
-    return command.run_program(
-        command.root_parser(), lambda options: process.run(command.root_config(options)), arguments
-    )
+    return command.run_program(command.root_parser(), command.serve_root, arguments)
 
 
 if __name__ == "__main__":
-    from nvidia_resiliency_ext.shared_utils._funnel.command import leave
+    from nvidia_resiliency_ext.shared_utils._funnel.server.command import leave
 
     leave(main())

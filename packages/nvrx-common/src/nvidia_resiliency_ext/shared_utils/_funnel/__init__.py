@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules behind the log funnel's servers and client."""
+"""The log funnel: `server` behind the servers, `client` behind the client, `shared` for both."""

@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 import time
+from functools import lru_cache
 from typing import ClassVar
 
 _LINE_BREAKS = (0x2028, 0x2029)  # some programs end a line there
@@ -36,6 +37,7 @@ LINE_HEAD = (
     r" infra:(?P<infra_rank>\d+|\?)\((?P<infra_local_rank>\d+|\?)\)\]"
     r" (?P<filename>[^:\n]+):(?P<lineno>\d+) "
 )
+_PARTS = ((0, 4), (5, 7), (8, 10), (11, 13), (14, 16), (17, 19))
 _RANGES = ((1, 12), (1, 31), (0, 23), (0, 59), (0, 60))  # month, day, hour, minute, second
 
 
@@ -63,9 +65,10 @@ class LogMessage:
         self.log_message_valid = False
         if match is None:
             return
-        timestamp_ms = _milliseconds(match["asctime"])
-        if timestamp_ms is not None:
-            self.hash_table = {**match.groupdict(), "asctime": timestamp_ms}
+        asctime = match["asctime"]
+        second = seconds_of(asctime[:-4])
+        if second is not None:
+            self.hash_table = {**match.groupdict(), "asctime": second * 1000 + int(asctime[-3:])}
             self.log_message_valid = True
 
     def getts(self) -> int:
@@ -77,18 +80,26 @@ class LogMessage:
         return self.log_message
 
 
-def _milliseconds(asctime: str) -> int | None:
-    """Return local time ``YYYY-MM-DD HH:MM:SS,mmm`` as milliseconds since the epoch."""
-    year, month, day = int(asctime[:4]), int(asctime[5:7]), int(asctime[8:10])
-    hour, minute, second = int(asctime[11:13]), int(asctime[14:16]), int(asctime[17:19])
-    given = (month, day, hour, minute, second)
+@lru_cache(maxsize=4096)
+def seconds_of(text: str | bytes, *, is_utc: bool = False) -> int | None:
+    """Return ``YYYY-MM-DD?HH:MM:SS``, local or UTC, as seconds since the epoch, None if nonsense.
+
+    Args:
+        text: The time; most records share their second with the one before.
+        is_utc: It is UTC and not local time.
+    """
+    year, *given = (int(text[at:end]) for at, end in _PARTS)
     if not all(low <= part <= high for part, (low, high) in zip(given, _RANGES, strict=True)):
         return None
     try:
-        seconds = time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
+        if is_utc:
+            from calendar import timegm  # it loads much, which a rank that only logs never needs
+
+            return timegm((year, *given, 0, 0, 0))
+        month, day, hour, minute, second = given
+        return int(time.mktime((year, month, day, hour, minute, second, 0, 0, -1)))
     except (OverflowError, ValueError):
         return None
-    return int(seconds) * 1000 + int(asctime[20:23])
 
 
 def line_format(

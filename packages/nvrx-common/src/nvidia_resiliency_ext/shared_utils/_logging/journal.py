@@ -8,9 +8,8 @@ import json
 import os
 import stat
 import time
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ _VERSION = 1
 _FILE_FIELDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class FilePosition:
+class FilePosition(NamedTuple):
     """How far a file is read. Its first bytes tell it from a later file with its inode number.
 
     Attributes:
@@ -45,8 +43,7 @@ class FilePosition:
         return crc32(os.pread(descriptor, self.head_bytes, 0)) == self.head_crc
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Bytes that are being appended to the output."""
 
     length: int
@@ -54,8 +51,7 @@ class Batch:
     is_ordered: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Everything that an aggregator must know when it starts again.
 
     Attributes:
@@ -84,18 +80,14 @@ class Position:
 
 def encode(position: Position, number: int) -> bytes:
     """Return a position as text with a checksum; the higher the number, the later it is."""
-    batch = position.batch
     fields = {
         "version": _VERSION,
         "number": number,
         "output": [position.output_inode, position.output_bytes],
-        "batch": None if batch is None else [batch.length, batch.crc, batch.is_ordered],
+        "batch": position.batch,
         "boot_id": position.boot_id,
         "monotonic_s": position.monotonic_s,
-        "files": [
-            [each.inode, each.done, each.after, each.head_bytes, each.head_crc]
-            for each in position.files
-        ],
+        "files": position.files,
     }
     text = json.dumps(fields, separators=(",", ":")).encode()
     return b"%08x %08x %s\n" % (crc32(text), len(text), text)
@@ -108,38 +100,22 @@ def decode(data: bytes) -> tuple[int, Position] | None:
         text = data[18 : 18 + length]
         if len(text) != length or crc32(text) != crc:
             return None
-        return _position(json.loads(text))
+        fields = json.loads(text)
+        if fields["version"] != _VERSION or not isinstance(fields["monotonic_s"], (int, float)):
+            return None
+        batch = fields["batch"] and _naturals(fields["batch"], 3)
+        inode, size = _naturals(fields["output"], 2)
+        position = Position(
+            output_inode=inode,
+            output_bytes=size,
+            files=tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in fields["files"]),
+            batch=None if batch is None else Batch(batch[0], batch[1], bool(batch[2])),
+            boot_id=str(fields["boot_id"]),
+            monotonic_s=fields["monotonic_s"],
+        )
+        return _naturals([fields["number"]], 1)[0], position
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _position(fields: dict[str, object]) -> tuple[int, Position]:
-    """Return number and position; whatever `encode` does not make raises an error."""
-    if fields["version"] != _VERSION:
-        raise ValueError("another version")
-    output_inode, output_bytes = _naturals(fields["output"], 2)
-    files = fields["files"]
-    if not isinstance(files, list):
-        raise TypeError("no list of files")
-    monotonic_s = fields["monotonic_s"]
-    if not isinstance(monotonic_s, (int, float)):
-        raise TypeError("no time")
-    position = Position(
-        output_inode=output_inode,
-        output_bytes=output_bytes,
-        files=tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in files),
-        batch=_batch(fields["batch"]),
-        boot_id=str(fields["boot_id"]),
-        monotonic_s=float(monotonic_s),
-    )
-    return _naturals([fields["number"]], 1)[0], position
-
-
-def _batch(value: object) -> Batch | None:
-    if value is None:
-        return None
-    length, crc, is_ordered = _naturals(value, 3)
-    return Batch(length, crc, bool(is_ordered))
 
 
 def _naturals(value: object, count: int) -> list[int]:
@@ -147,12 +123,11 @@ def _naturals(value: object, count: int) -> list[int]:
         raise TypeError("not a list of that length")
     if not all(isinstance(each, int) and each >= 0 for each in value):
         raise ValueError("not all numbers of 0 or more")
-    return [int(each) for each in value]
+    return value
 
 
 _SLOTS = 2
 _LARGEST_BYTES = 64 * 1024 * 1024
-_FIRST_BYTES = 64 * 1024
 _PAGE_BYTES = 4096
 _NEW_NAME = STATE_NAME + ".new"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -219,12 +194,15 @@ class PositionFile:
             data, at = data[written:], at + written
 
     def _make(self, data: bytes) -> None:
-        """Put a new file with enough space in the place of the old one."""
-        least = -(-len(data) // _PAGE_BYTES) * _PAGE_BYTES
-        fd = self._open_new()
+        """Put a new file, with space for twice as much, in the place of the old one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_NEW_NAME, dir_fd=self._directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
+        fd = os.open(_NEW_NAME, flags, 0o600, dir_fd=self._directory)
         before = self._slot_bytes
+        self._slot_bytes = -(-len(data) // _PAGE_BYTES) * _PAGE_BYTES * 2
         try:
-            self._slot_bytes = _reserve(fd, [max(_FIRST_BYTES, self._slot_bytes, 2 * least), least])
+            os.posix_fallocate(fd, 0, self._slot_bytes * _SLOTS)
             self._put(fd, data)
             os.rename(_NEW_NAME, STATE_NAME, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError as error:
@@ -237,23 +215,6 @@ class PositionFile:
             raise
         self.close()
         self._fd = fd
-
-    def _open_new(self) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_NEW_NAME, dir_fd=self._directory)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
-        return os.open(_NEW_NAME, flags, 0o600, dir_fd=self._directory)
-
-
-def _reserve(descriptor: int, sizes: Sequence[int]) -> int:
-    """Reserve space for all slots and return the size of one: the first that is there."""
-    *wishes, least = sizes
-    for slot_bytes in wishes:
-        with contextlib.suppress(OSError):
-            os.posix_fallocate(descriptor, 0, slot_bytes * _SLOTS)
-            return slot_bytes
-    os.posix_fallocate(descriptor, 0, least * _SLOTS)
-    return least
 
 
 def _latest(descriptor: int) -> tuple[int, Position] | None:

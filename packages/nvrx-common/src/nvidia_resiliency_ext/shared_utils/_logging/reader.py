@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
-import sys
-import time
-from calendar import timegm
-from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
 from heapq import merge
 from operator import itemgetter
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from .handler import LINE_HEAD
+from .handler import LINE_HEAD, seconds_of
 from .journal import FilePosition
 
 if TYPE_CHECKING:
@@ -34,7 +30,6 @@ _START = re.compile(_HEAD)
 _NEXT_START = re.compile(rb"\n(?=" + _HEAD + rb")")
 _OTHER_LINE = re.compile(rb"\n(?!" + _HEAD + rb")")
 _TIME = re.compile(rb'(?: *(?:\d+|\?): |\{"ts":")?(?P<time>.{23})(?P<utc>Z?)')
-_SECOND_CHARS = 19
 # A record that claims to be later than this is from a wrong clock and is not waited for.
 _CLOCK_ERROR_MS = 60_000
 
@@ -126,19 +121,8 @@ def _milliseconds(data: bytes, start: int) -> int:
     if match is None:
         return 0
     text = match["time"]
-    return _seconds(text[:_SECOND_CHARS], bool(match["utc"])) * 1000 + int(text[-3:])
-
-
-@lru_cache(maxsize=4096)
-def _seconds(text: bytes, is_utc: bool) -> int:
-    """Return a time to the second as seconds since the epoch, 0 where there is no such time."""
-    numbers = [int(number) for number in re.findall(rb"\d+", text)]
-    try:
-        if is_utc:
-            return timegm((*numbers, 0, 0, 0))
-        return int(time.mktime((*numbers, 0, 0, -1)))  # type: ignore[arg-type]
-    except (OverflowError, ValueError):
-        return 0
+    second = seconds_of(text[:-4], is_utc=True) if match["utc"] else seconds_of(text[:-4])
+    return (second or 0) * 1000 + int(text[-3:])
 
 
 def _decodable(data: bytes) -> bytes:
@@ -230,7 +214,6 @@ def _of_many(data: bytes, lines: int) -> int:
 _PREFIX = "rank_"
 _NAME = re.compile(r"(?P<stem>rank_.*\.msg\.)(?P<time>\d+)", re.DOTALL)
 _HEAD_BYTES = 256
-_MOST_OPEN = 256
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -245,8 +228,6 @@ class Source:
         self.seen_bytes = 0
         self.head = (0, 0)
         self.is_hungry = True
-        self.is_linked = True
-        self.is_settled = False
         self.call(name)
 
     def call(self, name: str) -> None:
@@ -271,10 +252,8 @@ class Sources:
     def __init__(self, directory: int) -> None:
         self._directory = directory
         self._by_inode: dict[int, Source] = {}
-        self._by_name: dict[str, Source] = {}
         self._newest: dict[str, int] = {}
         self._turns = 0
-        self._open: OrderedDict[int, int] = OrderedDict()
 
     def __iter__(self) -> Iterator[Source]:
         """Iterate over all that are known, in the order in which they were found."""
@@ -304,40 +283,30 @@ class Sources:
         self._by_inode = {source.inode: source for source in ordered}
 
     def look(self) -> None:
-        """Look at the whole directory: for new names, and for files that have grown."""
-        found: set[int] = set()
-        for name in os.listdir(self._directory):
-            source = self._find(name) if name.startswith(_PREFIX) else None
-            if source is not None:
-                found.add(source.inode)
+        """Look at the whole directory: for new names, and for files that have grown or gone."""
+        found = {self._look_at(name) for name in os.listdir(self._directory)}
         for source in self:
             if source.inode not in found:
-                source.is_linked = False
-                source.is_hungry = True
-                source.seen_bytes = sys.maxsize
-                self._forget_name(source)
+                self.forget(source)
 
     def look_at(self, names: Iterable[str]) -> None:
         """Look at these names of the directory, at which something has happened."""
         for name in names:
-            if not name.startswith(_PREFIX):
-                continue
-            source = self._by_name.get(name) or self._find(name)
+            source = self._by_inode.get(self._look_at(name))
             if source is not None:
                 source.is_hungry = True
 
     def read(self, source: Source, limit: int | None = None) -> Read:
         """Read on in a file."""
-        fd = self._descriptor(source)
-        status = os.fstat(fd)
-        if status.st_size < source.offset:
-            source.offset = source.after = 0  # somebody cut it
-            source.head = (0, 0)
-        is_settled = limit is not None or status.st_size == source.size
-        source.size = status.st_size
-        source.is_linked = status.st_nlink > 0
-        end = source.size if limit is None else min(limit, source.size)
-        data = os.pread(fd, max(0, min(CHUNK_BYTES, end - source.offset)), source.offset)
+        with self._opened(source) as fd:
+            size = os.fstat(fd).st_size
+            if size < source.offset:
+                source.offset = source.after = 0  # somebody cut it
+                source.head = (0, 0)
+            is_settled = limit is not None or size == source.size
+            source.size = size
+            end = size if limit is None else min(limit, size)
+            data = os.pread(fd, max(0, min(CHUNK_BYTES, end - source.offset)), source.offset)
         if source.offset == 0 and data:
             head = data[:_HEAD_BYTES]
             source.head = (len(head), crc32(head))
@@ -351,11 +320,12 @@ class Sources:
 
     def reread(self, source: Source) -> bytes:
         """Read again what a batch had of a file."""
-        return os.pread(self._descriptor(source), source.after - source.offset, source.offset)
+        with self._opened(source) as fd:
+            return os.pread(fd, source.after - source.offset, source.offset)
 
     def is_over(self, source: Source) -> bool:
         """Say whether its writer has gone on to another file."""
-        return not source.is_linked or source.time < self._newest.get(source.stem, 0)
+        return source.time < self._newest.get(source.stem, 0)
 
     def is_read(self, source: Source) -> bool:
         """Say whether everything that was seen of it is merged."""
@@ -363,82 +333,61 @@ class Sources:
 
     def remove(self, source: Source) -> None:
         """Delete a file that nobody needs any more, and forget it."""
-        if source.is_linked:
-            try:
-                found = os.stat(source.name, dir_fd=self._directory, follow_symlinks=False)
-                if found.st_ino == source.inode and found.st_size == source.offset:
-                    os.unlink(source.name, dir_fd=self._directory)
-                elif found.st_ino == source.inode:
+        try:
+            found = os.stat(source.name, dir_fd=self._directory, follow_symlinks=False)
+            if found.st_ino == source.inode:
+                if found.st_size != source.offset:
                     source.is_hungry = True  # it has grown after all
                     return
-            except FileNotFoundError:
-                pass
+                os.unlink(source.name, dir_fd=self._directory)
+        except FileNotFoundError:
+            pass
         self.forget(source)
 
     def forget(self, source: Source) -> None:
         self._by_inode.pop(source.inode, None)
-        self._forget_name(source)
-        fd = self._open.pop(source.inode, None)
-        if fd is not None:
-            os.close(fd)
 
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def _find(self, name: str) -> Source | None:
-        """Return the file of a name if it is a regular one; add it if it is new."""
+    def _look_at(self, name: str) -> int:
+        """Note a log's size, and the log itself if it is new; return its inode, 0 for no log."""
+        if not name.startswith(_PREFIX):
+            return 0
         try:
             status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
-            return None
+            return 0
         if not stat.S_ISREG(status.st_mode):
-            return None
+            return 0
         source = self._by_inode.get(status.st_ino)
-        if source is None or not source.is_linked:
-            source = self._add(name, status.st_ino)
-        elif source.name != name:
-            self._forget_name(source)
+        if source is not None and source.name != name:
             source.call(name)
-        source.seen_bytes = status.st_size
-        if status.st_size != source.size:
-            source.is_hungry = True
-        self._by_name[name] = source
-        return source
-
-    def _add(self, name: str, inode: int) -> Source:
-        replaced = self._by_inode.get(inode)
-        if replaced is not None:
-            self.forget(replaced)
-        source = self._by_inode[inode] = Source(name, inode)
+            if not self._is_same(source, source.position()):
+                source = None  # the number was given to another file
+        if source is None:
+            source = self._by_inode[status.st_ino] = Source(name, status.st_ino)
         if source.time > self._newest.get(source.stem, 0):
             self._newest[source.stem] = source.time
             # What came before it has no writer any more.
-            for other in self._by_inode.values():
+            for other in self:
                 if other.stem == source.stem:
                     other.is_hungry = True
-        return source
-
-    def _forget_name(self, source: Source) -> None:
-        if self._by_name.get(source.name) is source:
-            del self._by_name[source.name]
+        source.seen_bytes = status.st_size
+        if status.st_size != source.size:
+            source.is_hungry = True
+        return source.inode
 
     def _is_same(self, source: Source, before: FilePosition) -> bool:
         try:
-            return before.is_of(self._descriptor(source))
+            with self._opened(source) as fd:
+                return before.is_of(fd)
         except OSError:
             return False
 
-    def _descriptor(self, source: Source) -> int:
-        fd = self._open.get(source.inode)
-        if fd is not None:
-            self._open.move_to_end(source.inode)
-            return fd
+    @contextlib.contextmanager
+    def _opened(self, source: Source) -> Iterator[int]:
         fd = os.open(source.name, _FLAGS, dir_fd=self._directory)
-        if os.fstat(fd).st_ino != source.inode:
+        try:
+            if os.fstat(fd).st_ino != source.inode:
+                raise FileNotFoundError(f"{source.name} is another file now")
+            yield fd
+        finally:
             os.close(fd)
-            raise FileNotFoundError(f"{source.name} is another file now")
-        self._open[source.inode] = fd
-        if len(self._open) > _MOST_OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        return fd

@@ -192,7 +192,6 @@ class Aggregation:
             if self._position.is_damaged:
                 report(f"{job.temp_dir}: the position is damaged: all that is there is merged anew")
             self._sources = Sources(self.directory)
-            stack.callback(self._sources.close)
             self._recover()
             if not self._output.is_behind:
                 self._write_batch_record(None)
@@ -273,9 +272,9 @@ class Aggregation:
             except OSError as error:
                 # One file that cannot be read must not hold up the others.
                 source.is_hungry = False
-                if not source.is_linked:
+                if isinstance(error, FileNotFoundError):
                     self._sources.forget(source)
-                elif not isinstance(error, FileNotFoundError):
+                else:
                     self._complain(f"{source.name}: {error.strerror}: it is left out")
                 continue
             left -= len(read.data)
@@ -328,13 +327,11 @@ class Aggregation:
             self._write_batch_record(None)
 
     def _tidy(self) -> None:
-        """Delete files that are read, full and closed, and forget those that are gone."""
+        """Delete files that are read, full and closed."""
         for source in self._sources:
-            if not self._sources.is_read(source) or source.is_hungry:
-                continue
-            if not source.is_linked:
-                self._sources.forget(source)
-            elif source.size >= self._job.max_file_size and self._sources.is_over(source):
+            is_read = self._sources.is_read(source) and not source.is_hungry
+            is_full = source.size >= self._job.max_file_size
+            if is_read and is_full and self._sources.is_over(source):
                 self._sources.remove(source)
 
     def _recover(self) -> None:

@@ -11,6 +11,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, open_append_beneath
 
@@ -132,9 +133,6 @@ def _is_number(value: object) -> bool:
 
 FILE_MODE = 0o640
 DIRECTORY_MODE = 0o750
-_MAX_PATH_BYTES = 4000
-# Of the 255 that file systems allow, some are for the ledger's name beside it.
-_MAX_NAME_BYTES = 230
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FIRST_PRINTABLE, _DELETE = 0x20, 0x7F
 
@@ -177,7 +175,7 @@ class Roots:
         if not path:
             raise _invalid("file_path is empty")
         shown = repr(path if len(path) <= 200 else path[:200] + "...")  # noqa: PLR2004
-        if len(path.encode()) > _MAX_PATH_BYTES:
+        if len(path.encode()) > MAX_PATH_BYTES:
             raise Refusal("RESOURCE_EXHAUSTED", f"the path is too long: {shown}")
         if any(ord(c) < _FIRST_PRINTABLE or ord(c) == _DELETE for c in path):
             raise _invalid(f"the path has control characters: {shown}")
@@ -185,7 +183,7 @@ class Roots:
         if names[0] or not names[-1] or names[-1] == "." or ".." in names:
             raise _invalid(f"not an absolute path of a file without '..': {shown}")
         names = [name for name in names if name not in ("", ".")]
-        if any(len(name.encode()) > _MAX_NAME_BYTES for name in names):
+        if any(len(name.encode()) > MAX_NAME_BYTES for name in names):
             raise Refusal("RESOURCE_EXHAUSTED", f"a name in the path is too long: {shown}")
         if is_ledger_name(names[-1]):
             raise _invalid(f"the name is the funnel's own: {shown}")

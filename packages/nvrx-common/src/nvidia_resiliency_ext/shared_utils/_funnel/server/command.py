@@ -10,12 +10,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import console
+from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
-from .leaf import LeafConfig
-from .process import RootConfig, log_to_stderr, raise_file_limit
+from . import leaf, process, root
 from .service import AddressError
-from .settings import FSYNC_POLICIES, Access, FunnelOptions
+from .settings import FSYNC_POLICIES, FunnelOptions, ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,14 +113,17 @@ def leaf_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def root_config(options: argparse.Namespace) -> RootConfig:
-    """Return what a command line of the root says."""
-    return RootConfig(
+def serve_root(options: argparse.Namespace) -> int:
+    """Serve as a command line of the root says; return the exit code."""
+    config = ServerConfig(
         host=options.host,
         port=options.port,
         grace_s=options.graceful_shutdown_timeout,
         access=_access_of(options),
-        funnel=FunnelOptions(
+    )
+    return root.run(
+        config,
+        FunnelOptions(
             allowed_roots=tuple(options.allowed_root),
             completion_idle_s=options.completion_idle_timeout,
             max_buffered_bytes=options.max_buffered_bytes,
@@ -133,17 +136,19 @@ def root_config(options: argparse.Namespace) -> RootConfig:
     )
 
 
-def leaf_config(options: argparse.Namespace) -> LeafConfig:
-    """Return what a command line of a leaf says; it raises what `root_config` does."""
-    return LeafConfig(
-        host=options.host,
-        port=options.port,
-        upstream=options.upstream,
-        grace_s=options.graceful_shutdown_timeout,
-        access=_access_of(options),
-        allowed_roots=tuple(options.allowed_root),
-        max_chunks=options.max_queue_chunks,
-        max_bytes=options.max_buffered_bytes,
+def serve_leaf(options: argparse.Namespace) -> int:
+    """Serve as a command line of a leaf says; return the exit code."""
+    return leaf.run(
+        leaf.LeafConfig(
+            host=options.host,
+            port=options.port,
+            upstream=options.upstream,
+            grace_s=options.graceful_shutdown_timeout,
+            access=_access_of(options),
+            allowed_roots=tuple(options.allowed_root),
+            max_chunks=options.max_queue_chunks,
+            max_bytes=options.max_buffered_bytes,
+        )
     )
 
 
@@ -168,8 +173,8 @@ def run_program(
         options = parser.parse_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
-    log_to_stderr()
-    raise_file_limit()
+    process.log_to_stderr()
+    process.raise_file_limit()
     try:
         return serve(options)
     except (ConfigError, AddressError, ModuleNotFoundError) as error:

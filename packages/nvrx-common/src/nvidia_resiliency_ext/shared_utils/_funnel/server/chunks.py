@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from .queue import FunnelStats
-    from .target import Source
+    from collections.abc import Iterable, Mapping
 
 
 RETRY_CODE = "UNAVAILABLE"
@@ -124,18 +120,15 @@ def decode(raw: bytes) -> Chunk:  # noqa: C901, PLR0912 - one loop without calls
     return chunk
 
 
-def named(raw: bytes, stream_id: str, seq: int, *, resumed: bool = False) -> bytes:
+def named(raw: bytes, stream_id: str, seq: int) -> bytes:
     """Return the message with a stream and a number; of fields that come twice the last counts."""
-    identity = stream_id.encode()
-    parts = [raw, _encode(_STREAM_ID), _encode(len(identity)), identity, _encode(_SEQ)]
-    parts.append(_encode(seq))
-    return b"".join([*parts, RESUMED]) if resumed else b"".join(parts)
+    return raw + bytes(_pb().LogChunk(stream_id=stream_id, seq=seq).SerializeToString())
 
 
 def line_end(node_id: str, file_path: str) -> bytes:
     """Return a message that ends the last line of a file."""
-    fields = ((_NODE_ID, node_id.encode()), (_DATA, b"\n"), (_FILE_PATH, file_path.encode()))
-    return b"".join(_encode(tag) + _encode(len(value)) + value for tag, value in fields)
+    message = _pb().LogChunk(node_id=node_id, data=b"\n", file_path=file_path)
+    return bytes(message.SerializeToString())
 
 
 def record_end(unfinished: set[_File], file: _File, data: memoryview | bytearray) -> None:
@@ -162,24 +155,12 @@ def _varint(raw: bytes, position: int) -> tuple[int, int]:
     raise _malformed("a number of more than 64 bits")
 
 
-def _encode(value: int) -> bytes:
-    made = bytearray()
-    while value > _LOW:
-        made.append(value & _LOW | _MORE)
-        value >>= 7
-    made.append(value)
-    return bytes(made)
-
-
 def _malformed(what: str) -> Refusal:
     return Refusal("INVALID_ARGUMENT", f"not a LogChunk: {what}")
 
 
-RESUMED = _encode(_RESUMED) + b"\x01"
-"""Appended to a message, says that its sender knows of a refusal and goes on."""
-
-
-SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
+RESUMED = b"\xb0\x06\x01"
+"""Appended to a message, says that its sender knows of a refusal and goes on: `resumed = true`."""
 
 
 def _pb() -> Any:
@@ -224,144 +205,10 @@ def read_health(data: bytes) -> bool:
 
 
 def stats(
-    found: FunnelStats, connected_clients: int, sources: Iterable[Source], now: float
+    counts: Mapping[str, int], connected_clients: int, clients: Iterable[Mapping[str, Any]]
 ) -> bytes:
-    """Return a StatsResponse."""
-    message = _pb().StatsResponse(
-        bytes_received=found.received_bytes,
-        chunks_received=found.received_chunks,
-        bytes_written=found.written_bytes,
-        chunks_repeated=found.repeated_chunks,
-        bytes_lost=found.lost_bytes,
-        buffered_bytes=found.buffered_bytes,
-        buffered_bytes_peak=found.buffered_bytes_peak,
-        files=found.files,
-        open_files=found.open_files,
-        failing_files=found.failing_files,
-        connected_clients=connected_clients,
-    )
-    for source in sources:
-        oldest = next(iter(source.outstanding.copy()), None)
-        message.clients.add(
-            node_id=source.node_id,
-            stream_id=source.stream_id,
-            bytes_received=source.received_bytes,
-            last_seq=source.received_seq,
-            committed_seq=source.committed_seq,
-            bytes_behind=source.behind_bytes,
-            seconds_behind=0.0 if oldest is None else max(0.0, now - oldest.arrived_at),
-        )
+    """Return a StatsResponse; counts and clients have the names of its fields."""
+    message = _pb().StatsResponse(**counts, connected_clients=connected_clients)
+    for client in clients:
+        message.clients.add(**client)
     return bytes(message.SerializeToString())
-
-
-_SPACING_S = 0.05
-
-
-class AckWriter:
-    """Acknowledgements of one call; it lives in the event loop.
-
-    However slow the sender reads, one number per stream is all that waits for it.
-    """
-
-    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
-        self._write = write
-        self._loop = asyncio.get_running_loop()
-        self._sent: dict[str, tuple[int, bool]] = {}
-        self._unsent: dict[str, tuple[int, Refusal | None]] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._ending: asyncio.Future[None] = self._loop.create_future()
-
-    def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Tell the sender about a stream, also what it was told before.
-
-        Behind a leaf several senders may ask for the same numbers one after the other.
-        """
-        self._unsent[stream_id] = (seq, refusal)
-        if self._task is None:
-            self._task = self._loop.create_task(self._run())
-
-    def has_sent(self, stream_id: str, seq: int) -> bool:
-        """Tell whether the sender knows that all up to this number is committed."""
-        return stream_id not in self._unsent and self._sent.get(stream_id, (0, False)) == (
-            seq,
-            False,
-        )
-
-    def forget(self, stream_id: str) -> None:
-        """A stream starts again: what was told of it before counts no more."""
-        self._unsent.pop(stream_id, None)
-        self._sent.pop(stream_id, None)
-
-    def send_if_new(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Tell the sender about a stream, unless it knows already."""
-        if self._sent.get(stream_id, (0, False)) != (seq, refusal is not None):
-            self.send(stream_id, seq, refusal)
-
-    async def finish(self) -> None:
-        """Send what is left."""
-        self._ending.set_result(None)
-        if self._task is not None:
-            await self._task
-
-    def close(self) -> None:
-        """Stop sending; the call is over."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        try:
-            while self._unsent:
-                stream_id, (seq, refusal) = next(iter(self._unsent.items()))
-                del self._unsent[stream_id]
-                self._sent[stream_id] = (seq, refusal is not None)
-                await self._write(ack(stream_id, seq, refusal))
-                if not self._unsent:
-                    # The end of the call ends this wait.
-                    await asyncio.wait([self._ending], timeout=_SPACING_S)
-        finally:
-            self._task = None
-
-
-class _Stream(Protocol):
-    stream_id: str
-    committed_seq: int
-
-    @property
-    def is_settled(self) -> bool: ...
-
-
-_AnyStream = TypeVar("_AnyStream", bound=_Stream)
-
-
-def forget_settled(
-    streams: dict[str, _AnyStream],
-    acks: AckWriter | None,
-    most: int,
-    forget: Callable[[_AnyStream], None],
-) -> None:
-    """Take streams of a call off of which nothing waits, half of `most` at a time.
-
-    One whose sender still has to be told stays: it would wait for that for ever.
-
-    Args:
-        streams: Those of the call, by `stream_id`.
-        acks: What tells their sender, if anything does.
-        most: How many streams a call may have, twice over where nothing can be taken off.
-        forget: Called with each that was taken off.
-
-    Raises:
-        Refusal: There are too many others.
-    """
-    settled = [
-        stream
-        for stream in streams.values()
-        if stream.is_settled
-        and (acks is None or acks.has_sent(stream.stream_id, stream.committed_seq))
-    ]
-    for stream in settled[: most // 2]:
-        del streams[stream.stream_id]
-        if acks is not None:
-            acks.forget(stream.stream_id)
-        forget(stream)
-    if len(streams) >= 2 * most:
-        raise Refusal("RESOURCE_EXHAUSTED", "too many streams over one connection")

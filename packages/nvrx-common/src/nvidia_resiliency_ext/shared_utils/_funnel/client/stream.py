@@ -3,14 +3,12 @@
 
 Oldest first, the lines of a target lie in
 
-    in_flight    sent, not confirmed
-    resend       sent on a connection that broke, to be sent again
+    window       sent, not confirmed; the first of them on this connection
     spill        in files
     waiting      in memory
     buffer       not yet cut into a chunk
 
-`in_flight` and `resend` together are the window, which has a limit of its own. The owner of a
-stream holds a lock around every call.
+The window has a limit of its own. The owner of a stream holds a lock around every call.
 """
 
 from __future__ import annotations
@@ -59,8 +57,6 @@ class Stream:
         """Size of `buffer` from which on a writer must do more than append."""
         self.is_urgent = False
         """The whole lines in `buffer` leave at once."""
-        self.awaited_by = 0
-        """How many wait for confirmations."""
         self.lines_taken = 0
         self.bytes_taken = 0
         self.lines_confirmed = 0
@@ -73,8 +69,8 @@ class Stream:
         self._spill = spill
         self._drops = drops
         self._window_limit_bytes = window_bytes
-        self._in_flight: deque[Chunk] = deque()
-        self._resend: deque[Chunk] = deque()
+        self._window: deque[Chunk] = deque()
+        self._sent = 0  # how many of the window on this connection
         self._waiting: deque[Chunk] = deque()
         self._gap = Gap()
         self._window_bytes = 0
@@ -99,24 +95,25 @@ class Stream:
     @property
     def unconfirmed(self) -> Gap:
         """How much of what was taken is neither confirmed nor given up."""
-        chunks = [*self._in_flight, *self._resend, *self._waiting]
+        chunks = [*self._window, *self._waiting]
         spilled = Gap() if self._spill is None else self._spill.unread
         lines = sum(chunk.lines for chunk in chunks) + self.buffer.count(b"\n")
         size = sum(len(chunk.data) for chunk in chunks) + len(self.buffer)
         return Gap(self._next_seq - 1, lines + spilled.lines, size + spilled.size)
 
     def has_chunks(self) -> bool:
-        return bool(self._in_flight) or self.has_unsent()
+        return bool(self._window) or self.has_unsent()
 
     def has_unsent(self) -> bool:
         """Say whether a chunk would leave now if the window let it."""
         spilled = self._spill is not None and self._spill.has_unread()
-        return bool(self._resend or spilled or self._waiting or self._gap.lines)
+        has_more = spilled or self._waiting or self._gap.lines
+        return bool(has_more or self._sent < len(self._window))
 
     def window_is_full(self) -> bool:
         """Say whether nothing new may leave before something is confirmed."""
-        chunks = len(self._in_flight) + len(self._resend)
-        return self._window_bytes >= self._window_limit_bytes or chunks >= _MAX_WINDOW_CHUNKS
+        has_many = len(self._window) >= _MAX_WINDOW_CHUNKS
+        return has_many or self._window_bytes >= self._window_limit_bytes
 
     # The caller's side
 
@@ -149,17 +146,18 @@ class Stream:
 
     def take(self, now: float) -> Chunk | None:
         """Return the next chunk to send, or None when there is none at this moment."""
-        if self._resend:
-            chunk = self._resend.popleft()
+        if self._sent < len(self._window):
+            chunk = self._window[self._sent]
             self.chunks_resent += 1
         else:
             fresh = None if self.window_is_full() else self._next_fresh(now)
             if fresh is None:
                 return None
             chunk = fresh
+            self._window.append(chunk)
             self._window_bytes += len(chunk.data)
             self._last_seq = max(self._last_seq, chunk.seq)
-        self._in_flight.append(chunk)
+        self._sent += 1
         self._next_batch_at = now + BATCH_DELAY_S
         return chunk
 
@@ -171,21 +169,24 @@ class Stream:
 
     def rewind(self) -> None:
         """Send again what was sent and not confirmed: the connection broke."""
-        self._in_flight.extend(self._resend)
-        self._in_flight, self._resend = self._resend, self._in_flight
-        self._in_flight.clear()
+        self._sent = 0
 
     def confirm(self, seq: int) -> bool | None:
         """Let go of everything up to `seq`."""
         if seq > self._last_seq:
             return None
-        freed = self._confirm_in(self._in_flight, seq)
-        if not self._in_flight:
-            freed += self._confirm_in(self._resend, seq)
+        freed = 0
+        while self._window and self._window[0].seq <= seq:
+            chunk = self._window.popleft()
+            self._sent = max(0, self._sent - 1)
+            freed += len(chunk.data)
+            self.lines_confirmed += chunk.lines
+            self.bytes_confirmed += len(chunk.data)
+        self._window_bytes -= freed
         self._confirmed_seq = max(self._confirmed_seq, seq)
         if self._spill is not None:
             self._spill.confirmed(seq)
-        self._budget.give_memory(freed)
+        self._budget.add(memory=-freed)
         return freed > 0
 
     def move_to_spill(self) -> bool:
@@ -193,15 +194,15 @@ class Stream:
 
         For the end of a client: nothing is sent afterwards.
         """
-        window = [*self._in_flight, *self._resend]
+        window = list(self._window)
+        if self._gap.lines:
+            window.append(notice_of(self._gap))
         if self._spill is None or (window and not self._spill.put_first(window)):
             return False
         while self._waiting:
             if not self._push_out():
                 return False
-        if self.buffer and not self._append_to_spill(self._peek_chunk(len(self.buffer))):
-            return False
-        return not self._gap.lines or self._spill.append(notice_of(self._gap), Gap())
+        return not self.buffer or self._spill.append(self._peek_chunk(len(self.buffer)))
 
     def give_up(self) -> Gap:
         """Drop everything; return what that was."""
@@ -214,37 +215,34 @@ class Stream:
 
     def release(self) -> None:
         """Give the space back; nothing is sent any more."""
-        self._budget.give_memory(self._window_bytes + self._waiting_bytes)
+        self._budget.add(memory=-(self._window_bytes + self._waiting_bytes))
         self._window_bytes = self._waiting_bytes = 0
-        for part in (self._in_flight, self._resend, self._waiting):
-            part.clear()
+        self._window.clear()
+        self._waiting.clear()
+        self._sent = 0
         self.buffer.clear()
 
     # Inside
 
     def _next_fresh(self, now: float) -> Chunk | None:
-        chunk = self._from_spill()
-        if chunk is not None:
-            return chunk
+        while not self._gap.lines and self._spill is not None and self._spill.has_unread():
+            chunk = self._spill.read()
+            if chunk is not None:
+                self._budget.add(memory=len(chunk.data))
+                return chunk
+            self._drop_oldest()
         if not self._waiting and not self._gap.lines:
             self._cut_if_due(now)
         if self._gap.lines:
+            # What was given up is older than all that has not been sent.
             chunk, self._gap = notice_of(self._gap), Gap()
-            self._budget.add_memory(len(chunk.data))
+            self._budget.add(memory=len(chunk.data))
             return chunk
         if not self._waiting:
             return None
         chunk = self._waiting.popleft()
         self._waiting_bytes -= len(chunk.data)
         return chunk
-
-    def _from_spill(self) -> Chunk | None:
-        while self._spill is not None and self._spill.has_unread():
-            chunk = self._spill.read()
-            if chunk is not None:
-                self._budget.add_memory(len(chunk.data))
-                return chunk
-        return None
 
     def _cut_if_due(self, now: float) -> None:
         if not self.is_urgent and now < self._next_batch_at:
@@ -265,7 +263,7 @@ class Stream:
                 self._waiting_bytes += len(chunk.data)
                 self._forget(end, chunk)
                 return True
-            if not self._waiting and self._append_to_spill(chunk):
+            if not self._waiting and self._spill is not None and self._spill.append(chunk):
                 self._forget(end, chunk)
                 return True
             if not self._drops:
@@ -273,7 +271,7 @@ class Stream:
             if not self._drop_oldest():
                 # Nothing older is left that could go: these are the oldest.
                 self._forget(end, chunk)
-                self._drop_chunk(chunk)
+                self._give_up(Gap(chunk.seq, chunk.lines, len(chunk.data)))
                 return True
 
     def _take_memory(self, size: int) -> bool:
@@ -284,17 +282,11 @@ class Stream:
 
     def _push_out(self) -> bool:
         """Move the oldest waiting chunk to the files."""
-        if not self._append_to_spill(self._waiting[0]):
+        if self._spill is None or not self._spill.append(self._waiting[0]):
             return False
         size = len(self._waiting.popleft().data)
         self._waiting_bytes -= size
-        self._budget.give_memory(size)
-        return True
-
-    def _append_to_spill(self, chunk: Chunk) -> bool:
-        if self._spill is None or not self._spill.append(chunk, self._gap):
-            return False
-        self._gap = Gap()
+        self._budget.add(memory=-size)
         return True
 
     def _peek_chunk(self, end: int) -> Chunk:
@@ -315,36 +307,22 @@ class Stream:
         self.bytes_taken += len(chunk.data)
 
     def _drop_oldest(self) -> bool:
-        if self._spill is not None:
-            dropped = self._spill.drop_oldest()
-            if dropped is not None:
-                self._count_dropped(dropped[0])
-                if not self._spill.put_gap(dropped[1]):
-                    self._gap = dropped[1].joined(self._gap)
-                return True
+        dropped = None if self._spill is None else self._spill.drop_oldest()
+        if dropped is not None:
+            self._give_up(dropped)
+            return True
         if not self._waiting:
             return False
         chunk = self._waiting.popleft()
         self._waiting_bytes -= len(chunk.data)
-        self._budget.give_memory(len(chunk.data))
-        self._drop_chunk(chunk)
+        self._budget.add(memory=-len(chunk.data))
+        self._give_up(Gap(chunk.seq, chunk.lines, len(chunk.data)))
         return True
 
-    def _drop_chunk(self, chunk: Chunk) -> None:
-        gap = Gap(chunk.seq, chunk.lines, len(chunk.data))
+    def _give_up(self, gap: Gap) -> None:
         self._count_dropped(gap)
         self._gap = self._gap.joined(gap)
 
     def _count_dropped(self, gap: Gap) -> None:
         self.lines_dropped += gap.lines
         self.bytes_dropped += gap.size
-
-    def _confirm_in(self, chunks: deque[Chunk], seq: int) -> int:
-        freed = 0
-        while chunks and chunks[0].seq <= seq:
-            chunk = chunks.popleft()
-            freed += len(chunk.data)
-            self.lines_confirmed += chunk.lines
-            self.bytes_confirmed += len(chunk.data)
-        self._window_bytes -= freed
-        return freed

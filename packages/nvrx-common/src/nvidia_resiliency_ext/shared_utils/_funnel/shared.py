@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the funnel's servers and who may use them."""
+"""What both ends of the funnel agree on: names, the largest message, and who may talk to whom."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,81 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-FSYNC_POLICIES = ("never", "interval", "commit")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunnelOptions:
-    """How the root server treats what it gets.
-
-    Attributes:
-        allowed_roots: Directories below which logs may lie; `None`: anywhere, for use in process.
-        flush_bytes: A file with so much waiting is written at once, and one that holds half of what
-            it may hold.
-        flush_interval_s: ... and with less, so long after its last write.
-        completion_idle_s: How long nothing must come for an old cycle's file until it counts as
-            complete.
-        max_buffered_bytes: The most that may wait in memory.
-        max_files: Files that are in use at one time.
-        max_open_files: ... of which so many are held open.
-        max_stream_files: Files that one stream may name.
-        max_stream_bytes: Bytes that one stream may send; 0: any number.
-        verify_node_prefix: A line's rank prefix belongs to the first node that uses it in a file.
-        fsync: When to wait for the disk: `never`, `interval` (each second), `commit` (before each
-            acknowledgement).
-        stall_s: A write that takes longer marks its file as stalled.
-    """
-
-    allowed_roots: tuple[str, ...] | None
-    flush_bytes: int = 1 << 20
-    flush_interval_s: float = 0.02
-    completion_idle_s: float = 10.0
-    max_buffered_bytes: int = 32 << 20
-    max_files: int = 4096
-    max_open_files: int = 512
-    max_stream_files: int = 64
-    max_stream_bytes: int = 0
-    verify_node_prefix: bool = False
-    fsync: str = "never"
-    stall_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)!r} must be at least {least}"
-            for name, least in (
-                ("flush_bytes", 1),
-                ("max_buffered_bytes", 1 << 20),
-                ("max_files", 1),
-                ("max_open_files", 1),
-                ("max_stream_files", 1),
-                ("max_stream_bytes", 0),
-            )
-            if getattr(self, name) < least
-        ]
-        problems += [
-            f"{name}={getattr(self, name)!r} must be a finite number of seconds, 0 or more"
-            for name in ("flush_interval_s", "completion_idle_s", "stall_s")
-            if not 0 <= getattr(self, name) < math.inf
-        ]
-        if self.fsync not in FSYNC_POLICIES:
-            problems.append(f"fsync={self.fsync!r} must be one of {', '.join(FSYNC_POLICIES)}")
-        if problems:
-            raise ConfigError("; ".join(problems))
-
-
-_PREFIX = re.compile(rb"^ *(\d{1,9}): ", re.MULTILINE)
-
-
-def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str, str] | None:
-    """Note a node's prefixes, unless one is another node's."""
-    found = set(_PREFIX.findall(data))
-    for prefix in found:
-        owner = owners.get(prefix, node_id)
-        if owner != node_id:
-            return prefix.decode(), owner
-    owners.update(dict.fromkeys(found, node_id))
-    return None
-
+SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
+MAX_MESSAGE_BYTES = 10 << 20
+MAX_PATH_BYTES = 4000
+MAX_NAME_BYTES = 230
+"""Of the 255 that file systems allow, some are for the name of the ledger beside a log."""
 
 _logger = logging.getLogger("LogAggregationServer")
 
@@ -155,10 +83,7 @@ class Access:
 
         if self.certificate is None or self.key is None:
             return None
-        shown = (self.key.read(), self.certificate.read(), self._authority())
-
-        def configuration(key: bytes, certificate: bytes, authority: bytes | None) -> Any:
-            return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+        shown: tuple[bytes, bytes, bytes | None] | None = None
 
         def changed() -> Any | None:
             nonlocal shown
@@ -168,16 +93,16 @@ class Access:
             if now == shown:
                 return None
             shown = now
-            return configuration(*now)
+            return grpc.ssl_server_certificate_configuration([now[:2]], now[2])
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(*shown), changed, require_client_authentication=self.authority is not None
+            changed(), changed, require_client_authentication=self.authority is not None
         )
 
     def channel_files(self) -> tuple[bytes, bytes | None, bytes | None] | None:
-        """Return authority, key and certificate for a leaf's way to the root, as they are now.
+        """Return authority, key and certificate for a way to the server, as they are now.
 
-        `None` without TLS.
+        `None` without TLS. A channel keeps those that it began with.
         """
         authority = self._authority()
         if authority is None:

@@ -1,61 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from the writers' threads into the event loop, one wake-up for many; counts."""
+"""The funnel behind a gRPC server with threads, or behind none, for use in process."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
 import logging
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 from .chunks import Chunk, Refusal
 from .funnel import Funnel
+from .process import CLOSE_S
+from .service import RefusalLog
 from .settings import FunnelOptions
 from .target import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from .target import Target
-
-
-class LoopQueue:
-    """Calls for streams of one event loop, in which it must be made."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._posted: deque[tuple[Callable[[Source], None], Source]] = deque()
-        self._is_waking = False
-
-    def post(self, take: Callable[[Source], None], source: Source) -> None:
-        """Have `take(source)` called in the event loop; from any thread."""
-        self._posted.append((take, source))
-        if not self._is_waking:
-            self._is_waking = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                # The loop has ended, and the streams with it.
-                return
-
-    def _deliver(self) -> None:
-        # First: what is added from now on wakes the loop again.
-        self._is_waking = False
-        for _ in range(len(self._posted)):
-            take, source = self._posted.popleft()
-            take(source)
-
 
 _logger = logging.getLogger("LogAggregationServer")
 
 _PATIENCE_S = 5.0
-_CLOSE_S = 10.0
-_SHOWN_REFUSALS = 20
 
 
 class LogAggregationServicer:
@@ -101,14 +70,13 @@ class LogAggregationServicer:
         self.flush_interval = self._options.flush_interval_s
         self.graceful_shutdown_timeout = graceful_shutdown_timeout
         self.completion_idle_timeout = self._options.completion_idle_s
-        self.funnel = Funnel(self._options)
-        # Guards `connected_clients` and the one below it.
+        self._funnel = Funnel(self._options)
+        # Guards `connected_clients`.
         self.clients_lock = threading.Lock()
         self._connected_clients = 0
-        self._refusals = 0
+        self._refusals = RefusalLog(_logger)
         self._nobody = threading.Event()
         self._nobody.set()
-        self.lost_bytes = 0
 
     @property
     def connected_clients(self) -> int:
@@ -126,38 +94,36 @@ class LogAggregationServicer:
     @property
     def files(self) -> Mapping[str, Target]:
         """The files in use, by path."""
-        return dict(self.funnel.state.targets)
+        return dict(self._funnel.queue.targets)
 
     @property
     def total_bytes_received(self) -> int:
         """Bytes of log data that came in."""
-        return self.funnel.state.received_bytes
+        return self._funnel.queue.received_bytes
 
     @property
     def total_chunks_received(self) -> int:
         """Chunks that came in."""
-        return self.funnel.state.received_chunks
+        return self._funnel.queue.received_chunks
 
     def StreamLogs(self, request_iterator: Iterable[Any], context: Any) -> Any:  # noqa: N802
         """Take a stream of LogChunk and answer with a StreamResponse when it is in its files."""
         from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
-        waiter = _Waiter()
         sources: dict[str, Source] = {}
         with self._counted_client():
             try:
-                self._read(request_iterator, waiter, sources)
+                self._read(request_iterator, sources)
             except Refusal as refusal:
                 return self._abort(context, sources, refusal)
             finally:
                 for source in sources.values():
-                    self.funnel.finish(source, is_clean=True)
+                    self._funnel.finish(source, is_clean=True)
             for source in sources.values():
-                while not self.funnel.wait_settled(source, Deadline.after(_PATIENCE_S)):
-                    error = self.funnel.trouble_of(source)
-                    if error is not None:
+                while not self._funnel.wait_settled(source, Deadline.after(_PATIENCE_S)):
+                    status = self._funnel.trouble_of(source)
+                    if status:
                         written = sum(item.written_bytes for item in sources.values())
-                        status = errno.errorcode.get(error.errno or errno.EIO, "EIO")
                         return pb.StreamResponse(status=status, bytes_received=written)
                 if source.refusal is not None:
                     return self._abort(context, sources, source.refusal)
@@ -183,11 +149,9 @@ class LogAggregationServicer:
         """Answer with a StatsResponse, without the single streams."""
         from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
-        from . import chunks
-
         del request, context
-        data = chunks.stats(self.funnel.stats(), self.connected_clients, (), self.funnel.now())
-        return pb.StatsResponse.FromString(data)
+        counts: dict[str, Any] = dict(self._funnel.stats())
+        return pb.StatsResponse(**counts, connected_clients=self.connected_clients)
 
     def graceful_shutdown(self) -> None:
         """Wait until every stream has ended, at most `graceful_shutdown_timeout`; shut down."""
@@ -196,10 +160,7 @@ class LogAggregationServicer:
 
     def shutdown(self) -> None:
         """Write what waits and close all files; harmless when repeated."""
-        lost = self.funnel.close(Deadline.after(_CLOSE_S))
-        if lost:
-            self.lost_bytes = lost
-            _logger.error("%d bytes could not be written before the end", lost)
+        self._funnel.close(Deadline.after(CLOSE_S))
 
     @contextlib.contextmanager
     def _counted_client(self) -> Iterator[None]:
@@ -218,29 +179,23 @@ class LogAggregationServicer:
             node_id: The client's name.
             refusal: The reason.
         """
-        with self.clients_lock:
-            self._refusals += 1
-            count = self._refusals
-        if count <= _SHOWN_REFUSALS or count & (count - 1) == 0:
-            more = "" if count <= _SHOWN_REFUSALS else f" ({count} refusals so far)"
-            # Its text only: a handler that keeps records would keep the call with its traceback.
-            _logger.warning("a stream of node %r is refused: %s%s", node_id, str(refusal), more)
+        self._refusals.add(node_id, refusal)
 
-    def _read(self, requests: Iterable[Any], waiter: _Waiter, sources: dict[str, Source]) -> None:
+    def _read(self, requests: Iterable[Any], sources: dict[str, Source]) -> None:
         for request in requests:
             # A test or a program in process may leave out what it does not use.
             stream_id = getattr(request, "stream_id", "")
             source = sources.get(stream_id)
             if source is None:
-                source = sources[stream_id] = Source(waiter, stream_id, request.node_id)
+                source = sources[stream_id] = Source(_on_progress, stream_id, request.node_id)
                 _logger.debug("node %r has connected", request.node_id)
             data = request.data
             chunk = Chunk(
                 request.node_id, memoryview(data), request.file_path, stream_id,
                 getattr(request, "seq", 0),
             )  # fmt: skip
-            if not self.funnel.offer(source, chunk, len(data)):
-                self.funnel.wait_admitted(source)
+            if not self._funnel.offer(source, chunk, len(data)):
+                self._funnel.wait_admitted(source)
             if source.refusal is not None:
                 raise source.refusal
 
@@ -256,8 +211,5 @@ class LogAggregationServicer:
         return pb.StreamResponse(status=refusal.code)
 
 
-class _Waiter:
-    """A connection whose thread waits at the funnel itself."""
-
-    def progress(self, source: Source) -> None:
-        """Do nothing: the funnel's condition wakes the thread."""
+def _on_progress(source: Source) -> None:
+    """Do nothing: the call's thread waits at the funnel's condition."""

@@ -1,40 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a leaf holds: chunks of all streams until the root has them in their files.
+"""What a leaf holds until the root has it in its files, and the leaf's way to the root.
 
-Bookkeeping in the event loop, without I/O. A chunk stays as it came; only one of a sender that
-numbers nothing gets a stream and a number of the leaf's own, so that the root can tell when it
-comes again.
+A chunk stays as it came; only one of a sender that numbers nothing gets a stream and a number of
+the leaf's own, so that the root can tell when it comes again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
 import uuid
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
 
 from . import chunks
-from .chunks import RETRY_CODE, Refusal
-from .service import ERRORS_IN_ACKS, MAX_MESSAGE_BYTES
+from .chunks import Refusal
+from .service import ERRORS_IN_ACKS
 
 if TYPE_CHECKING:
-    from .settings import Access
+    from collections.abc import Callable
+
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
 
 _STREAM_SHARE = 8
-
-
-class StreamOwner(Protocol):
-    """The call that a stream came with."""
-
-    def progress(self, stream: RelayStream) -> None:
-        """Record that the root has more of the stream, or refuses it."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -49,15 +43,15 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class RelayStream:
-    """One stream of one call.
+    """The stream of one call.
 
     Attributes:
+        on_progress: Told when the root has more of the stream, or refuses it.
         is_named: The sender gave it that name and numbers its chunks.
-        is_paused: The root has no space for it at present; its chunks wait here.
         unfinished: Files whose last line has no end yet, of a stream without a name.
     """
 
-    owner: StreamOwner
+    on_progress: Callable[[], None]
     stream_id: str
     is_named: bool = True
     outstanding: deque[Held] = field(default_factory=deque)
@@ -65,7 +59,6 @@ class RelayStream:
     next_seq: int = 1
     held_bytes: int = 0
     received_bytes: int = 0
-    is_paused: bool = False
     refusal: Refusal | None = None
     path: str = ""
     unfinished: set[str] = field(default_factory=set)
@@ -74,14 +67,9 @@ class RelayStream:
         self.is_named = bool(self.stream_id)
         self.stream_id = self.stream_id or f"leaf-{uuid.uuid4().hex}"
 
-    @property
-    def is_settled(self) -> bool:
-        """Nothing of it waits here, and it has a name under which it may go on."""
-        return self.is_named and not self.outstanding
-
 
 class Relay:
-    """All streams of a leaf, and the order in which their chunks go to the root."""
+    """All streams of a leaf, and the order in which their chunks go to the root; in the loop."""
 
     def __init__(self, max_chunks: int, max_bytes: int) -> None:
         self._max_chunks = max_chunks
@@ -96,7 +84,6 @@ class Relay:
         self._refused: set[str] = set()
         self.has_unsent = asyncio.Event()
         self._space_freed = asyncio.Event()
-        self._space_freed.set()
         self._settled = asyncio.Event()
 
     async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
@@ -133,72 +120,53 @@ class Relay:
             self._streams.setdefault(stream.stream_id, []).append(stream)
         stream.outstanding.append(held)
         self._count(stream, len(raw), 1)
-        if not stream.is_paused:
-            self._queue(held)
+        self._unsent.append(held)
+        self.has_unsent.set()
 
     def next_unsent(self) -> tuple[Held, bytes] | None:
         """Return the next chunk for the root and its bytes; `None` when there is none now."""
         while self._unsent:
             held = self._unsent.popleft()
             stream = held.stream
-            if held.is_settled or stream.is_paused or stream.refusal is not None:
+            if held.is_settled:
                 continue
             if stream.stream_id in self._refused:
+                # Until a chunk says that the refusal was heard, the root passes over all of them.
                 self._refused.discard(stream.stream_id)
                 return held, held.raw + chunks.RESUMED
             return held, held.raw
         self.has_unsent.clear()
         return None
 
-    def confirm(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> bool:
-        """Take the root's word on a stream; tell whether to `resume` it after a while."""
-        streams = self._streams.get(stream_id, ())
-        for stream in tuple(streams):
+    def confirm(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Take the root's word on a stream; a refusal ends its call, and its sender may retry."""
+        for stream in tuple(self._streams.get(stream_id, ())):
             self._settle(stream, seq)
-        if refusal is None:
-            return False
-        # Until a chunk says that it was heard, the root passes over all of them.
-        self._refused.add(stream_id)
-        if refusal.code == RETRY_CODE:
-            for stream in streams:
-                stream.is_paused = True
-            return bool(streams)
-        for stream in tuple(streams):
-            stream.refusal = refusal
-            self._drop(stream, len(stream.outstanding))
-            stream.owner.progress(stream)
-        return False
+            if refusal is not None:
+                stream.refusal = refusal
+                self._drop(stream, len(stream.outstanding))
+                stream.on_progress()
+        if refusal is not None:
+            self._refused.add(stream_id)
 
     def confirm_sent(self, held: Held) -> None:
         """Take a chunk as delivered: the root is one that never says more."""
         if not held.is_settled:
             self._settle(held.stream, held.seq)
 
-    def resume(self, stream_id: str) -> None:
-        """Queue a paused stream again."""
-        for stream in self._streams.get(stream_id, ()):
-            if stream.is_paused:
-                stream.is_paused = False
-                for held in stream.outstanding:
-                    self._queue(held)
-
     def start_session(self) -> None:
         """Queue everything again: the root at the end of a new connection knows of nothing."""
         self._refused.clear()
         self._unsent.clear()
         for stream in itertools.chain.from_iterable(self._streams.values()):
-            stream.is_paused = False
-            for held in stream.outstanding:
-                self._queue(held)
+            self._unsent.extend(stream.outstanding)
+        if self._unsent:
+            self.has_unsent.set()
 
     async def wait_settled(self) -> None:
         while self.held_chunks:
             self._settled.clear()
             await self._settled.wait()
-
-    def _queue(self, held: Held) -> None:
-        self._unsent.append(held)
-        self.has_unsent.set()
 
     def _has_space(self, stream: RelayStream, size: int) -> bool:
         if stream.refusal is not None or not self.held_chunks:
@@ -218,15 +186,11 @@ class Relay:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _settle(self, stream: RelayStream, seq: int) -> None:
-        count = 0
-        for held in stream.outstanding:
-            if held.seq > seq:
-                break
-            count += 1
+        count = sum(1 for _ in itertools.takewhile(lambda h: h.seq <= seq, stream.outstanding))
         stream.committed_seq = max(stream.committed_seq, seq)
         if count:
             self._drop(stream, count)
-            stream.owner.progress(stream)
+            stream.on_progress()
 
     def _drop(self, stream: RelayStream, count: int) -> None:
         for _ in range(count):
@@ -246,7 +210,6 @@ class Relay:
 _logger = logging.getLogger("LogAggregationLeaf")
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
-_PAUSE_S = 0.5
 _PING_MS, _PING_TIMEOUT_MS = 20_000, 10_000
 _HEALTH_TRY_S = 5.0
 # What a name or a reason of a status adds to a chunk on its way.
@@ -291,7 +254,7 @@ class Upstream:
         """Wait until the root says that it is healthy; return why not, if it does not in time."""
         import grpc
 
-        check = self._channel.unary_unary(f"/{chunks.SERVICE}/HealthCheck")
+        check = self._channel.unary_unary(f"/{SERVICE}/HealthCheck")
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         why = "no answer"
@@ -301,16 +264,14 @@ class Upstream:
                     b"", metadata=self._access.metadata(), wait_for_ready=True,
                     timeout=min(left, _HEALTH_TRY_S),
                 )  # fmt: skip
+                if chunks.read_health(answer):
+                    return None
+                why = "it says that it is not healthy"
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     return why
-                await self._pause(_FIRST_RETRY_S)
-                continue
-            if chunks.read_health(answer):
-                return None
-            why = "it says that it is not healthy"
-            await self._pause(_FIRST_RETRY_S * 5)
+            await _pause(_FIRST_RETRY_S)
         return why
 
     async def run(self) -> None:
@@ -319,7 +280,6 @@ class Upstream:
 
         retry_s = _FIRST_RETRY_S
         while True:
-            was_up = False
             try:
                 await self._session()
                 why = "the root has ended the stream"
@@ -339,62 +299,47 @@ class Upstream:
                 _logger.warning(
                     "no stream to the root (%s); %d chunks wait", why, self._relay.held_chunks
                 )
-            await self._pause(retry_s)
+            await _pause(retry_s)
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _renew(self) -> None:
-        """Connect anew if the certificates have changed: a channel keeps its first ones."""
+    async def _session(self) -> None:
+        self._relay.start_session()
         files = self._access.channel_files()
         if files != self._files:
+            # A channel keeps the certificates that it began with.
             self._files = files
             await self._channel.close()
             self._channel = self._connect()
-
-    async def _session(self) -> None:
-        self._relay.start_session()
-        await self._renew()
-        if self._is_old_root:
-            await self._session_unacknowledged()
-            return
-        call = self._channel.stream_stream(f"/{chunks.SERVICE}/StreamLogsAcked")(
-            metadata=(*self._access.metadata(), ERRORS_IN_ACKS), wait_for_ready=True
-        )
-        with _cancelled_at_end(call):
-            # The root answers with its metadata before any chunk.
-            await call.initial_metadata()
-            if call.done():
-                await call.read()
-            self._log_connected()
+        call = self._call()
+        writing = None
+        try:
+            if self._is_old_root:
+                await call.wait_for_connection()
+            else:
+                # The root answers with its metadata before any chunk.
+                await call.initial_metadata()
+                if call.done():
+                    await call.read()
+            self.is_up = True
+            _logger.info("connected to the root at %s", self._target)
             writing = asyncio.create_task(self._write_all(call))
-            try:
-                await self._read_all(call)
-            finally:
+            await (call.code() if self._is_old_root else self._read_all(call))
+        finally:
+            call.cancel()
+            if writing is not None:
                 writing.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
 
-    async def _session_unacknowledged(self) -> None:
-        call = self._channel.stream_unary(f"/{chunks.SERVICE}/StreamLogs")(
-            metadata=self._access.metadata(), wait_for_ready=True
-        )
-        with _cancelled_at_end(call):
-            await call.wait_for_connection()
-            self._log_connected()
-            writing = asyncio.create_task(self._write_all(call))
-            ending = asyncio.create_task(_end_of(call))
-            try:
-                await asyncio.wait([writing, ending], return_when=asyncio.FIRST_COMPLETED)
-                if writing.done():
-                    writing.result()
-            finally:
-                writing.cancel()
-                ending.cancel()
-                await asyncio.gather(writing, ending, return_exceptions=True)
-
-    def _log_connected(self) -> None:
-        self.is_up = True
-        _logger.info("connected to the root at %s", self._target)
+    def _call(self) -> Any:
+        metadata = self._access.metadata()
+        if self._is_old_root:
+            method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
+        else:
+            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
+            metadata = (*metadata, ERRORS_IN_ACKS)
+        return method(metadata=metadata, wait_for_ready=True)
 
     async def _write_all(self, call: Any) -> None:
         relay = self._relay
@@ -411,25 +356,11 @@ class Upstream:
     async def _read_all(self, call: Any) -> None:
         import grpc.aio
 
-        loop = asyncio.get_running_loop()
         while (data := await call.read()) is not grpc.aio.EOF:
             stream_id, seq, code, reason = chunks.read_ack(data)
-            refusal = Refusal(code, reason) if code else None
-            if self._relay.confirm(stream_id, seq, refusal):
-                loop.call_later(_PAUSE_S, self._relay.resume, stream_id)
-
-    async def _pause(self, seconds: float) -> None:
-        # Jitter, so that leaves that lost their root together do not come back together.
-        await asyncio.sleep(seconds * random.uniform(0.5, 1.5))  # noqa: S311
+            self._relay.confirm(stream_id, seq, Refusal(code, reason) if code else None)
 
 
-@contextlib.contextmanager
-def _cancelled_at_end(call: Any) -> Any:
-    try:
-        yield
-    finally:
-        call.cancel()
-
-
-async def _end_of(call: Any) -> None:
-    await call.code()
+async def _pause(seconds: float) -> None:
+    # Jitter, so that leaves that lost their root together do not come back together.
+    await asyncio.sleep(seconds * random.uniform(0.5, 1.5))  # noqa: S311

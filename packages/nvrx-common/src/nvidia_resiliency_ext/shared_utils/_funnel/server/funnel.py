@@ -2,30 +2,32 @@
 """Assembly of the root: chunks of all streams go in, come to their files, and are settled.
 
 It knows nothing of gRPC. The service opens a source for each stream, offers its chunks, and is told
-through the source's connection when something moved. One lock guards the bookkeeping; files are
-opened, written and closed by writers, without it.
+through the source's `on_progress` when something moved.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline, SystemClock
-
 from . import settings
 from .chunks import RETRY_CODE, Refusal, record_end
-from .delivery import Delivery
 from .files import Roots
-from .queue import Completion, FunnelState, FunnelStats, Ticker, Verdict
+from .queue import Queue, Verdict
 from .target import Pending, Source, Target
 
 if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
     from .chunks import Chunk
     from .settings import FunnelOptions
 
 
-_CLOSE_S = 2.0
+_logger = logging.getLogger("LogAggregationServer")
+
 _OLD_FILE_S = 60.0
 _SMALL_BYTES = 4 << 10
 
@@ -33,31 +35,12 @@ _SMALL_BYTES = 4 << 10
 class Funnel:
     """Takes chunks, writes them, and knows which are in their files; safe in all threads."""
 
-    def __init__(self, options: FunnelOptions, clock: Clock | None = None) -> None:
+    def __init__(self, options: FunnelOptions) -> None:
         self._options = options
-        self._clock = clock or SystemClock()
         self._roots = Roots(options.allowed_roots or ("/",))
-        self._state = FunnelState(options.max_buffered_bytes)
-        self._ticker = Ticker(self._clock)
-        self._completion = Completion(
-            options.completion_idle_s, self._state, self._ticker, self._clock
-        )
-        self._delivery = Delivery(
-            options,
-            self._state,
-            self._roots,
-            self._ticker,
-            self._clock,
-            self._completion,
-            self._grant,
-        )
-        # Sources that wait for space, first come first; guarded by the state's lock.
-        self._queue: deque[Source] = deque()
-
-    @property
-    def state(self) -> FunnelState:
-        """The counts and the files; take its lock to look at more than one number."""
-        return self._state
+        self.queue = Queue(options, self._roots, self._grant)
+        # Sources that wait for space, first come first; guarded by the queue's lock.
+        self._waiting: deque[Source] = deque()
 
     # --- what the service calls
 
@@ -76,20 +59,20 @@ class Funnel:
         Raises:
             Refusal: It is not taken, and so is nothing after it.
         """
-        now = self._clock.monotonic()
-        with self._state.lock:
+        now = time.monotonic()
+        with self.queue.lock:
             if source.refusal is not None:
                 raise source.refusal
             try:
                 return self._take(source, chunk, size, now)
             except Refusal as refusal:
-                source.refuse(refusal, chunk.seq)
+                source.refuse(refusal)
                 raise
 
     def finish(self, source: Source, *, is_clean: bool) -> None:
         """Note that nothing more comes from a source; what was taken will still be written."""
-        now = self._clock.monotonic()
-        with self._state.lock:
+        now = time.monotonic()
+        with self.queue.lock:
             if source.waiting is not None:
                 source.waiting[0].waiters -= 1
                 source.waiting = None
@@ -100,96 +83,67 @@ class Funnel:
                     end = Pending(source, 0, memoryview(b""), 0, now)
                     end.is_end = True
                     self._admit(target, end, now)
-            if is_clean and not source.is_settled:
-                # Its sender waits for the answer, and sends no more until it comes.
-                for target in source.targets.values():
-                    if target.waiting:
-                        target.is_awaited = True
-                        self._delivery.arrange(target, now)
             source.unfinished.clear()
             for target in source.targets.values():
                 target.users -= 1
+                if is_clean and target.waiting and not source.is_settled:
+                    # Its sender waits for the answer, and sends no more until it comes.
+                    target.is_awaited = True
+                    self.queue.arrange(target, now)
             source.targets.clear()
             source.current = None
 
     def wait_settled(self, source: Source, deadline: Deadline) -> bool:
         """Wait until all of a source is in its files or it is refused; for threads."""
-        with self._state.settled:
-            return self._state.settled.wait_for(
+        with self.queue.settled:
+            return self.queue.settled.wait_for(
                 lambda: source.is_settled or source.refusal is not None, deadline.timeout()
             )
 
     def wait_admitted(self, source: Source) -> None:
         """Wait until the source's waiting chunk has space or is refused."""
-        with self._state.settled:
-            self._state.settled.wait_for(lambda: source.waiting is None or self._state.is_closed)
+        with self.queue.settled:
+            self.queue.settled.wait_for(lambda: source.waiting is None or self.queue.is_closed)
 
-    def trouble_of(self, source: Source) -> OSError | None:
-        """Return why a chunk of the source cannot be written at present, if one cannot."""
-        with self._state.lock:
-            errors = [target.error for target in self._state.troubled if target.error is not None]
-            if source.is_settled or not errors:
-                return None
-            for target in self._state.troubled:
+    def trouble_of(self, source: Source) -> str:
+        """Return the name of the error that keeps chunks of the source from their file, if any."""
+        with self.queue.lock:
+            for target in self.queue.troubled:
                 if target.error and any(item.source is source for item in target.waiting):
-                    return target.error
-            return None
+                    return errno.errorcode.get(target.error.errno or errno.EIO, "EIO")
+        return ""
 
-    def now(self) -> float:
-        """Return the monotonic time that chunks are stamped with."""
-        return self._clock.monotonic()
-
-    def stats(self) -> FunnelStats:
-        return self._state.stats()
-
-    def flush(self, deadline: Deadline) -> bool:
-        """Write everything; tell whether it is done by the deadline."""
-        with self._state.settled:
-            self._state.is_flushing = True
-            for target in list(self._state.targets.values()):
-                if target.waiting and not target.is_busy:
-                    self._delivery.submit(target)
-            done = self._state.settled.wait_for(
-                lambda: self._state.budget.held_bytes == 0 and not self._state.working,
-                deadline.timeout(),
-            )
-            self._state.is_flushing = self._state.is_closed
-            return done
+    def stats(self) -> dict[str, int]:
+        """Return counts by their names in a StatsResponse."""
+        return self.queue.stats()
 
     def close(self, deadline: Deadline) -> int:
-        """Write everything, close all files and end the threads; harmless when repeated."""
-        with self._state.lock:
-            if self._state.is_closed:
-                return 0
-            self._state.is_closed = True
-        self.flush(deadline)
-        self._completion.announce(at_end=True)
-        with self._state.lock:
-            lost = self._state.budget.held_bytes
-            idle = [target for target in self._state.open if not target.is_busy]
-            for target in idle:
-                target.is_closing = True
-                self._delivery.submit(target)
-        self._ticker.close()
-        self._delivery.close(_CLOSE_S)
+        """Write everything, close all files and end the threads; harmless when repeated.
+
+        Returns:
+            Bytes that could not be written.
+        """
+        lost = self.queue.close(deadline)
+        if lost:
+            _logger.error("%d bytes could not be written before the end", lost)
         return lost
 
     # --- taking
 
     def _take(self, source: Source, chunk: Chunk, size: int, now: float) -> bool:
-        if self._state.is_closed:
+        if self.queue.is_closed:
             raise Refusal("UNAVAILABLE", "the server is ending")
         target = source.current
         if target is None or target.path != chunk.file_path or target.is_refused:
             target = self._attach(source, chunk.file_path, now)
         length = len(chunk.data)
         self._check_limits(source, target, chunk, length)
-        self._state.received_bytes += length
-        self._state.received_chunks += 1
+        self.queue.received_bytes += length
+        self.queue.received_chunks += 1
         source.received_bytes += length
         source.received_seq = max(source.received_seq, chunk.seq)
         if target.cycle is not None:
-            self._completion.arrived(target.cycle, now)
+            self.queue.cycles.arrived(target.cycle, now)
         verdict = self._evaluate(target, size)
         if verdict is Verdict.REFUSE:
             raise self._no_space(target)
@@ -198,7 +152,7 @@ class Funnel:
                 raise _not_now(target)
             source.waiting = (target, Pending(source, chunk.seq, chunk.data, size, now))
             target.waiters += 1
-            self._queue.append(source)
+            self._waiting.append(source)
             return False
         if chunk.seq or length > _SMALL_BYTES:
             self._admit(target, Pending(source, chunk.seq, chunk.data, size, now), now)
@@ -217,13 +171,13 @@ class Funnel:
             self._detach(source, known)
         elif len(source.targets) >= self._options.max_stream_files:
             self._detach_oldest(source, now)
-        target = self._state.targets.get(path)
+        target = self.queue.targets.get(path)
         if target is None:
             place = self._roots.locate(path)
-            if len(self._state.targets) >= self._options.max_files:
+            if len(self.queue.targets) >= self._options.max_files:
                 self._forget_one()
-            target = Target(path, place, self._completion.track(path, now))
-            self._state.targets[path] = target
+            target = Target(path, place, self.queue.cycles.track(path, now))
+            self.queue.targets[path] = target
         target.users += 1
         source.targets[path] = source.current = target
         return target
@@ -256,8 +210,8 @@ class Funnel:
     def _evaluate(self, target: Target, size: int) -> Verdict:
         troubled = 0
         if target.is_troubled:
-            troubled = sum(item.held_bytes for item in self._state.troubled)
-        return self._state.budget.evaluate(
+            troubled = sum(item.held_bytes for item in self.queue.troubled)
+        return self.queue.budget.evaluate(
             size,
             target.held_bytes,
             is_failing=target.error is not None,
@@ -275,19 +229,19 @@ class Funnel:
         source = pending.source
         source.admit(pending)
         target.put(pending)
-        self._state.budget.take(pending.size)
+        self.queue.budget.take(pending.size)
         if not pending.is_end:
             record_end(source.unfinished, target, pending.data)
-        self._delivery.arrange(target, now)
+        self.queue.arrange(target, now)
 
     def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
         """Let in a chunk without a number, together with the one before it where possible."""
         size = len(data)
         if target.extend_last(source, data):
             source.behind_bytes += size
-            self._state.budget.take(size)
+            self.queue.budget.take(size)
             record_end(source.unfinished, target, data)
-            self._delivery.arrange(target, now)
+            self.queue.arrange(target, now)
         else:
             growing = bytearray(data)
             pending = Pending(source, 0, growing, size, now)
@@ -297,12 +251,12 @@ class Funnel:
     def _grant(self) -> list[Source]:
         """Let in what has space now, first come first served; return whom to tell."""
         moved: list[Source] = []
-        if not self._queue:
+        if not self._waiting:
             return moved
-        now = self._clock.monotonic()
+        now = time.monotonic()
         still: deque[Source] = deque()
         blocked: set[Target] = set()
-        for source in self._queue:
+        for source in self._waiting:
             if source.waiting is None:
                 continue
             target, pending = source.waiting
@@ -315,25 +269,25 @@ class Funnel:
             target.waiters -= 1
             moved.append(source)
             if target.is_refused:
-                source.refuse(Refusal("UNAVAILABLE", "the file was refused meanwhile"), pending.seq)
+                source.refuse(Refusal("UNAVAILABLE", "the file was refused meanwhile"))
             elif verdict is Verdict.WAIT:
-                source.refuse(_not_now(target), pending.seq)
+                source.refuse(_not_now(target))
             elif verdict is Verdict.REFUSE:
-                source.refuse(self._no_space(target), pending.seq)
+                source.refuse(self._no_space(target))
             else:
                 self._admit(target, pending, now)
-        self._queue = still
+        self._waiting = still
         return moved
 
     def _forget_one(self) -> None:
         """Make space for another file by forgetting the one that was not used for longest."""
-        for path, target in self._state.targets.items():
+        for path, target in self.queue.targets.items():
             is_at_rest = not target.is_busy or target.is_closing
             if not target.users and not target.waiting and is_at_rest:
-                del self._state.targets[path]
+                del self.queue.targets[path]
                 if target.log is not None and not target.is_busy:
                     target.is_closing = True
-                    self._delivery.submit(target)
+                    self.queue.submit(target)
                 return
         limit = self._options.max_files
         raise Refusal("RESOURCE_EXHAUSTED", f"the server writes {limit} files already")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -21,14 +22,15 @@ from nvidia_resiliency_ext.shared_utils.errors import (
 from .limits import BATCH_BYTES, Chunk, Gap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .limits import MemoryBudget, Notices
     from .spill import Spill
     from .stream import Stream
 
 
 _PLAIN_MAX_BYTES = 4 * 1024 * 1024
-_PLAIN_MAX_S = 5.0
-_PLAIN_IDLE_S = 1.0
+_PLAIN_PAUSE_S = 1.0
 _COUNTERS = (
     *("lines_taken", "bytes_taken", "lines_confirmed", "bytes_confirmed", "lines_dropped"),
     *("bytes_dropped", "lines_broken", "chunks_resent", "bytes_in_memory"),
@@ -45,42 +47,19 @@ class Leftover(NamedTuple):
     """All of it waits there."""
 
 
+@dataclass(slots=True, eq=False)
 class Sending:
-    """The chunks of one call, for gRPC's thread; also tells the buffer which call is meant.
+    """One call.
 
-    Args:
-        send_buffer: Where they come from.
-        is_plain: They are confirmed by the end of the call only, so it ends now and then.
+    Attributes:
+        is_plain: Chunks are confirmed by the end of the call only, so it ends now and then.
+        last_seq: The highest number that it took.
+        sent_bytes: How much it took.
     """
 
-    def __init__(self, send_buffer: SendBuffer, *, is_plain: bool) -> None:
-        self.is_plain = is_plain
-        self.started_at = self.last_at = time.monotonic()
-        self.last_seq = 0
-        self.sent_bytes = 0
-        self._send_buffer = send_buffer
-
-    def __iter__(self) -> Sending:
-        return self
-
-    def __next__(self) -> Chunk:
-        """Wait for the next chunk; end with the call, or when nothing will come any more."""
-        chunk = self._send_buffer.next_chunk(self)
-        if chunk is None:
-            raise StopIteration
-        return chunk
-
-    def count(self, chunk: Chunk, now: float) -> None:
-        """Note a chunk that is about to leave."""
-        self.last_seq = max(self.last_seq, chunk.seq)
-        self.sent_bytes += len(chunk.data)
-        self.last_at = now
-
-    def ends_at(self) -> float:
-        """Return when a plain call that has sent something ends at the latest."""
-        if self.sent_bytes >= _PLAIN_MAX_BYTES:
-            return 0.0
-        return min(self.started_at + _PLAIN_MAX_S, self.last_at + _PLAIN_IDLE_S)
+    is_plain: bool
+    last_seq: int = 0
+    sent_bytes: int = 0
 
 
 class SendBuffer:
@@ -121,6 +100,7 @@ class SendBuffer:
         self._work = threading.Condition(self._lock)  # for gRPC's sender and the sender thread
         self._done = threading.Condition(self._lock)  # for flush and close
         self._current: Sending | None = None
+        self._plain_at = 0.0  # when the next call makes sense whose end confirms its lines
         self._sender_is_idle = False
         self._is_closing = False
         self._is_stopped = False
@@ -193,70 +173,67 @@ class SendBuffer:
 
     # gRPC's sender
 
-    def next_chunk(self, sending: Sending) -> Chunk | None:
-        """Wait for the next chunk of a call; None ends the call's sending side."""
+    def chunks(self, sending: Sending) -> Iterator[Chunk]:
+        """Yield the chunks of a call as they come, for gRPC's thread; end its sending side."""
+        while (chunk := self._next_chunk(sending)) is not None:
+            yield chunk
+
+    def _next_chunk(self, sending: Sending) -> Chunk | None:
         with self._lock:
             while True:
-                if sending is not self._current or self._is_stopped:
+                is_full = sending.is_plain and sending.sent_bytes >= _PLAIN_MAX_BYTES
+                if sending is not self._current or self._is_stopped or is_full:
                     return None
                 now = time.monotonic()
-                if sending.is_plain and sending.last_seq and now >= sending.ends_at():
-                    return None
                 chunk = self.stream.take(now)
                 if chunk is not None:
-                    sending.count(chunk, now)
+                    sending.last_seq = max(sending.last_seq, chunk.seq)
+                    sending.sent_bytes += len(chunk.data)
                     return chunk
-                if self._may_end(sending):
+                is_over = self._is_closing and not self.stream.has_unsent()
+                if is_over or (sending.is_plain and sending.last_seq):
                     return None
-                self._wait_for_chunk(sending, now)
+                self._wait_for_work(now)
 
-    def _may_end(self, sending: Sending) -> bool:
-        if self.stream.has_unsent():
-            return False
-        # Whoever waits for the end of a plain call waits for confirmations.
-        return self._is_closing or (sending.is_plain and self.stream.awaited_by > 0)
-
-    def _wait_for_chunk(self, sending: Sending, now: float) -> None:
+    def _wait_for_work(self, now: float) -> None:
         timeout_s = self.stream.wait_s(now)
         if timeout_s is None and not self.stream.window_is_full():
             self.stream.attention_at = 0
             self._sender_is_idle = True
-        if sending.is_plain and sending.last_seq:
-            left_s = max(0.0, sending.ends_at() - now)
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         self._work.wait(timeout_s)
 
     # The sender thread
 
     def begin(self, *, is_plain: bool) -> Sending | None:
-        """Wait until a call makes sense and return its chunks; None when there is no more to do."""
+        """Wait until a call makes sense and return it; None when there is no more to do."""
         with self._lock:
-            while True:
-                if self._is_finished():
-                    return None
-                if not is_plain or self._has_work():
-                    break
-                self.stream.attention_at = 0
-                self._sender_is_idle = True
-                self._work.wait(self.stream.wait_s(time.monotonic()))
-            self.stream.rewind()
-            self._current = Sending(self, is_plain=is_plain)
-            self._work.notify_all()
-            return self._current
+            while not self._is_finished():
+                now = time.monotonic()
+                is_due = self._is_closing or self.stream.is_urgent or now >= self._plain_at
+                if not is_plain or (self._has_work(now) and is_due):
+                    self.stream.rewind()
+                    self._current = Sending(is_plain=is_plain)
+                    self._work.notify_all()
+                    return self._current
+                if self._has_work(now):
+                    self._work.wait(self._plain_at - now)
+                else:
+                    self._wait_for_work(now)
+            return None
 
     def _is_finished(self) -> bool:
         ended = self._is_closing and not self.stream.buffer and not self.stream.has_chunks()
         return self._is_stopped or ended
 
-    def _has_work(self) -> bool:
-        stream = self.stream
-        return stream.has_chunks() or stream.wait_s(time.monotonic()) == 0.0
+    def _has_work(self, now: float) -> bool:
+        return self.stream.has_chunks() or self.stream.wait_s(now) == 0.0
 
     def end(self, sending: Sending) -> None:
         """Say that a call is over: its sending side ends too."""
         with self._lock:
             if self._current is sending:
                 self._current = None
+            self._plain_at = time.monotonic() + _PLAIN_PAUSE_S
             self._work.notify_all()
 
     def confirm(self, seq: int) -> bool | None:
@@ -279,7 +256,7 @@ class SendBuffer:
             self._refusal = reason
             self.stream.attention_at = 0
             self._done.notify_all()
-        self._budget.wake()
+        self._budget.add()
         return lost
 
     def pause(self, seconds: float) -> None:
@@ -311,20 +288,16 @@ class SendBuffer:
             stream = self.stream
             upto = stream.seq_after_cut()
             stream.is_urgent = True
-            stream.awaited_by += 1
             self._work.notify_all()
-            try:
-                while self._refusal is None and not stream.is_done(upto):
-                    if deadline.expired() or self._is_stopped:
-                        left = stream.unconfirmed
-                        message = (
-                            f"{left.lines} lines ({left.size} bytes) for {self.path} are not"
-                            " confirmed by the log server yet"
-                        )
-                        raise DeadlineExceededError(message)
-                    self._done.wait(deadline.timeout())
-            finally:
-                stream.awaited_by -= 1
+            while self._refusal is None and not stream.is_done(upto):
+                if deadline.expired() or self._is_stopped:
+                    left = stream.unconfirmed
+                    message = (
+                        f"{left.lines} lines ({left.size} bytes) for {self.path} are not"
+                        " confirmed by the log server yet"
+                    )
+                    raise DeadlineExceededError(message)
+                self._done.wait(deadline.timeout())
             if self._refusal is not None:
                 raise LogTargetRefusedError(self.path, self._refusal)
 
@@ -338,7 +311,7 @@ class SendBuffer:
             self.stream.is_urgent = True
             self.stream.attention_at = 0
             self._work.notify_all()
-        self._budget.wake()
+        self._budget.add()
 
     def wait_until_confirmed(self, deadline: Deadline) -> None:
         """Wait until everything is confirmed or given up, at most until the deadline."""
@@ -361,7 +334,7 @@ class SendBuffer:
             self._is_stopped = True
             self._work.notify_all()
             self._done.notify_all()
-        self._budget.wake()
+        self._budget.add()
 
     def leave(self) -> Leftover:
         """Give everything back once no thread is left."""

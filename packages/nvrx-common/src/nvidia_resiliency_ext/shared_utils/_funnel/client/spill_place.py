@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.shared_utils.os_utils import (
     lock_file,
     private_dir,
-    read_regular_file,
     remove_tree_at,
 )
 
@@ -79,17 +78,13 @@ def _make_owner(owner: str, identity: Identity) -> int:
     fd = os.open(owner, flags, 0o600)
     try:
         lock_file(fd)
-        _write_whole(fd, data)
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, "no space left", _OWNER)  # noqa: TRY301 - as of `write`
     except OSError:
         os.close(fd)
         os.unlink(owner)
         raise
     return fd
-
-
-def _write_whole(fd: int, data: bytes) -> None:
-    if os.write(fd, data) != len(data):
-        raise OSError(errno.ENOSPC, "no space left", _OWNER)
 
 
 def remove_place(path: str, owner_fd: int) -> None:
@@ -107,32 +102,25 @@ def remove_place(path: str, owner_fd: int) -> None:
     os.close(owner_fd)
 
 
-def ownerless(spill_dir: str, identity: Identity) -> Iterator[tuple[str, int, Identity]]:
-    """Yield what ended processes left for a target, the oldest first.
+def ownerless(spill_dir: str, key: str = "") -> Iterator[tuple[str, int, Identity]]:
+    """Yield what ended processes left, for one target or for all, the oldest first.
 
     Each is its directory, a descriptor with the lock on it, which the caller owns, and whose it is.
     """
-    for path in _directories(spill_dir, identity.key):
-        fd = _lock_owner(path)
-        if fd is None:
-            continue
-        found = _read_owner(path)
-        if found is None or found.key != identity.key:
-            os.close(fd)
-            continue
-        yield path, fd, found
+    for path in _directories(spill_dir, key):
+        taken = _take_owner(path)
+        if taken is not None and taken[1].key.startswith(key):
+            yield path, *taken
+        elif taken is not None:
+            os.close(taken[0])
 
 
 def left_behind(spill_dir: str, name: str, node_id: str) -> list[str]:
     """Return the targets for which ended processes of this name left lines, in no other hands."""
     paths = set()
-    for path in _directories(spill_dir, ""):
-        found = _read_owner(path)
-        if found is None or (found.name, found.node_id) != (name, node_id):
-            continue
-        fd = _lock_owner(path)
-        if fd is not None:
-            os.close(fd)
+    for _, fd, found in ownerless(spill_dir):
+        os.close(fd)
+        if (found.name, found.node_id) == (name, node_id):
             paths.add(found.path)
     return sorted(paths)
 
@@ -151,28 +139,21 @@ def _directories(spill_dir: str, key: str) -> list[str]:
     return [path for _, path in sorted(found)]
 
 
-def _lock_owner(path: str) -> int | None:
-    """Return a locked descriptor of the owner file; None when its owner lives or it is gone."""
-    owner = os.path.join(path, _OWNER)
+def _take_owner(path: str) -> tuple[int, Identity] | None:
+    """Lock the owner file and read it; None when its owner lives, it is gone or says nothing."""
     try:
+        owner = os.path.join(path, _OWNER)
         fd = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         lock_file(fd)
-        # Its last owner may have removed it between the two calls.
-        if os.fstat(fd).st_nlink:
-            return fd
-    except OSError:
+        found = json.loads(os.pread(fd, _LARGEST_OWNER_BYTES, 0))
+        values = [found[name] for name in ("name", "node_id", "path", "stream_id")]
+        # Its last owner may have removed it before we had the lock.
+        if os.fstat(fd).st_nlink and all(isinstance(value, str) for value in values):
+            return fd, Identity(*values)
+    except (OSError, ValueError, TypeError, KeyError):
         pass
     os.close(fd)
     return None
-
-
-def _read_owner(path: str) -> Identity | None:
-    try:
-        found = json.loads(read_regular_file(os.path.join(path, _OWNER), _LARGEST_OWNER_BYTES))
-        values = [found[name] for name in ("name", "node_id", "path", "stream_id")]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return Identity(*values) if all(isinstance(value, str) for value in values) else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one file of a spill: how lines stand in it, and how far it was read.
+"""The queue in files: how lines stand in them, and how far they were read.
 
-A header with a gap (lines given up before the records), then records that are appended and never
-changed. Each has a checksum, so what a crash tore is known.
+A file holds records that are appended and never changed. Each has a checksum, so what a crash tore
+is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from typing import TYPE_CHECKING
 
-from .limits import MAX_LINE_BYTES, Chunk, Gap, notice_of
+from .limits import MAX_LINE_BYTES, Chunk, Gap
 from .spill_place import (
     Identity,
     make_place,
@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 
 SUFFIX = ".lines"
-_MAGIC = b"nvrxlog1"
-_HEADER = struct.Struct("<8s24sI")  # magic; a gap before the records, and its checksum
-_GAP = struct.Struct("<QQQ")
 _RECORD = struct.Struct("<IIQI")  # checksum of the rest; size, number and lines of the data
-_CHECKSUM = struct.Struct("<I")
-_CHECKED = struct.Struct("<IQI")
 _LARGEST_RECORD_BYTES = 2 * MAX_LINE_BYTES
 
 
@@ -47,57 +42,39 @@ class Segment:
     """One open file.
 
     Attributes:
-        gap: What was given up before its first record.
         unread: Lines and bytes that have still to be read.
     """
 
-    HEADER_BYTES = _HEADER.size
+    __slots__ = ("fd", "first_seq", "last_seq", "number", "read_at", "size", "unread")
 
-    __slots__ = ("fd", "first_seq", "gap", "last_seq", "number", "read_at", "size", "unread")
-
-    def __init__(self, number: int, fd: int, gap: Gap) -> None:
+    def __init__(self, number: int, fd: int) -> None:
         self.number = number
         self.fd = fd
-        self.gap = gap
-        self.size = _HEADER.size
-        self.read_at = _HEADER.size
-        self.first_seq = 0
-        self.last_seq = gap.seq
+        self.size = self.read_at = 0
+        self.first_seq = self.last_seq = 0
         self.unread = Gap()
 
     @classmethod
-    def create(cls, directory: str, number: int, gap: Gap) -> Segment:
+    def create(cls, directory: str, number: int) -> Segment:
         """Make a new file."""
-        segment = cls(number, -1, gap)
-        path = os.path.join(directory, segment.name)
+        segment = cls(number, -1)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        segment.fd = os.open(path, flags, 0o600)
-        try:
-            written = os.pwrite(segment.fd, _pack_header(gap), 0)
-        except OSError:
-            segment.discard(directory)
-            raise
-        if written != _HEADER.size:
-            segment.discard(directory)
-            raise OSError(errno.ENOSPC, "no space left", path)
+        segment.fd = os.open(os.path.join(directory, segment.name), flags, 0o600)
         return segment
 
     @classmethod
     def load(cls, number: int, fd: int) -> Segment | None:
         """Look through the records of a file; what a crash tore at its end is cut off."""
         status = os.fstat(fd)
-        header = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
-        if len(header) != _HEADER.size or not header.startswith(_MAGIC):
-            return None
-        _, packed, checksum = _HEADER.unpack(header)
-        gap = Gap(*_GAP.unpack(packed)) if zlib.crc32(packed) == checksum else Gap()
-        segment = cls(number, fd, gap)
-        while segment.size < status.st_size:
+        segment = cls(number, fd)
+        while stat.S_ISREG(status.st_mode) and segment.size < status.st_size:
             chunk = _read_record(fd, segment.size, status.st_size)
             if chunk is None:
-                os.ftruncate(fd, segment.size)
                 break
             segment._added(chunk)
+        if not segment.size:
+            return None
+        os.ftruncate(fd, segment.size)
         return segment
 
     @staticmethod
@@ -109,14 +86,14 @@ class Segment:
         return f"{self.number:08d}{SUFFIX}"
 
     def has_unread(self) -> bool:
-        """Say whether there is a gap or a record that was not read."""
-        return bool(self.gap.lines) or self.read_at < self.size
+        """Say whether there is a record that was not read."""
+        return self.read_at < self.size
 
     def append(self, chunk: Chunk) -> None:
         """Add a chunk."""
-        checked = _CHECKED.pack(len(chunk.data), chunk.seq, chunk.lines)
-        checksum = zlib.crc32(chunk.data, zlib.crc32(checked))
-        header = _CHECKSUM.pack(checksum) + checked
+        rest = _RECORD.pack(0, len(chunk.data), chunk.seq, chunk.lines)[4:]
+        checksum = zlib.crc32(chunk.data, zlib.crc32(rest))
+        header = checksum.to_bytes(4, "little") + rest
         # At a place of its own, so that what a failed write left there is written over.
         written = os.pwritev(self.fd, [header, chunk.data], self.size)
         if written != len(header) + len(chunk.data):
@@ -132,19 +109,6 @@ class Segment:
             self.unread = Gap(0, left.lines - chunk.lines, left.size - len(chunk.data))
         return chunk
 
-    def give_up(self) -> Gap:
-        """Pass over all that was not read: it is a gap from now on. Return what that is."""
-        left = self.unread
-        self.gap = left._replace(seq=self.last_seq)
-        self.read_at, self.unread = self.size, Gap()
-        return left
-
-    def put_gap(self, gap: Gap) -> None:
-        """Keep a gap before what it has already."""
-        self.gap = gap.joined(self.gap)
-        with contextlib.suppress(OSError):
-            os.pwrite(self.fd, _pack_header(self.gap), 0)
-
     def discard(self, directory: str) -> None:
         """Close the file and remove it."""
         os.close(self.fd)
@@ -156,11 +120,6 @@ class Segment:
         self.first_seq = self.first_seq or chunk.seq
         self.last_seq = max(self.last_seq, chunk.seq)
         self.unread = self.unread.joined(Gap(0, chunk.lines, len(chunk.data)))
-
-
-def _pack_header(gap: Gap) -> bytes:
-    packed = _GAP.pack(*gap)
-    return _HEADER.pack(_MAGIC, packed, zlib.crc32(packed))
 
 
 def _read_record(fd: int, offset: int, end: int) -> Chunk | None:
@@ -228,22 +187,20 @@ class Spill:
         highest = max((segment.last_seq for segment in self._segments), default=0)
         return (highest // _GENERATION + 1) * _GENERATION
 
-    def append(self, chunk: Chunk, gap: Gap) -> bool:
-        """Add a chunk behind the others, and before it what was given up there."""
+    def append(self, chunk: Chunk) -> bool:
+        """Add a chunk behind the others."""
         size = Segment.record_bytes(chunk)
-        last = self._segments[-1] if self._segments else None
-        fresh = last is None or bool(gap.lines) or last.size + size > self._segment_bytes
-        needed = size + Segment.HEADER_BYTES if fresh else size
-        if not self._budget.take_spill(needed):
+        if not self._budget.take_spill(size):
             return False
+        last = self._segments[-1] if self._segments else None
         try:
-            if fresh or last is None:
-                last = self._new_segment(self._last_number + 1, gap)
+            if last is None or last.size + size > self._segment_bytes:
+                last = self._new_segment(self._last_number + 1)
                 self._segments.append(last)
             last.append(chunk)
         except OSError as error:
-            self._budget.give_spill(needed)
-            if self._segments and self._segments[-1].size == Segment.HEADER_BYTES:
+            self._budget.add(spill=-size)
+            if self._segments and not self._segments[-1].size:
                 self._segments.pop().discard(self._path)
             self._fail(error)
             return False
@@ -261,7 +218,7 @@ class Spill:
             return True
         number = self._last_number + 1 if oldest is None else oldest.number - 1
         try:
-            segment = self._new_segment(number, Gap())
+            segment = self._new_segment(number)
             self._segments.appendleft(segment)
             for chunk in chunks:
                 segment.append(chunk)
@@ -270,7 +227,7 @@ class Spill:
             return False
         finally:
             if self._segments and self._segments[0].number == number:
-                self._budget.add_spill(self._segments[0].size)
+                self._budget.add(spill=self._segments[0].size)
         return True
 
     def has_unread(self) -> bool:
@@ -282,12 +239,9 @@ class Spill:
         segment = next((found for found in self._segments if found.has_unread()), None)
         if segment is None:
             return None
-        if segment.gap.lines:
-            notice, segment.gap = notice_of(segment.gap), Gap()
-            return notice
         chunk = segment.read()
         if chunk is None:
-            left = segment.give_up()
+            left = segment.unread
             self._report(
                 logging.ERROR,
                 f"{self._path}/{segment.name} is damaged:"
@@ -295,22 +249,13 @@ class Spill:
             )
         return chunk
 
-    def drop_oldest(self) -> tuple[Gap, Gap] | None:
-        """Give up the unread lines of the oldest file that has any."""
+    def drop_oldest(self) -> Gap | None:
+        """Give up the unread lines of the oldest file that has any; None without such a file."""
         for segment in self._segments:
-            if segment.unread.lines:
-                dropped = segment.unread._replace(seq=segment.last_seq)
+            if segment.has_unread():
                 self._remove(segment)
-                return dropped, segment.gap.joined(dropped)
+                return segment.unread._replace(seq=segment.last_seq)
         return None
-
-    def put_gap(self, gap: Gap) -> bool:
-        """Keep a gap before the oldest unread chunk; False when there is none."""
-        segment = next((found for found in self._segments if found.has_unread()), None)
-        if segment is None:
-            return False
-        segment.put_gap(gap)
-        return True
 
     def confirmed(self, seq: int) -> None:
         """Remove the files whose chunks have all been read and confirmed."""
@@ -337,7 +282,7 @@ class Spill:
                 self._remove(self._segments[0])
             self._remove_directory()
         for segment in self._segments:
-            self._budget.give_spill(segment.size)
+            self._budget.add(spill=-segment.size)
         self.forget_descriptors()
 
     def take_over(self, path: str, owner_fd: int) -> None:
@@ -356,15 +301,15 @@ class Spill:
                 self._report(logging.WARNING, line)
                 continue
             self._segments.append(segment)
-            self._budget.add_spill(segment.size)
+            self._budget.add(spill=segment.size)
             self._last_number = max(self._last_number, segment.number)
 
-    def _new_segment(self, number: int, gap: Gap) -> Segment:
+    def _new_segment(self, number: int) -> Segment:
         if not self._path:
             self._path, self._owner_fd = make_place(self._spill_dir, self.identity)
             line = f"log lines for {self.identity.path} wait in {self._path} for the log server"
             self._report(logging.INFO, line)
-        segment = Segment.create(self._path, number, gap)
+        segment = Segment.create(self._path, number)
         self._last_number = max(self._last_number, number)
         return segment
 
@@ -377,7 +322,7 @@ class Spill:
     def _remove(self, segment: Segment) -> None:
         self._segments.remove(segment)
         segment.discard(self._path)
-        self._budget.give_spill(segment.size)
+        self._budget.add(spill=-segment.size)
 
     def _remove_directory(self) -> None:
         if self._owner_fd >= 0:
@@ -391,7 +336,7 @@ def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Repo
 
     Of several the oldest is taken; the others wait for later processes.
     """
-    for path, fd, found in ownerless(spill_dir, identity):
+    for path, fd, found in ownerless(spill_dir, identity.key):
         spill = Spill(spill_dir, found, budget, report)
         try:
             spill.take_over(path, fd)

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import random
 import re
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.settings import Access
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE, Access
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
-from .limits import Backoff, Outcome, Verdict, evaluate
+from .limits import Backoff, Verdict, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,11 +91,9 @@ def target_of(endpoint: str) -> str:
     return endpoint
 
 
-_MAX_MESSAGE_BYTES = 10 * 1024 * 1024
-_PREFIX = "/nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
 _OPTIONS = (
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A host that vanished answers no ping.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -109,48 +107,10 @@ _OPTIONS = (
     # The server is a machine of the job: a proxy for the outer world has no part in it.
     ("grpc.enable_http_proxy", 0),
 )
+_LONGEST_REASON = 300
+_LAST_CALL_S = 2.0
 # gRPC in a forked child is of no use, and taking it down there can hang: it stays as it is.
 _ABANDONED: list[object] = []
-
-
-class Call:
-    """One stream to the server.
-
-    Args:
-        call: What gRPC returned.
-        is_plain: It answers once, at its end.
-    """
-
-    def __init__(self, call: Any, *, is_plain: bool) -> None:
-        self.is_plain = is_plain
-        self._call = call
-
-    def answers(self) -> Iterator[tuple[str, int]]:
-        """Yield stream id and number of each confirmation; end with the call."""
-        import grpc
-
-        try:
-            for ack in self._call:
-                yield ack.stream_id, ack.committed_seq
-        except grpc.RpcError:
-            return  # the outcome tells
-
-    def final_status(self) -> str | None:
-        """Wait for the end of a plain stream; return the server's status, None on an error."""
-        import grpc
-
-        try:
-            return str(self._call.result().status)
-        except (grpc.RpcError, grpc.FutureCancelledError):
-            return None
-
-    def outcome(self) -> Outcome:
-        """Return how it ended; call it at the end."""
-        return Outcome(self._call.code().name, self._call.details() or "")
-
-    def cancel(self) -> None:
-        """End it at once; harmless when it has ended."""
-        self._call.cancel()
 
 
 class Link:
@@ -181,8 +141,8 @@ class Link:
             raise MissingExtraError("the log funnel", "nvrx-common[grpc]", error) from error
         self._messages = log_aggregation_pb2
 
-    def start(self, chunks: Iterator[Chunk], path: str, stream_id: str, *, is_plain: bool) -> Call:
-        """Begin a stream that takes its chunks from an iterator, in a thread of gRPC's."""
+    def start(self, chunks: Iterator[Chunk], path: str, stream_id: str, *, is_plain: bool) -> Any:
+        """Begin gRPC's call that takes its chunks from an iterator, in a thread of gRPC's."""
         chunk_type = self._messages.LogChunk
         node_id = self._node_id
 
@@ -201,17 +161,17 @@ class Link:
         channel = self._open_channel()
         if is_plain:
             method = channel.stream_unary(
-                f"{_PREFIX}/StreamLogs",
+                f"/{SERVICE}/StreamLogs",
                 request_serializer=encode,
                 response_deserializer=self._messages.StreamResponse.FromString,
             )
-            return Call(method.future(chunks, metadata=metadata), is_plain=True)
+            return method.future(chunks, metadata=metadata)
         method = channel.stream_stream(
-            f"{_PREFIX}/StreamLogsAcked",
+            f"/{SERVICE}/StreamLogsAcked",
             request_serializer=encode,
             response_deserializer=self._messages.Ack.FromString,
         )
-        return Call(method(chunks, metadata=metadata), is_plain=False)
+        return method(chunks, metadata=metadata)
 
     def close(self) -> None:
         """End every call; harmless when repeated."""
@@ -253,7 +213,7 @@ class Link:
 
 
 class SenderThread:
-    """Keeps a call to the server open as long as there is something to send.
+    """Connects at once and keeps a call to the server open until everything is sent.
 
     Args:
         stream_id: Under which the server counts the lines.
@@ -267,26 +227,25 @@ class SenderThread:
         self._notices = notices
         self._endpoint = endpoint
         self._stream_id = stream_id
-        self._draw = random.Random()  # noqa: S311 - spreads load, guards nothing
-        self._backoff = Backoff(self._draw)
+        self._backoff = Backoff()
         self._is_plain = False
-        self._away_since: float | None = None
-        self._call: Call | None = None
+        self._was_away = False
+        self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="nvrx-log-funnel", daemon=True)
-
-    def start(self) -> None:
-        """Connect at once."""
         self._thread.start()
 
-    def cancel(self) -> None:
-        """End the present call."""
-        call = self._call
-        if call is not None:
-            call.cancel()
-
-    def join(self, timeout_s: float | None) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def close(self, deadline: Deadline) -> None:
+        """Wait for confirmations until the deadline; end the call and the thread."""
+        self._send_buffer.wait_until_confirmed(deadline)
+        # A server that has everything ends the call; one that does not is not waited for.
+        if not self._send_buffer.wait_until_ended(
+            Deadline.after(min(_LAST_CALL_S, deadline.remaining()))
+        ):
+            self._send_buffer.stop()
+            call = self._call
+            if call is not None:
+                call.cancel()
+        self._thread.join(_LAST_CALL_S)
 
     def _run(self) -> None:
         try:
@@ -298,34 +257,41 @@ class SenderThread:
             self._send_buffer.sender_ended()
             self._notices.emit()
 
-    def _talk(self, sending: Sending) -> tuple[Outcome, bool]:
-        """Make one call; return how it ended and whether it got anything confirmed."""
-        has_progressed = False
+    def _talk(self, sending: Sending) -> tuple[str, str, bool]:
+        """Make one call; return its status, what the server said, and whether it confirmed."""
+        import grpc
+
         try:
             call = self._link.start(
-                sending, self._send_buffer.path, self._stream_id, is_plain=sending.is_plain
+                self._send_buffer.chunks(sending),
+                self._send_buffer.path,
+                self._stream_id,
+                is_plain=sending.is_plain,
             )
         except (ConnectionAbortedError, ValueError, RuntimeError) as error:
             # The client closes its channel at this moment, or the interpreter ends.
             self._send_buffer.end(sending)
-            return Outcome("CANCELLED", str(error)), False
+            return "CANCELLED", str(error), False
         self._call = call
+        has_progressed, status = False, "OK"
         try:
-            if sending.is_plain:
-                status = call.final_status()
-                if status == "OK" and sending.last_seq:
-                    has_progressed = bool(self._send_buffer.confirm(sending.last_seq))
-                    self._is_back()
-            else:
-                for stream_id, seq in call.answers():
-                    has_progressed = self._take(stream_id, seq) or has_progressed
+            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):  # the status tells
+                if sending.is_plain:
+                    # Its end confirms what was sent, if the server could write.
+                    status = str(call.result().status)
+                    if status == "OK" and sending.last_seq:
+                        has_progressed = self._take(self._stream_id, sending.last_seq)
+                else:
+                    for ack in call:
+                        progress = self._take(ack.stream_id, ack.committed_seq)
+                        has_progressed = progress or has_progressed
         finally:
             self._call = None
             self._send_buffer.end(sending)
-        outcome = call.outcome()
-        if sending.is_plain and outcome.code == "OK" and status != "OK":
-            outcome = Outcome("UNAVAILABLE", f"the server could not write: {status}")
-        return outcome, has_progressed
+        if status != "OK":
+            return "UNAVAILABLE", f"the server could not write: {status}", has_progressed
+        details = " ".join((call.details() or "").split())
+        return call.code().name, details[:_LONGEST_REASON], has_progressed
 
     def _take(self, stream_id: str, seq: int) -> bool:
         result = self._send_buffer.confirm(seq) if stream_id == self._stream_id else None
@@ -338,10 +304,11 @@ class SenderThread:
         self._notices.emit()
         return bool(result)
 
-    def _after(self, outcome: Outcome, has_progressed: bool) -> bool:
+    def _after(self, code: str, details: str, has_progressed: bool) -> bool:
         """Prepare the next call; False when there is to be none."""
-        verdict = evaluate(outcome, is_plain=self._is_plain)
-        if outcome.code == "OK" and has_progressed:
+        verdict = evaluate(code, is_plain=self._is_plain)
+        outcome = f"{code}: {details}" if details else code
+        if code == "OK" and has_progressed:
             # A plain stream that was ended to have it confirmed, or the end of a closed target.
             return True
         if verdict is Verdict.FALL_BACK:
@@ -356,7 +323,7 @@ class SenderThread:
         self._is_plain = self._is_plain and verdict is Verdict.RETRY_SLOWLY
         self._send_buffer.reconnects += 1
         if verdict is Verdict.REFUSED:
-            lost = self._send_buffer.refuse(str(outcome))
+            lost = self._send_buffer.refuse(outcome)
             line = (
                 f"{self._endpoint} refuses {self._send_buffer.path}: {outcome};"
                 f" {lost.lines} lines ({lost.size} bytes) are lost"
@@ -367,7 +334,7 @@ class SenderThread:
         if verdict is Verdict.RETRY_SLOWLY:
             line = f"{self._endpoint} does not let us in ({outcome}); lines wait here meanwhile"
             self._notices.state("refused", logging.ERROR, line)
-            delay_s = Backoff.slow_s(self._draw.random())
+            delay_s = self._backoff.slow_s()
         else:
             self._is_away(outcome)
             delay_s = self._backoff.next_s()
@@ -375,17 +342,15 @@ class SenderThread:
         self._send_buffer.pause(delay_s)
         return True
 
-    def _is_away(self, outcome: Outcome) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+    def _is_away(self, outcome: str) -> None:
+        if not self._was_away:
+            self._was_away = True
             return  # a server that restarts is back before anybody needs to know
         line = f"{self._endpoint} is away ({outcome}); lines wait here meanwhile"
         self._notices.state("away", logging.WARNING, line)
 
     def _is_back(self) -> None:
-        if self._away_since is None and not self._notices.is_in_trouble():
-            return
-        self._away_since = None
+        self._was_away = False
         if self._notices.is_in_trouble():
             line = f"{self._endpoint} takes lines again"
             self._notices.state("up", logging.INFO, line)

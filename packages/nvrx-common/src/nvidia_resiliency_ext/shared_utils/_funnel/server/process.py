@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server as a process: signals, limits, and the root, which writes the files."""
+"""A server as a process: signals, limits, memory, and how it serves until its end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import logging
 import resource
 import signal
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import chunks
-from .service import RootService, Service, address_of, start
-from .servicer import LogAggregationServicer
+from .service import address_of, start
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
-    from .settings import Access, FunnelOptions
+    from .service import Service
+    from .settings import ServerConfig
 
 
+CLOSE_S = 10.0
+"""How long a funnel that closes may take to write what waits."""
+
+_STATS_S = 60.0
 _CUT_OFF_S = 5.0
 _COLLECT_AFTER = 10_000
 # From glibc's malloc.h.
@@ -120,57 +123,8 @@ def _calm_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-_STATS_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """What both servers are told.
-
-    Attributes:
-        host: Where it listens; `unix:PATH` for a Unix socket.
-        grace_s: How long it goes on serving after it was asked to end.
-    """
-
-    host: str
-    port: int
-    grace_s: float
-    access: Access
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootConfig(ServerConfig):
-    """Everything that the root is told."""
-
-    funnel: FunnelOptions
-
-
-def run(config: RootConfig) -> int:
-    """Serve until asked to end; return the exit code.
-
-    Raises:
-        AddressError: It cannot listen.
-        ConfigError: A root or a certificate is unusable.
-    """
-    servicer = LogAggregationServicer(
-        graceful_shutdown_timeout=config.grace_s, options=config.funnel
-    )
-
-    async def main() -> None:
-        service = RootService(servicer, config.access)
-        await serve(service, config, stop_event())
-        service.log_stats()
-
-    try:
-        run_until_complete(main)
-    finally:
-        # Also after an error: the threads must end.
-        servicer.shutdown()
-    return 1 if servicer.lost_bytes else 0
-
-
 async def serve(
-    service: Service[Any], config: ServerConfig, stopping: asyncio.Event, remark: str = ""
+    service: Service, config: ServerConfig, stopping: asyncio.Event, remark: str = ""
 ) -> None:
     """Serve until the event is set, then until every stream has ended or the grace is over."""
     logger = service.logger
@@ -180,7 +134,7 @@ async def serve(
     logger.info("listening on %s%s", where, remark)
     while not await happened(stopping.wait(), _STATS_S):
         service.log_stats()
-    service.refuse_new()
+    service.prepare_end()
     logger.info(
         "asked to end: serving %d streams for up to %.0f s", service.stream_count, config.grace_s
     )

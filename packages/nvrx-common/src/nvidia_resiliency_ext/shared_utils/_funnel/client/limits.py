@@ -122,10 +122,9 @@ class Backoff:
         self._failures += 1
         return self._draw.uniform(0.0, longest_s)
 
-    @staticmethod
-    def slow_s(draw: float) -> float:
+    def slow_s(self) -> float:
         """Return the seconds to wait where the cause will not go away by itself."""
-        return SLOW_RETRY_S * (0.75 + 0.5 * draw)
+        return SLOW_RETRY_S * self._draw.uniform(0.75, 1.25)
 
 
 RESERVE_BYTES = 128 * 1024
@@ -133,36 +132,26 @@ RESERVE_BYTES = 128 * 1024
 
 
 class MemoryBudget:
-    """Two limits, shared by threads. Its lock guards every field and is taken last.
+    """Two limits, shared by threads. Its lock is taken last.
 
     Args:
         memory_limit_bytes: What the targets may hold in memory together.
         spill_limit_bytes: What they may hold in files together.
+
+    Attributes:
+        memory_bytes: Bytes held in memory now.
+        spill_bytes: Bytes held in files now.
+        version: Read it before trying to take, and hand it to `wait` when that failed.
     """
 
     def __init__(self, memory_limit_bytes: int, spill_limit_bytes: int) -> None:
         self.memory_limit_bytes = memory_limit_bytes
         self.spill_limit_bytes = spill_limit_bytes
         self._changed = threading.Condition(threading.Lock())
-        self._memory_bytes = 0
-        self._spill_bytes = 0
-        self._version = 0
+        self.memory_bytes = 0
+        self.spill_bytes = 0
+        self.version = 0
         self._waiters = 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held in memory now."""
-        return self._memory_bytes
-
-    @property
-    def spill_bytes(self) -> int:
-        """Bytes held in files now."""
-        return self._spill_bytes
-
-    @property
-    def version(self) -> int:
-        """Read it before trying to take, and hand it to `wait` when that failed."""
-        return self._version
 
     def take_memory(self, size: int, held: int) -> bool:
         """Count bytes in, if there is space or the taker holds next to nothing.
@@ -172,60 +161,37 @@ class MemoryBudget:
             held: Bytes that this target holds already.
         """
         with self._changed:
-            fits = self._memory_bytes + size <= self.memory_limit_bytes
+            fits = self.memory_bytes + size <= self.memory_limit_bytes
             if fits or not held or held + size <= RESERVE_BYTES:
-                self._memory_bytes += size
+                self.memory_bytes += size
                 return True
             return False
-
-    def add_memory(self, size: int) -> None:
-        """Count bytes in that are on their way already and have a limit of their own."""
-        with self._changed:
-            self._memory_bytes += size
-
-    def give_memory(self, size: int) -> None:
-        """Count bytes out."""
-        with self._changed:
-            self._memory_bytes -= size
-            self._wake_waiters()
 
     def take_spill(self, size: int) -> bool:
         """Count bytes of files in, if there is space."""
         with self._changed:
-            if self._spill_bytes + size > self.spill_limit_bytes:
+            if self.spill_bytes + size > self.spill_limit_bytes:
                 return False
-            self._spill_bytes += size
+            self.spill_bytes += size
             return True
 
-    def add_spill(self, size: int) -> None:
-        """Count bytes of files in that are there already."""
+    def add(self, *, memory: int = 0, spill: int = 0) -> None:
+        """Count in what is there already, or out what has gone, and make waiters look again."""
         with self._changed:
-            self._spill_bytes += size
-
-    def give_spill(self, size: int) -> None:
-        """Count bytes of files out."""
-        with self._changed:
-            self._spill_bytes -= size
-            self._wake_waiters()
-
-    def wake(self) -> None:
-        """Make every waiter look again."""
-        with self._changed:
-            self._wake_waiters()
+            self.memory_bytes += memory
+            self.spill_bytes += spill
+            self.version += 1
+            if self._waiters:
+                self._changed.notify_all()
 
     def wait(self, version: int, timeout_s: float) -> None:
         """Wait until something has changed since `version` was read."""
         with self._changed:
             self._waiters += 1
             try:
-                self._changed.wait_for(lambda: self._version != version, timeout_s)
+                self._changed.wait_for(lambda: self.version != version, timeout_s)
             finally:
                 self._waiters -= 1
-
-    def _wake_waiters(self) -> None:
-        self._version += 1
-        if self._waiters:
-            self._changed.notify_all()
 
 
 class Verdict(enum.Enum):
@@ -241,23 +207,10 @@ class Verdict(enum.Enum):
     """The server will never take this target."""
 
 
-class Outcome(NamedTuple):
-    """How a call ended: the name of the gRPC status and what the server said."""
-
-    code: str
-    details: str
-
-    def __str__(self) -> str:
-        text = " ".join(self.details.split())[:300]
-        return f"{self.code}: {text}" if text else self.code
-
-
-def evaluate(outcome: Outcome, *, is_plain: bool) -> Verdict:
-    """Return what to do after a call that ended like this."""
-    if outcome.code == "UNIMPLEMENTED":
+def evaluate(code: str, *, is_plain: bool) -> Verdict:
+    """Return what to do after a call that ended with a gRPC status of that name."""
+    if code == "UNIMPLEMENTED":
         return Verdict.RETRY_SLOWLY if is_plain else Verdict.FALL_BACK
-    if outcome.code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
+    if code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
         return Verdict.RETRY_SLOWLY
-    if outcome.code == "INVALID_ARGUMENT":
-        return Verdict.REFUSED
-    return Verdict.RETRY
+    return Verdict.REFUSED if code == "INVALID_ARGUMENT" else Verdict.RETRY

@@ -6,15 +6,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .chunks import NEWLINE_BYTE
 from .files import IOV_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .chunks import Refusal
+    from .cycles import CycleFile
     from .files import LogFile, Piece, Place
-    from .queue import CycleFile
 
 
 _FIRST_RETRY_S = 0.05
@@ -62,7 +64,6 @@ class Target:
     is_unsynced: bool = False
     working_since: float | None = None
     written_at: float = -math.inf  # The first write waits for nothing.
-    written_bytes: int = 0
     error: OSError | None = None
     retry_s: float = 0.0
     log: LogFile | None = None
@@ -78,7 +79,7 @@ class Target:
         self.waiting.append(pending)
         self.held_bytes += pending.size
         if self.cycle is not None:
-            self.cycle.unwritten += pending.size
+            self.cycle.is_whole = False
 
     def extend_last(self, source: Source, data: memoryview) -> bool:
         """Add a small chunk to the last one, if that is its source's and no writer has it.
@@ -94,8 +95,6 @@ class Target:
         if last.size >= _JOINED_BYTES:
             last.growing = None
         self.held_bytes += size
-        if self.cycle is not None:
-            self.cycle.unwritten += size
         return True
 
     def next_batch(self) -> list[Pending]:
@@ -122,8 +121,6 @@ class Target:
             self.waiting.popleft()
             held += pending.size
         self.held_bytes -= held
-        if self.cycle is not None:
-            self.cycle.unwritten -= held
         return held
 
     def failed(self, error: OSError) -> float:
@@ -178,17 +175,6 @@ class Batch:
         self.last_stream = source.identity
 
 
-class Connection(Protocol):
-    """One RPC, as its service implements it."""
-
-    def progress(self, source: Source) -> None:
-        """Record that a source of this connection moved: committed, admitted or refused.
-
-        It is called from any thread, with no lock held, and must not block.
-        """
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Pending:
     """A chunk that is not in its file yet; one without data ends its source's unfinished line.
@@ -216,6 +202,8 @@ class Source:
     `stream_id`.
 
     Attributes:
+        on_progress: Told when chunks were committed, admitted or refused; from any thread, with no
+            lock held. It must not block.
         identity: Tells whose line a file ends with; the `stream_id`, or something unique.
         is_patient: It waits for space in a file that hangs. A connection that carries the streams
             of many would hold up the others, so it is refused for now instead.
@@ -225,7 +213,7 @@ class Source:
         refusal: Why nothing more is taken from it.
     """
 
-    connection: Connection
+    on_progress: Callable[[Source], None]
     stream_id: str
     node_id: str
     is_patient: bool = field(default=True, kw_only=True)
@@ -242,7 +230,6 @@ class Source:
     unfinished: set[Target] = field(default_factory=set)
     waiting: tuple[Target, Pending] | None = None
     refusal: Refusal | None = None
-    refused_seq: int = 0
 
     def __post_init__(self) -> None:
         self.identity = self.stream_id or f"\n{id(self)}"
@@ -267,10 +254,14 @@ class Source:
             # A number that comes again must not take an acknowledgement back.
             self.committed_seq = max(self.committed_seq, outstanding.popleft().seq)
 
-    def refuse(self, refusal: Refusal, seq: int) -> None:
+    def seconds_behind(self, now: float) -> float:
+        """Return the age of the oldest chunk that is not in its file."""
+        oldest = next(iter(self.outstanding.copy()), None)
+        return 0.0 if oldest is None else max(0.0, now - oldest.arrived_at)
+
+    def refuse(self, refusal: Refusal) -> None:
         """Take nothing more; the first reason stays."""
-        if self.refusal is None:
-            self.refusal, self.refused_seq = refusal, seq
+        self.refusal = self.refusal or refusal
 
     def abandon(self, pending: Pending) -> None:
         """Forget a chunk that will never be in its file; the source has been refused."""

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks between memory and their files: how many may wait, who writes them when, and errors."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+
+from .chunks import Refusal
+from .cycles import Completion
+from .files import LogFile, StaleLogError
+from .target import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+    from .files import Roots
+    from .settings import FunnelOptions
+    from .target import Pending, Source, Target
+
+
+_logger = logging.getLogger("LogAggregationServer")
+
+_FILE_SHARE = 8
+_TROUBLED_SHARE = 2
+_WATCH_S = 0.25
+_SYNC_S = 1.0
+_USUAL_WRITERS = 2
+_MAX_WRITERS = 32
+_CLOSE_S = 2.0
+
+
+class Verdict(enum.Enum):
+    """What becomes of a chunk."""
+
+    ADMIT = "admit"
+    WAIT = "wait"
+    REFUSE = "refuse"
+
+
+class Budget:
+    """Bytes that wait for their file.
+
+    One file may hold an eighth, and all files that cannot be written at present a half together, so
+    that the others always find space.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.file_limit_bytes = max(1, limit_bytes // _FILE_SHARE)
+        self.troubled_limit_bytes = limit_bytes // _TROUBLED_SHARE
+
+    def evaluate(
+        self, size: int, file_held: int, *, is_failing: bool = False, troubled_held: int = 0
+    ) -> Verdict:
+        """Return what to do with a chunk now.
+
+        Args:
+            size: Its bytes.
+            file_held: What waits for the same file.
+            is_failing: Writing that file gives errors: then waiting would be for nobody knows how
+                long, and the sender, who still has the chunk, is told.
+            troubled_held: What waits for this and all other files that fail or hang; 0 when this
+                file does neither.
+        """
+        if size > self.limit_bytes:
+            return Verdict.REFUSE
+        over_file = file_held > 0 and file_held + size > self.file_limit_bytes
+        over_troubled = troubled_held > 0 and troubled_held + size > self.troubled_limit_bytes
+        if over_file or over_troubled:
+            return Verdict.REFUSE if is_failing else Verdict.WAIT
+        has_space = self.held_bytes + size <= self.limit_bytes
+        return Verdict.ADMIT if has_space else Verdict.WAIT
+
+    def take(self, size: int) -> None:
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def give(self, size: int) -> None:
+        self.held_bytes -= size
+
+
+class Queue:
+    """What waits for files, and the threads that write it. `lock` guards every field.
+
+    A target is with one writer at a time; files are opened, written and closed without the lock.
+    There are two writers as long as they come along, and one more whenever all hang. All threads
+    are daemons: one that a dead file system holds must not keep the program from ending.
+
+    Args:
+        grant: Lets in what has space now and returns whose it is; called with the lock held.
+
+    Attributes:
+        settled: Notified when chunks were written, let in or refused, and when no writer works.
+        targets: All files, the one that was not written for longest first.
+        open: Those with an open file, likewise.
+        working: Those that wait for a writer or are with one.
+        troubled: Those that cannot be written at present.
+    """
+
+    def __init__(
+        self, options: FunnelOptions, roots: Roots, grant: Callable[[], list[Source]]
+    ) -> None:
+        self._options = options
+        self._roots = roots
+        self._grant = grant
+        self.lock = threading.Lock()
+        self.settled = threading.Condition(self.lock)
+        self.budget = Budget(options.max_buffered_bytes)
+        self.targets: OrderedDict[str, Target] = OrderedDict()
+        self.open: OrderedDict[Target, None] = OrderedDict()
+        self.working: set[Target] = set()
+        self.troubled: set[Target] = set()
+        self.is_closed = False
+        self.received_bytes = self.received_chunks = 0
+        self.written_bytes = self.repeated_chunks = self.lost_bytes = 0
+        # Nobody may have to wait for space while what is there waits for more.
+        self._enough_bytes = min(options.flush_bytes, self.budget.file_limit_bytes // 2)
+        self._is_flushing = False
+        self._is_watching = False
+        self._has_ended = False
+        self._ready: deque[Target] = deque()
+        self._work = threading.Condition(self.lock)
+        self._writers: list[threading.Thread] = []
+        self._idle_writers = 0
+        self._loop = EventLoop(call=_guarded)
+        self._timer = threading.Thread(
+            target=self._run_timer, name="nvrx-funnel-timer", daemon=True
+        )
+        self._timer.start()
+        self.cycles = Completion(options.completion_idle_s, self.lock, self._call_at)
+        if options.fsync == "interval":
+            self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
+
+    def stats(self) -> dict[str, int]:
+        """Return counts by their names in a StatsResponse."""
+        with self.lock:
+            return {
+                "bytes_received": self.received_bytes,
+                "chunks_received": self.received_chunks,
+                "bytes_written": self.written_bytes,
+                "chunks_repeated": self.repeated_chunks,
+                "bytes_lost": self.lost_bytes,
+                "buffered_bytes": self.budget.held_bytes,
+                "buffered_bytes_peak": self.budget.peak_bytes,
+                "files": len(self.targets),
+                "open_files": len(self.open),
+                "failing_files": sum(t.error is not None for t in self.troubled),
+            }
+
+    def arrange(self, target: Target, now: float) -> None:
+        """Have what waits for a target written, now or when enough time has passed; locked."""
+        if target.is_busy or target.error is not None:
+            return
+        is_enough = self._is_enough(target)
+        if target.is_scheduled and not is_enough:
+            return
+        due = target.written_at + self._options.flush_interval_s
+        if is_enough or now >= due:
+            self.submit(target)
+        else:
+            target.is_scheduled = True
+            self._call_at(due, lambda: self._on_due(target))
+
+    def submit(self, target: Target) -> None:
+        """Give a target, which no writer has, to the writers now; locked."""
+        target.is_busy = True
+        self.working.add(target)
+        self._ready.append(target)
+        if self._idle_writers:
+            self._work.notify()
+        elif len(self._writers) < _USUAL_WRITERS:
+            self._start_writer()
+        if not self._is_watching:
+            self._is_watching = True
+            self._call_at(time.monotonic() + _WATCH_S, self._watch)
+
+    def flush(self, deadline: Deadline) -> None:
+        """Write everything, or what is done by the deadline."""
+        with self.lock:
+            self._is_flushing = True
+            for target in list(self.targets.values()):
+                if target.waiting and not target.is_busy:
+                    self.submit(target)
+            self.settled.wait_for(
+                lambda: self.budget.held_bytes == 0 and not self.working, deadline.timeout()
+            )
+
+    def close(self, deadline: Deadline) -> int:
+        """Write everything, close all files and end the threads; return the bytes left over."""
+        with self.lock:
+            if self.is_closed:
+                return 0
+            self.is_closed = True
+        self.flush(deadline)
+        self.cycles.announce(at_end=True)
+        with self.lock:
+            lost = self.budget.held_bytes
+            for target in [target for target in self.open if not target.is_busy]:
+                target.is_closing = True
+                self.submit(target)
+            self._has_ended = True
+            self._work.notify_all()
+        self._loop.wake()
+        self._timer.join()
+        for thread in self._writers:
+            thread.join(_CLOSE_S)
+        return lost
+
+    # --- times
+
+    def _call_at(self, when: float, function: Callable[[], None]) -> None:
+        def arrange() -> None:
+            self._loop.call_at(when, function)
+
+        self._loop.post(arrange)
+
+    def _run_timer(self) -> None:
+        while not self._has_ended:
+            self._loop.run_once()
+        self._loop.close()
+
+    def _on_due(self, target: Target) -> None:
+        with self.lock:
+            target.is_scheduled = False
+            if target.is_busy:
+                return
+            if target.waiting:
+                self.submit(target)
+            elif target.error is not None:
+                # Only the disk's cache could not be written; there is nothing to try again.
+                target.error = None
+                self.troubled.discard(target)
+
+    def _watch(self) -> None:
+        """Look after writers that hang, as long as any work."""
+        now = time.monotonic()
+        hanging = []
+        with self.lock:
+            for target in self.working:
+                since = target.working_since
+                is_slow = since is not None and now - since > self._options.stall_s
+                if is_slow and not target.is_stalled:
+                    target.is_stalled = True
+                    self.troubled.add(target)
+                    hanging.append(target.path)
+            self._is_watching = bool(self.working)
+            if self._is_watching:
+                self._call_at(now + _WATCH_S, self._watch)
+            moved = self._grant() if hanging else []
+            self.settled.notify_all()
+            if self._ready and not self._idle_writers and len(self._writers) < _MAX_WRITERS:
+                self._start_writer()
+        _tell(moved)
+        for path in hanging:
+            _logger.warning("writing %r hangs; its data waits", path)
+
+    def _sync_all(self) -> None:
+        with self.lock:
+            for target in self.open:
+                if target.is_unsynced and not target.is_busy:
+                    self.submit(target)
+        self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
+
+    # --- writers
+
+    def _start_writer(self) -> None:
+        name = f"nvrx-funnel-writer-{len(self._writers)}"
+        thread = threading.Thread(target=self._run_writer, name=name, daemon=True)
+        self._writers.append(thread)
+        thread.start()
+
+    def _run_writer(self) -> None:
+        while True:
+            with self.lock:
+                while not self._ready:
+                    if self._has_ended:
+                        return
+                    self._idle_writers += 1
+                    self._work.wait()
+                    self._idle_writers -= 1
+                target = self._ready.popleft()
+            # One target's bug must not stop all others.
+            _guarded(lambda target=target: self._serve(target))  # type: ignore[misc]
+
+    def _serve(self, target: Target) -> None:
+        """Write what waits for a target; in a writer's thread, which alone has it."""
+        while True:
+            with self.lock:
+                target.working_since = time.monotonic()
+                chunks = target.next_batch()
+            try:
+                if not chunks:
+                    self._serve_idle(target)
+                    return
+                log = target.log or self._open_log(target)
+                plan = Batch.plan(chunks, log)
+                if plan.buffers or plan.seqs:
+                    sync = self._options.fsync == "commit"
+                    log.append(plan.buffers, plan.seqs, sync=sync)
+                log.ends_line, log.last_stream = plan.ends_line, plan.last_stream
+            except StaleLogError:
+                self._close_log(target)
+                continue
+            except UnsafePathError as error:
+                self._close_log(target)
+                self._on_unsafe(target, error)
+                return
+            except OSError as error:
+                self._close_log(target)
+                self._on_error(target, error)
+                return
+            if not self._on_written(target, chunks, plan):
+                return
+
+    def _serve_idle(self, target: Target) -> None:
+        if target.is_unsynced and target.log is not None and not target.is_closing:
+            target.is_unsynced = False
+            target.log.sync()
+        if target.is_closing:
+            self._close_log(target)
+        with self.lock:
+            target.is_closing = False
+            self._release(target)
+            if target.waiting:
+                self.arrange(target, time.monotonic())
+
+    def _open_log(self, target: Target) -> LogFile:
+        target.log = LogFile(self._roots, target.place)
+        with self.lock:
+            self.open[target] = None
+            if len(self.open) > self._options.max_open_files:
+                oldest = next((t for t in self.open if not t.is_busy), None)
+                if oldest is not None:
+                    oldest.is_closing = True
+                    self.submit(oldest)
+        return target.log
+
+    def _close_log(self, target: Target) -> None:
+        if target.log is not None:
+            target.log.close()
+            target.log = None
+        with self.lock:
+            self.open.pop(target, None)
+
+    def _release(self, target: Target) -> None:
+        target.is_busy = False
+        target.working_since = None
+        self.working.discard(target)
+        self.settled.notify_all()
+
+    def _is_enough(self, target: Target) -> bool:
+        """Tell whether what waits for a target is not to be kept for more."""
+        is_full = target.held_bytes >= self._enough_bytes
+        return is_full or target.is_awaited or self._is_flushing
+
+    def _on_written(self, target: Target, chunks: list[Pending], plan: Batch) -> bool:
+        """Settle a batch; tell whether to go on with the same target at once."""
+        now = time.monotonic()
+        with self.lock:
+            was_troubled, error = target.is_troubled, target.error
+            target.error, target.is_stalled = None, False
+            self.troubled.discard(target)
+            target.written_at = now
+            target.is_unsynced = self._options.fsync == "interval"
+            if target in self.open:
+                self.open.move_to_end(target)
+            if target.path in self.targets:
+                self.targets.move_to_end(target.path)
+            self.written_bytes += sum(map(len, plan.buffers))
+            self.repeated_chunks += plan.repeated
+            self.budget.give(target.done(chunks))
+            moved = set()
+            for pending in chunks:
+                pending.source.settle(pending)
+                moved.add(pending.source)
+            if target.cycle is not None and not target.waiting:
+                self.cycles.written(target.cycle)
+            moved.update(self._grant())
+            # An error's first success was a careful, small batch: go on.
+            goes_on = bool(target.waiting) and (was_troubled or self._is_enough(target))
+            if not goes_on:
+                self._release(target)
+                if target.waiting:
+                    self.arrange(target, now)
+            self.settled.notify_all()
+        if error is not None:
+            _logger.info("%r can be written again", target.path)
+        _tell(moved)
+        return goes_on
+
+    def _on_error(self, target: Target, error: OSError) -> None:
+        with self.lock:
+            is_new = target.error is None
+            retry_s = target.failed(error)
+            target.is_stalled = False
+            self.troubled.add(target)
+            self._release(target)
+            self._call_at(time.monotonic() + retry_s, lambda: self._on_due(target))
+            moved = self._grant()
+        if is_new:
+            why = error.strerror or error
+            _logger.error("%r cannot be written: %s; its data waits", target.path, why)
+        _tell(moved)
+
+    def _on_unsafe(self, target: Target, error: OSError) -> None:
+        reason = f"not a place for a log: {target.path!r}: {error.strerror or error}"
+        refusal = Refusal("INVALID_ARGUMENT", reason)
+        with self.lock:
+            target.is_refused = True
+            self.targets.pop(target.path, None)
+            self.troubled.discard(target)
+            chunks = list(target.waiting)
+            self.budget.give(target.done(chunks))
+            moved = set()
+            for pending in chunks:
+                self.lost_bytes += len(pending.data)
+                pending.source.abandon(pending)
+                pending.source.refuse(refusal)
+                moved.add(pending.source)
+            self._release(target)
+            moved.update(self._grant())
+        _tell(moved)
+
+
+def _tell(sources: Iterable[Source]) -> None:
+    """Tell connections that their sources moved; with no lock held."""
+    for source in sources:
+        source.on_progress(source)
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    """Call a function at the boundary of a thread, which must outlive a bug in it."""
+    try:
+        call()
+    except Exception:
+        _logger.exception("a call of the log funnel failed in an unforeseen way")

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gRPC services of root and leaf have in common: calls, answers, access, listening.
+
+A service lives in the event loop, so an idle stream costs a suspended coroutine and no thread.
+Messages are read one by one, and none while a chunk waits for space: gRPC's flow control then holds
+the sender.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
+
+from . import chunks
+from .chunks import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
+
+
+ERRORS_IN_ACKS = ("nvrx-errors", "ack")
+_MAX_ID_CHARS = 256
+_SHOWN_REFUSALS = 20
+_MIN_PING_MS = 5_000
+_PING_MS, _PING_TIMEOUT_MS = 60_000, 20_000
+_WINDOW_BYTES = 256 << 10
+_MAX_PENDING = 100_000
+_ACK_SPACING_S = 0.05
+
+
+class AckWriter:
+    """Acknowledgements of one call; it lives in the event loop.
+
+    However slow the sender reads, one number per stream is all that waits for it.
+    """
+
+    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
+        self._write = write
+        self.unsent: dict[str, tuple[int, Refusal | None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, also what it was told before.
+
+        Behind a leaf several senders may ask for the same numbers one after the other.
+        """
+        self.unsent[stream_id] = (seq, refusal)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def finish(self) -> None:
+        """Send what is left."""
+        self._ending.set_result(None)
+        if self._task is not None:
+            await self._task
+
+    def close(self) -> None:
+        """Stop sending; the call is over."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while self.unsent:
+                stream_id = next(iter(self.unsent))
+                await self._write(chunks.ack(stream_id, *self.unsent.pop(stream_id)))
+                if not self.unsent:
+                    # The end of the call ends this wait.
+                    await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
+        finally:
+            self._task = None
+
+
+class Rpc(abc.ABC):
+    """One open StreamLogs or StreamLogsAcked of a root or a leaf."""
+
+    def __init__(self, context: Any, *, acknowledges: bool) -> None:
+        self._context = context
+        self._acks = AckWriter(context.write) if acknowledges else None
+        self._task = asyncio.current_task()
+        self._changed = asyncio.Event()
+        self._is_reading = False
+        self.node_id = ""
+
+    async def run(self) -> None:
+        """Take all chunks; return when every byte is in its file, raise the call's `Refusal`."""
+        try:
+            await self._take_all()
+            if self._acks is not None:
+                await self._acks.finish()
+        finally:
+            if self._acks is not None:
+                self._acks.close()
+
+    @abc.abstractmethod
+    def response(self) -> bytes:
+        """Return the answer to a call that has ended."""
+
+    def clients(self) -> list[dict[str, Any]]:
+        """Return what a StatsResponse says of each stream."""
+        return []
+
+    @abc.abstractmethod
+    async def _take_all(self) -> None: ...
+
+    @abc.abstractmethod
+    async def _read_each(self) -> None: ...
+
+    @abc.abstractmethod
+    def _raise_refusal(self) -> None: ...
+
+    async def _read_all(self) -> None:
+        try:
+            await self._read_each()
+        except asyncio.CancelledError:
+            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
+            self._raise_refusal()
+            raise
+        finally:
+            self._is_reading = False
+
+    def _end_reading(self) -> None:
+        """Wake the task that reads, which then raises the refusal."""
+        self._changed.set()
+        if self._is_reading and self._task is not None:
+            self._task.cancel()
+
+    def _check_ids(self, chunk: chunks.Chunk) -> None:
+        if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
+            raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
+
+
+class RefusalLog:
+    """Logs refused streams, ever more seldom if there are many; for all threads."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self, node_id: str, refusal: Refusal) -> None:
+        with self._lock:
+            self._count += 1
+            count = self._count
+        if count <= _SHOWN_REFUSALS or count & (count - 1) == 0:
+            more = "" if count <= _SHOWN_REFUSALS else f" ({count} refusals so far)"
+            # Its text only: a handler that keeps records would keep the call with its traceback.
+            self._logger.warning(
+                "a stream of node %r is refused: %s%s", node_id, str(refusal), more
+            )
+
+
+class Service(abc.ABC):
+    """The methods of a server's service and its open streams; made in the event loop."""
+
+    def __init__(self, access: Access, logger: logging.Logger) -> None:
+        self._access = access
+        self.logger = logger
+        self._refusals = RefusalLog(logger)
+        self._rpcs: set[Rpc] = set()
+        self._left = asyncio.Event()
+        self._refuses_new = False
+
+    @property
+    def stream_count(self) -> int:
+        """How many streams are open."""
+        return len(self._rpcs)
+
+    @property
+    def is_healthy(self) -> bool:
+        """What the server answers to a health check."""
+        return True
+
+    def prepare_end(self) -> None:
+        """Refuse new streams from now on."""
+        self._refuses_new = True
+
+    @abc.abstractmethod
+    def log_stats(self) -> None:
+        """Log what was done so far."""
+
+    @abc.abstractmethod
+    def _open(self, context: Any, *, acknowledges: bool) -> Rpc: ...
+
+    @abc.abstractmethod
+    def _counts(self) -> dict[str, int]:
+        """Return counts by their names in a StatsResponse."""
+
+    def handlers(self) -> dict[str, Any]:
+        """Return gRPC's handlers; messages stay bytes."""
+        import grpc
+
+        return {
+            "StreamLogs": grpc.stream_unary_rpc_method_handler(self._stream_logs),
+            "StreamLogsAcked": grpc.stream_stream_rpc_method_handler(self._stream_logs_acked),
+            "HealthCheck": grpc.unary_unary_rpc_method_handler(self._health_check),
+            "Stats": grpc.unary_unary_rpc_method_handler(self._stats),
+        }
+
+    async def wait_empty(self) -> None:
+        while self._rpcs:
+            self._left.clear()
+            await self._left.wait()
+
+    async def _stream_logs(self, _requests: Any, context: Any) -> bytes:
+        return (await self._serve(context, acknowledges=False)).response()
+
+    async def _stream_logs_acked(self, _requests: Any, context: Any) -> None:
+        await self._serve(context, acknowledges=True)
+
+    async def _serve(self, context: Any, *, acknowledges: bool) -> Rpc:
+        # Plain code: when all nodes come at once, what one stream costs holds up all others.
+        await self._check_access(context)
+        if self._refuses_new:
+            await _abort(context, Refusal("UNAVAILABLE", "this server is ending"))
+        rpc = self._open(context, acknowledges=acknowledges)
+        self._rpcs.add(rpc)
+        try:
+            if acknowledges:
+                # The sender learns at once that the method exists.
+                await context.send_initial_metadata(())
+            await rpc.run()
+        except Refusal as refusal:
+            self._refusals.add(rpc.node_id, refusal)
+            await _abort(context, refusal)
+        finally:
+            self._rpcs.discard(rpc)
+            self._left.set()
+        return rpc
+
+    async def _health_check(self, _request: bytes, context: Any) -> bytes:
+        await self._check_access(context)
+        return chunks.health(len(self._rpcs), healthy=self.is_healthy)
+
+    async def _stats(self, _request: bytes, context: Any) -> bytes:
+        await self._check_access(context)
+        clients = [client for rpc in self._rpcs for client in rpc.clients()]
+        return chunks.stats(self._counts(), len(self._rpcs), clients)
+
+    async def _check_access(self, context: Any) -> None:
+        """End the call unless it carries the job's token."""
+        token = self._access.token
+        if token is not None and not self._access.admits(context.invocation_metadata() or ()):
+            reason = "the job's token is missing or wrong (metadata 'authorization: Bearer ...')"
+            self.logger.warning("a call from %s is refused: %s", context.peer(), reason)
+            await _abort(context, Refusal("UNAUTHENTICATED", reason))
+
+
+async def _abort(context: Any, refusal: Refusal) -> None:
+    """End the call with the refusal's code."""
+    import grpc
+
+    await context.abort(grpc.StatusCode[refusal.code], refusal.reason)
+
+
+class AddressError(OSError):
+    """The server cannot listen at its address."""
+
+
+def _grpc_options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Otherwise a second server shares the port in silence, and each gets half of the job.
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A node that has vanished must not count as connected for ever.
+        ("grpc.keepalive_time_ms", _PING_MS),
+        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        # A fixed window per stream: the probed one grows to megabytes for each of many clients.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        # After a restart all nodes come at once; by default gRPC cancels some above a thousand.
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+    ]
+
+
+def address_of(host: str, port: int) -> str:
+    """Return what gRPC calls an address; a host `unix:PATH` is a Unix socket without a port."""
+    if host.startswith("unix:"):
+        return host
+    if ":" in host and not host.startswith("["):
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"
+
+
+async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tuple[Any, int]:
+    """Start a gRPC server with the funnel's service.
+
+    Returns:
+        The server, and the port that it got.
+
+    Raises:
+        AddressError: It cannot listen there.
+        ConfigError: A certificate cannot be read.
+    """
+    import grpc
+    import grpc.aio
+
+    if _is_served(address):
+        raise AddressError(f"cannot listen on {address}: another server does")
+    credentials = access.server_credentials()
+    server = grpc.aio.server(options=_grpc_options())
+    service = grpc.method_handlers_generic_handler(SERVICE, handlers)
+    server.add_generic_rpc_handlers((service,))
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise AddressError(f"cannot listen on {address}: {error}") from error
+    if port == 0 and not address.startswith("unix:"):
+        raise AddressError(f"cannot listen on {address}")
+    await server.start()
+    return server, int(port)
+
+
+def _is_served(address: str) -> bool:
+    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
+    if not address.startswith("unix:"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address.removeprefix("unix:").removeprefix("//"))
+        except BlockingIOError:
+            return True  # so many want to talk to it that there is no space for one more
+        except (OSError, ValueError):
+            return False
+    return True

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the funnel's servers, and whose a line's prefix is."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
+
+
+FSYNC_POLICIES = ("never", "interval", "commit")
+_LEAST = {
+    "flush_bytes": 1,
+    "flush_interval_s": 0,
+    "completion_idle_s": 0,
+    "max_buffered_bytes": 1 << 20,
+    "max_files": 1,
+    "max_open_files": 1,
+    "max_stream_files": 1,
+    "max_stream_bytes": 0,
+    "stall_s": 0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunnelOptions:
+    """How the root server treats what it gets.
+
+    Attributes:
+        allowed_roots: Directories below which logs may lie; `None`: anywhere, for use in process.
+        flush_bytes: A file with so much waiting is written at once, and one that holds half of what
+            it may hold.
+        flush_interval_s: ... and with less, so long after its last write.
+        completion_idle_s: How long nothing must come for an old cycle's file until it counts as
+            complete.
+        max_buffered_bytes: The most that may wait in memory.
+        max_files: Files that are in use at one time.
+        max_open_files: ... of which so many are held open.
+        max_stream_files: Files that one stream may name.
+        max_stream_bytes: Bytes that one stream may send; 0: any number.
+        verify_node_prefix: A line's rank prefix belongs to the first node that uses it in a file.
+        fsync: When to wait for the disk: `never`, `interval` (each second), `commit` (before each
+            acknowledgement).
+        stall_s: A write that takes longer marks its file as stalled.
+    """
+
+    allowed_roots: tuple[str, ...] | None
+    flush_bytes: int = 1 << 20
+    flush_interval_s: float = 0.02
+    completion_idle_s: float = 10.0
+    max_buffered_bytes: int = 32 << 20
+    max_files: int = 4096
+    max_open_files: int = 512
+    max_stream_files: int = 64
+    max_stream_bytes: int = 0
+    verify_node_prefix: bool = False
+    fsync: str = "never"
+    stall_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be a finite number of at least {least}"
+            for name, least in _LEAST.items()
+            if not least <= getattr(self, name) < math.inf
+        ]
+        if self.fsync not in FSYNC_POLICIES:
+            problems.append(f"fsync={self.fsync!r} must be one of {', '.join(FSYNC_POLICIES)}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+_PREFIX = re.compile(rb"^ *(\d{1,9}): ", re.MULTILINE)
+
+
+def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str, str] | None:
+    """Note a node's prefixes, unless one is another node's."""
+    found = set(_PREFIX.findall(data))
+    for prefix in found:
+        owner = owners.get(prefix, node_id)
+        if owner != node_id:
+            return prefix.decode(), owner
+    owners.update(dict.fromkeys(found, node_id))
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What both servers are told.
+
+    Attributes:
+        host: Where it listens; `unix:PATH` for a Unix socket.
+        grace_s: How long it goes on serving after it was asked to end.
+    """
+
+    host: str
+    port: int
+    grace_s: float
+    access: Access
