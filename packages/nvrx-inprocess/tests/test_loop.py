@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_decision
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.completion import Completion
@@ -63,8 +63,8 @@ class Monitor:
     def arrive(self, call: str, place: str) -> None:
         self.said = call, place
         size = self.world_size
-        all_ranks = tuple(Arrival(each, each, size, is_out=False) for each in range(size))
-        self.receive(Decided(self.iteration, Decision(all_ranks, (), self.records)))
+        decision = Decision(size, {each: each for each in range(size)}, (), self.records)
+        self.receive(Decided(self.iteration, encode_decision(decision)))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         del is_discarded
@@ -232,7 +232,8 @@ def test_what_happened_is_notified_in_words(
     monkeypatch.setenv("NVRX_LOG_RANK_FORMAT_VERBOSE", "1")
     records = [InterruptionRecord(rank, Interruption[kind]) for rank, kind in kinds.items()]
     settings = Settings(store_factory=TCPStore, rank_assignment=ShiftRanks())
-    assert describe_interruption(Decision((), (), tuple(records)), lost, settings) == said
+    decision = Decision(4, {}, tuple(lost), tuple(records))
+    assert describe_interruption(decision, settings) == said
 
 
 def test_what_fails_while_the_function_is_stopped_keeps_nobody(

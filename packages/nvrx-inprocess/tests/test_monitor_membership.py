@@ -9,7 +9,7 @@ import pytest
 from nvidia_resiliency_ext.inprocess._monitor import membership as r
 from nvidia_resiliency_ext.inprocess._monitor.membership import Membership
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, encode_decision
 from nvidia_resiliency_ext.inprocess._protocol.lists import decide, is_complete, is_whole
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
@@ -37,6 +37,11 @@ def decision(going: dict[int, int], out=(), ended=()) -> Decision:
     arrivals += [Arrival(initial, None, None, is_out=True) for initial in out]
     arrivals += [Arrival(initial, None, None, is_out=False) for initial in ended]
     return decide(arrivals, frozenset([*going, *out, *ended]), ())
+
+
+def decided(iteration: int, made: Decision) -> Decided:
+    """Return the event that tells ranks a decision."""
+    return Decided(iteration, encode_decision(made))
 
 
 def kinds(effects) -> list[str]:
@@ -195,7 +200,7 @@ def test_events_goes_to_those_in_the_iteration() -> None:
     assert membership.begun(1, 0, 1, 4, ALL) == [r.Notify(1, event)]
     made = decision({0: 0, 1: 1, 2: 2}, ended=[3])
     effects = membership.decided(0, made)
-    assert effects[:2] == [r.Notify(0, Decided(0, made)), r.Notify(1, Decided(0, made))]
+    assert effects[:2] == [r.Notify(0, decided(0, made)), r.Notify(1, decided(0, made))]
 
 
 def test_successor_goes_on_where_the_ranks_are() -> None:
@@ -207,7 +212,7 @@ def test_successor_goes_on_where_the_ranks_are() -> None:
     assert membership.begun(0, 5, 0, 3, who) == [r.Follow(5, who)]
     assert membership.begun(1, 4, 1, 4, ALL) == [r.CatchUp(4)]
     made = decision({0: 0, 1: 1, 2: 2}, ended=[3])
-    assert membership.decided(4, made) == [r.Notify(1, Decided(4, made))]
+    assert membership.decided(4, made) == [r.Notify(1, decided(4, made))]
     assert membership.position == 5
 
 
@@ -230,8 +235,8 @@ def test_cut_off_node_is_notified_and_interrupts_nobody() -> None:
     membership = begun()
     made = decision({2: 2, 3: 3}, ended=[0, 1])
     assert membership.decided(0, made) == [
-        r.Notify(0, Decided(0, made)),
-        r.Notify(1, Decided(0, made)),
+        r.Notify(0, decided(0, made)),
+        r.Notify(1, decided(0, made)),
     ]
     assert membership.left(0, is_lost=True) == []
     assert membership.ended(1) == []
@@ -390,7 +395,7 @@ class Simulation:
             return True
         return not outcome.is_completed and (
             outcome.records is None
-            or (outcome.decision is None and n in self.iteration_store.decisions)
+            or (outcome.decided is None and n in self.iteration_store.decisions)
         )
 
     def read(self, node: int, n: int) -> None:

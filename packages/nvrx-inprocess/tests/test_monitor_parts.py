@@ -21,6 +21,7 @@ from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving,
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_decision
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
@@ -175,13 +176,13 @@ def test_every_message_travels() -> None:
     assert hello.begun.participants == "0,5"
 
 
-def test_large_decision_is_split() -> None:
-    """A decision of any size comes in pieces that fit a frame."""
-    text = "x" * 1_000_001
-    parts = messages.split_decision(4, text)
-    assert "".join(part.text for part in parts) == text
-    assert {part.count for part in parts} == {len(parts)}
-    assert all(len(messages.TO_RANK.encode(part)) < 1 << 20 for part in parts)
+def test_large_decision_fits_a_message() -> None:
+    """A decision about 50,000 ranks of which every second is lost goes through one frame."""
+    numbers = {rank: rank for rank in range(0, 50_000, 2)}
+    text = encode_decision(Decision(50_000, numbers, tuple(range(1, 50_000, 2)), ()))
+    payload = messages.TO_RANK.encode_payload(messages.Decided(4, text))
+    decided = messages.TO_RANK.decode(payload)
+    assert decided.decision.numbers == numbers
 
 
 @pytest.mark.parametrize("seed", range(30))

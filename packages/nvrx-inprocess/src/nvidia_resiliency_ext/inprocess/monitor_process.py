@@ -219,7 +219,7 @@ class MonitorProcess:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Decided):
-            self._participants = frozenset(event.decision.going_on)
+            self._participants = event.decision.going_on
         if self._listener is not None:
             self._listener(event)
 

@@ -410,7 +410,7 @@ class CallLoop:
             decision = self._arrive(limit_s)
         # Nobody is in a collective any more.
         let_go_of_gloo_connections()
-        if state.initial_rank not in decision.going_on:
+        if state.initial_rank not in decision.numbers:
             raise RankDiscarded(
                 f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
                 f" {format_interruption_records(decision.records)}"
@@ -435,18 +435,13 @@ class CallLoop:
 
     def _advance(self, decision: Decision) -> None:
         state = self.state
-        ended = tuple(
-            each.initial_rank
-            for each in decision.participants
-            if each.initial_rank not in decision.going_on
-        )
-        self._what_happened = describe_interruption(decision, ended, self._settings)
+        self._what_happened = describe_interruption(decision, self._settings)
         self._pending = RestartReport(
             iteration=state.iteration,
             cause=format_interruption_records(decision.records),
             ranks=tuple(sorted({record.rank for record in decision.records})),
-            terminated=ended,
-            kept=tuple(sorted(decision.going_on)),
+            terminated=decision.lost,
+            kept=tuple(sorted(decision.numbers)),
             world_size=state.world_size,
             hang="" if decision.hang is None else decision.hang.text,
             culprits=() if decision.hang is None else decision.hang.culprits,

@@ -128,7 +128,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
     }
 
 
-def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
+def describe_interruption(decision: Decision, settings: Settings) -> str:
     """Return in words what happened to which ranks, and which ranks are lost.
 
     Where ranks were lost, the soft timeouts of others are left out: they follow from that.
@@ -143,7 +143,7 @@ def describe_interruption(decision: Decision, lost: Iterable[int], settings: Set
         for kind, text in _HAPPENED.items()
         if (of_kind := ranks.get(kind)) and not (reported and kind is Interruption.SOFT_TIMEOUT)
     ]
-    if gone := set(lost) - reported:
+    if gone := set(decision.lost) - reported:
         words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")
     what = "; ".join(words)
     return what if decision.hang is None else f"{decision.hang.text} ({what})"

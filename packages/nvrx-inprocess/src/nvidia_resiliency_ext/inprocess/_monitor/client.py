@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import Event, MonitorSett
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Silence
-from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -74,7 +73,6 @@ class MonitorLink:
         self._iteration = 0
         self._closed = threading.Event()
         self._leave_acknowledged = threading.Event()
-        self._parts: list[str] = []
         self._losses: list[float] = []
         self._thread: threading.Thread | None = None
         self._monitor: PidHandle | None = None
@@ -215,9 +213,7 @@ class MonitorLink:
     def _take(self, message: object) -> None:
         if isinstance(message, messages.LeaveAcknowledged):
             self._leave_acknowledged.set()
-        elif isinstance(message, messages.DecisionPart):
-            self._collect(message)
-        elif isinstance(message, (messages.Interrupted, messages.Completed, messages.StoreLost)):
+        elif isinstance(message, Event):
             self._pass_on(message)
 
     def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
@@ -232,15 +228,6 @@ class MonitorLink:
             handle.wait(start.END_LIMIT_S)
         how = "stopped" if is_stopped else "stuck"
         raise InternalError(f"it is {how} and has said nothing for {silence.seconds:.1f} s")
-
-    def _collect(self, part: messages.DecisionPart) -> None:
-        if part.number == 0:
-            self._parts = []
-        self._parts.append(part.text)
-        if part.number == part.count - 1:
-            decision = decode_decision("".join(self._parts))
-            self._parts = []
-            self._pass_on(messages.Decided(part.iteration, decision))
 
     def _pass_on(self, event: Event) -> None:
         try:

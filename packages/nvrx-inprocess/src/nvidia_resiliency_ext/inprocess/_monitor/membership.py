@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Event, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, ObservedActivity
+from nvidia_resiliency_ext.inprocess._protocol.decision import (
+    Arrival,
+    Decision,
+    ObservedActivity,
+    encode_decision,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 
@@ -96,7 +101,7 @@ class _IterationOutcome:
     is_interrupted: bool = False
     records: tuple[InterruptionRecord, ...] | None = None
     waited_s: float = 0.0
-    decision: Decision | None = None
+    decided: Decided | None = None
     is_completed: bool = False
 
     def events(self, iteration: int) -> Iterator[Event]:
@@ -104,8 +109,8 @@ class _IterationOutcome:
             yield Completed(iteration)
         if self.records is not None:
             yield Interrupted(iteration, self.records, self.waited_s)
-        if self.decision is not None:
-            yield Decided(iteration, self.decision)
+        if self.decided is not None:
+            yield self.decided
 
 
 @dataclass(slots=True)
@@ -243,10 +248,10 @@ class Membership:
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
-        outcome.decision = decision
-        effects = self._notify(iteration, Decided(iteration, decision))
+        outcome.decided = Decided(iteration, encode_decision(decision))
+        effects = self._notify(iteration, outcome.decided)
         if iteration >= self.position:
-            self._participants[iteration + 1] = frozenset(decision.going_on)
+            self._participants[iteration + 1] = decision.going_on
             effects += self._move_to(iteration + 1)
         return effects + self._follow()
 

@@ -15,11 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import (
-    Decision,
-    ObservedActivity,
-    encode_decision,
-)
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, ObservedActivity
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -374,7 +370,7 @@ class Serving:
         for effect in effects:
             match effect:
                 case membership.Notify(initial_rank, event):
-                    self._notify(initial_rank, event)
+                    self._send(initial_rank, event)
                 case membership.Follow(iteration, participants):
                     self._outcome_reader.follow(iteration, participants)
                 case membership.CatchUp(iteration):
@@ -393,14 +389,6 @@ class Serving:
         """Have the store's writer call an operation whose parameters are the effect's fields."""
         arguments = {each.name: getattr(effect, each.name) for each in fields(effect)}
         self._store_worker.submit(functools.partial(operation, **arguments))
-
-    def _notify(self, rank: int, event: messages.Event) -> None:
-        if isinstance(event, messages.Decided):
-            text = encode_decision(event.decision)
-            for part in messages.split_decision(event.iteration, text):
-                self._send(rank, part)
-        else:
-            self._send(rank, event)
 
     def _send(self, rank: int, message: object) -> None:
         connection = self._sessions[rank].connection

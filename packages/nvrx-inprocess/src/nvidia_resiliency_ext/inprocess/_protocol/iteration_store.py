@@ -24,22 +24,20 @@ from .decision import (
     Arrival,
     Decision,
     decode_decision,
-    decode_records,
     encode_decision,
-    encode_records,
+    format_records,
+    parse_records,
 )
 from .lists import (
     NodeEntry,
     decide,
     format_arrival,
     format_node,
-    format_records,
     have_all_reported,
     is_complete,
     is_whole,
     parse_arrivals,
     parse_nodes,
-    parse_records,
 )
 
 _LEASE_WAIT_S = 1.0
@@ -150,7 +148,7 @@ class IterationStore:
         text = self._access.get(key, timeout_s)
         if text is None:
             return False
-        self._all_reported = iteration, decode_records(text, key)
+        self._all_reported = iteration, tuple(parse_records(text, key))
         return True
 
     def records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
@@ -173,7 +171,7 @@ class IterationStore:
         key = self._keys(iteration).decision
         text = self._access.get(key, timeout_s)
         if text is None:
-            return Decision((), (), ()) if self._is_forgotten(iteration) else None
+            return Decision(0, {}, (), ()) if self._is_forgotten(iteration) else None
         return decode_decision(text, key)
 
     def register_node(self, node: NodeEntry) -> None:
@@ -238,7 +236,7 @@ class IterationStore:
         for key in (keys.arrivals, keys.completions):
             silent += parse_arrivals(self._access.peek(key) or "", key)
             if have_all_reported(records, silent, participants):
-                self._access.set(keys.all_reported, encode_records(records))
+                self._access.set(keys.all_reported, format_records(records))
                 return
 
     def _read_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:

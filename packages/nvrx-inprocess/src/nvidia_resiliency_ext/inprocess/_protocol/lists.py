@@ -8,22 +8,19 @@ twice, after the loss of a monitor.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import (
-    ForeignValueError,
-    parse_number,
-    require_json,
-)
-from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
+from nvidia_resiliency_ext.inprocess.attribution import InterruptionRecord
 
-from .decision import Arrival, Decision, ObservedActivity, find_hang
+from .decision import Arrival, Decision, ObservedActivity, entries_of, find_hang
 
-_END = ";"
 _LEFT = "-"
 _ENDED = "?"
+_ARRIVAL = re.compile(r"(\d{1,9}):(?:([-?])|(\d{1,9}):(\d{1,9}))(?::([^:]*))?", re.ASCII)
 _MOST_RANKS_OF_A_NODE = 4096
 
 
@@ -48,49 +45,27 @@ def format_arrival(arrival: Arrival) -> str:
     else:
         reported = _LEFT if arrival.is_out else _ENDED
     observed = "" if arrival.observed is None else f":{arrival.observed.to_text()}"
-    return f"{arrival.initial_rank}:{reported}{observed}{_END}"
+    return f"{arrival.initial_rank}:{reported}{observed};"
 
 
 def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
     """Return the arrivals of a list; a ForeignValueError for anything else."""
-    return [_parse_arrival(entry, key) for entry in _entries(text, key)]
+    return [_parse_arrival(entry, key) for entry in entries_of(text, key)]
 
 
 def _parse_arrival(entry: str, key: str) -> Arrival:
-    match entry.split(":"):
-        case [number, (("-" | "?") as how), *rest]:
-            initial_rank, rank, world_size, is_out = parse_number(number), None, None, how == _LEFT
-            is_known = True
-        case [number, number_now, size, *rest]:
-            initial_rank, rank, world_size = map(parse_number, (number, number_now, size))
-            is_out = False
-            is_known = rank is not None and world_size is not None and rank < world_size
-        case _:
-            raise ForeignValueError(key, entry)
-    if initial_rank is None or not is_known or len(rest) > 1:
+    found = _ARRIVAL.fullmatch(entry)
+    if found is None:
         raise ForeignValueError(key, entry)
+    initial_rank, how, *numbers, observed = found.groups()
+    rank, world_size = (None if number is None else int(number) for number in numbers)
     try:
-        observed = ObservedActivity.from_text(rest[0]) if rest else None
+        activity = None if observed is None else ObservedActivity.from_text(observed)
     except ValueError:
         raise ForeignValueError(key, entry) from None
-    return Arrival(initial_rank, rank, world_size, is_out, observed)
-
-
-def format_records(records: Iterable[InterruptionRecord]) -> str:
-    """Return records, of initial ranks, as entries of a list."""
-    return "".join(f"{record.rank}:{record.interruption.name}{_END}" for record in records)
-
-
-def parse_records(text: str, key: str = "interruption_records") -> list[InterruptionRecord]:
-    """Return the records of a list; a ForeignValueError for anything else."""
-    records = []
-    for entry in _entries(text, key):
-        number, _, name = entry.partition(":")
-        rank = parse_number(number)
-        if rank is None or name not in Interruption.__members__:
-            raise ForeignValueError(key, entry)
-        records.append(InterruptionRecord(rank, Interruption[name]))
-    return records
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ForeignValueError(key, entry)
+    return Arrival(int(initial_rank), rank, world_size, how == _LEFT, activity)
 
 
 def is_whole(arrivals: Iterable[Arrival], participants: frozenset[int]) -> bool:
@@ -142,11 +117,12 @@ def decide(
                 reported[initial_rank] = _out(arrival)
             else:
                 taken.add(arrival.rank)
-    terminated = tuple(rank for rank in range(world_size or 0) if rank not in taken)
-    settled = tuple(reported[initial_rank] for initial_rank in sorted(reported))
+    numbers = {each.initial_rank: each.rank for each in reported.values() if each.rank is not None}
+    lost = tuple(sorted(reported.keys() - numbers.keys()))
     records = _in_order(records)
-    observed = {each.initial_rank: each.observed for each in settled if each.observed is not None}
-    return Decision(settled, terminated, records, find_hang(records, observed, len(settled)))
+    observed = {rank: each.observed for rank, each in reported.items() if each.observed is not None}
+    hang = find_hang(records, observed, len(reported))
+    return Decision(world_size or 0, numbers, lost, records, hang)
 
 
 def _both(known: Arrival, arrival: Arrival) -> Arrival:
@@ -195,11 +171,3 @@ def _is_process(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) is int and value >= 0
-
-
-def _entries(text: str, key: str) -> list[str]:
-    if not text:
-        return []
-    if not text.endswith(_END):
-        raise ForeignValueError(key, text)
-    return text[: -len(_END)].split(_END)
