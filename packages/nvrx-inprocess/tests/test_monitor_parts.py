@@ -21,10 +21,10 @@ from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving,
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
-from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_decision
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_decision
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.children import start_child

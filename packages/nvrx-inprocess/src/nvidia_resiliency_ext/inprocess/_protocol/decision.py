@@ -169,6 +169,7 @@ def decode_decision(text: str, key: str = "decision") -> Decision:
         _require(len(pairs) == len(numbers) == len(set(numbers.values())))
         _require(numbers.keys().isdisjoint(lost))
         _require(all(rank < world_size for rank in numbers.values()))
+        _require(isinstance(fields["records"], str))
         records = tuple(parse_records(fields["records"], key))
         hang = _parse_hang(fields["hang"]) if "hang" in fields else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
