@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ._call.interrupt import (
     AtomicLock,
     MainThreadInterrupter,
-    Phases,
     RankShouldRestart,
     deferred_section,
     is_in_deferred_section,
@@ -208,7 +207,6 @@ class MonitorThread(threading.Thread):
         daemon: bool = True,
     ) -> None:
         super().__init__(name=f"{type(self).__name__}-{state.rank}", daemon=daemon)
-        self.phases: Phases | None = None
         self._state = state
         self._store = store
         self._abort = abort
@@ -234,15 +232,14 @@ class MonitorThread(threading.Thread):
         self._should_end.wait(self._last_call_wait.total_seconds())
         self._store.lock_interruption_records()
         message = format_interruption_records(self._store.get_interruption_records())
-        quiet_s = self._soft_timeout.total_seconds()
-        self.phases = terminate(
+        terminate(
             self._abort,
             self._state,
             self._interrupter,
             self._lock,
             self._watchdog.pause_and_synchronize,
             message,
-            quiet_s=quiet_s,
+            quiet_s=self._soft_timeout.total_seconds(),
         )
 
     def maybe_join(self, timeout: float | None = None) -> None:

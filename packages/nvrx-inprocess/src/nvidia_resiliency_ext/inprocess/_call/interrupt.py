@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep, run_abort
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
@@ -170,15 +169,6 @@ class AtomicLock:
                 self._is_waited_for = False
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """Times of one interruption in seconds; `first_s` is None if the main thread left by itself."""
-
-    first_s: float | None
-    left_s: float
-    count: int
-
-
 class _Entry:
     """One stay of the main thread inside; nothing of it is used for the next one."""
 
@@ -279,9 +269,9 @@ class MainThreadInterrupter:
             if entry is None:
                 return None
             entry.message = message
-        interruption = InterruptRequest(self, entry)
-        interruption.deliver()
-        return interruption
+        request = InterruptRequest(self, entry)
+        request.deliver()
+        return request
 
     def send_signal(self, entry: _Entry) -> bool:
         """Have the armed entry's exception raised; `False` when the main thread has left it."""
@@ -313,10 +303,8 @@ class InterruptRequest:
     def __init__(self, interrupter: MainThreadInterrupter, entry: _Entry) -> None:
         self._interrupter = interrupter
         self._entry = entry
-        self._start = time.monotonic()
-        self._first_s: float | None = None
-        self._left_s: float | None = None
-        self._count = 0
+        self._has_left = False
+        self._raised = 0
         native_id = threading.main_thread().native_id
         assert native_id is not None
         self._blocked_calls = BlockedCalls(native_id)
@@ -326,7 +314,7 @@ class InterruptRequest:
         pause_s = _FIRST_LOOK_S
         self._entry.is_armed = True
         sent = 0
-        while self._left_s is None and self._interrupter.send_signal(self._entry):
+        while not self._has_left and self._interrupter.send_signal(self._entry):
             if self._next(pause_s) == _RAISED:
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -335,11 +323,14 @@ class InterruptRequest:
                 # It is in a call that no signal ends.
                 self._blocked_calls.end()
 
-    def see_out(self, quiet_s: float, lock: AtomicLock) -> Raised:
-        """Wait until the main thread has left; raise again if it was lost or takes too long."""
+    def see_out(self, quiet_s: float, lock: AtomicLock) -> int:
+        """Wait until the main thread has left; return how often the exception was raised.
+
+        It is raised again if it was lost, or if the main thread needs longer than `quiet_s`.
+        """
         pause_s = _SHORTEST_PAUSE_S
         patience_s = quiet_s
-        while self._left_s is None:
+        while not self._has_left:
             event = self._next(patience_s)
             if event == _LOST:
                 # In a destructor or a callback. A new one gets the whole time again.
@@ -348,40 +339,24 @@ class InterruptRequest:
             else:
                 patience_s = pause_s
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            if self._left_s is None:
+            if not self._has_left:
                 with lock:
                     self.deliver()
-        return Raised(self._first_s, self._left_s, self._count)
+        return self._raised
 
     def _next(self, timeout_s: float) -> str | None:
         try:
             event = self._entry.events.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         except queue.Empty:
             return None
-        elapsed_s = time.monotonic() - self._start
-        if event == _LEFT:
-            self._left_s = elapsed_s
-        if event == _RAISED:
-            self._count += 1
-            self._first_s = elapsed_s if self._first_s is None else self._first_s
+        self._has_left |= event == _LEFT
+        self._raised += event == _RAISED
         return event
 
 
 # Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as
 # `AbortTorchDistributed` allows itself.
 ABORT_DEADLINE_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Seconds that a termination took; `unwind_s` is 0 if the main thread was out already."""
-
-    lock_s: float
-    abort_s: float
-    raise_s: float
-    unwind_s: float
-    raised: int
-    steps: tuple[AbortStep, ...]
 
 
 def terminate(  # noqa: PLR0913 - one of each part
@@ -393,30 +368,23 @@ def terminate(  # noqa: PLR0913 - one of each part
     message: str,
     *,
     quiet_s: float,
-) -> Phases:
+) -> tuple[float, float]:
     """Unblock the main thread and make it leave; from a helper thread, returns when it is out.
 
-    The first unwinding is left in peace for `quiet_s`; an abort that is late is left to itself.
+    The first unwinding is left undisturbed for `quiet_s`; an abort that is late is abandoned.
+    Returns the seconds of the abort, with the wait for the lock, and those of leaving.
     """
     start = time.monotonic()
     with lock:
-        locked = time.monotonic()
         try:
-            steps = () if abort is None else run_abort(abort, state, ABORT_DEADLINE_S)
+            if abort is not None:
+                run_abort(abort, state, ABORT_DEADLINE_S)
         except Exception:
             # Whatever the user's object does: the main thread must come out.
             logger.exception("the abort failed")
-            steps = ()
         aborted = time.monotonic()
         pause_watchdog()
-        interruption = interrupter.begin(message)
-    raised = None if interruption is None else interruption.see_out(quiet_s, lock)
-    first_s = 0.0 if raised is None or raised.first_s is None else raised.first_s
-    return Phases(
-        lock_s=locked - start,
-        abort_s=aborted - locked,
-        raise_s=first_s,
-        unwind_s=0.0 if raised is None else raised.left_s - first_s,
-        raised=0 if raised is None else raised.count,
-        steps=steps,
-    )
+        request = interrupter.begin(message)
+    if request is not None:
+        request.see_out(quiet_s, lock)
+    return aborted - start, time.monotonic() - aborted

@@ -338,7 +338,7 @@ class CallLoop:
             self._watch.add(Phase.LAST_CALL, waited_s)
 
     def _terminate(self, cause: str) -> None:
-        phases = terminate(
+        abort_s, unwind_s = terminate(
             self._settings.abort,
             self.state.freeze(),
             self._parts.interrupter,
@@ -347,8 +347,8 @@ class CallLoop:
             cause,
             quiet_s=self._settings.soft_timeout.total_seconds(),
         )
-        self._watch.add(Phase.ABORT, phases.lock_s + phases.abort_s)
-        self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
+        self._watch.add(Phase.ABORT, abort_s)
+        self._watch.add(Phase.UNWIND, unwind_s)
 
     def _find(self, kind: type[_Event]) -> _Event | None:
         """Return the event of this class about the present iteration, or None."""

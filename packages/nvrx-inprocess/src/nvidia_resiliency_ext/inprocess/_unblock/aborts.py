@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +22,6 @@ from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_path
 from nvidia_resiliency_ext.inprocess.compose import Compose, members_of
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
-from nvidia_resiliency_ext.inprocess.utils import format_exc
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -58,19 +56,9 @@ class Abort(abc.ABC):
 logger = logging.getLogger("nvrx")
 
 
-@dataclass(frozen=True, slots=True)
-class AbortStep:
-    """How one member ended: its error as text, which keeps no frames, or late and abandoned."""
-
-    name: str
-    duration_s: float
-    error: str | None = None
-    is_late: bool = False
-
-
 def run_abort(
     abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float
-) -> tuple[AbortStep, ...]:
+) -> None:
     """Call an abort, or the members of a `Compose` of aborts, the last one first.
 
     A member that raises, or is late, does not keep the others from running: it may use half of the
@@ -78,36 +66,31 @@ def run_abort(
     """
     deadline = Deadline.after(deadline_s)
     members = list(members_of(abort))[::-1]
-    steps = []
-    given: object = (state,)
-    for index, member in enumerate(members):
-        is_last = index == len(members) - 1
-        patience_s = deadline.remaining() * (1.0 if is_last else 0.5)
-        step, returned = _run(member, given, patience_s)
-        steps.append(step)
+    given: tuple[object, ...] = (state,)
+    for left, member in zip(range(len(members), 0, -1), members, strict=True):
+        returned = _run(member, given, deadline.remaining() * (1.0 if left == 1 else 0.5))
         # After a failure the next one gets what this one got.
         if returned is not None:
             given = returned if isinstance(returned, tuple) else (returned,)
-    return tuple(steps)
 
 
-def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]:
+def _run(member: Any, given: tuple[object, ...], patience_s: float) -> object:
+    """Run one member and log how it ended; return its result, None where there is none."""
     name = _name_of(member)
     start = time.monotonic()
     # `Compose` knows which members take no arguments.
     call = AbandonableCall(f"nvrx-abort-{name}", lambda: Compose(member)(*given))
-    is_late = not call.ended.wait(patience_s)
-    duration_s = time.monotonic() - start
-    if is_late:
-        logger.error("abort %s has not ended in %.3f s; it is abandoned", name, duration_s)
-        return AbortStep(name, duration_s, is_late=True), None
+    if not call.ended.wait(patience_s):
+        waited_s = time.monotonic() - start
+        logger.error("abort %s has not ended in %.3f s; it is abandoned", name, waited_s)
+        return None
     try:
-        returned = call.result()
-    except BaseException as error:
-        logger.exception("abort %s failed after %.3f s", name, duration_s)
-        return AbortStep(name, duration_s, error=format_exc(error)), None
-    logger.info("abort %s took %.3f s", name, duration_s)
-    return AbortStep(name, duration_s), returned
+        returned: object = call.result()
+    except BaseException:
+        logger.exception("abort %s failed after %.3f s", name, time.monotonic() - start)
+        return None
+    logger.info("abort %s took %.3f s", name, time.monotonic() - start)
+    return returned
 
 
 def _name_of(member: Any) -> str:
