@@ -16,7 +16,7 @@ import pytest
 from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call import loop as loop_module
 from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadInterrupter
-from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
+from nvidia_resiliency_ext.inprocess._call.loop import CallLoop
 from nvidia_resiliency_ext.inprocess._call.report import Phase, describe_interruption
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess._call.watchdog import EventQueue
@@ -88,7 +88,10 @@ def call_of(
     arguments = {"rank_assignment": ShiftRanks(), **arguments}
     page, monitor, nothing = ProgressPage.create(), monitor or Monitor(), Nothing()
     events = EventQueue(1.0, page.stamp_auto)
-    parts = Parts(
+    loop = CallLoop(
+        settings=Settings(store_factory=TCPStore, **arguments),
+        state=state,
+        restart_health_check=None,
         base_store=nothing,
         link=monitor,
         page=page,
@@ -100,7 +103,6 @@ def call_of(
         inject=lambda _fn, args, kwargs: (args, kwargs),
         send_departure_notice=lambda *said: monitor.departures.append(said),
     )  # fmt: skip
-    loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
     monitor.receive = loop.receive
     with contextlib.closing(page), contextlib.closing(events):
         try:

@@ -56,9 +56,7 @@ class Abort(abc.ABC):
 logger = logging.getLogger("nvrx")
 
 
-def run_abort(
-    abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float
-) -> None:
+def run_abort(abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float) -> None:
     """Call an abort, or the members of a `Compose` of aborts, the last one first.
 
     A member that raises, or is late, does not keep the others from running: it may use half of the
