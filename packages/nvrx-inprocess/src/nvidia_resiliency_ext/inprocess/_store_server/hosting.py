@@ -124,9 +124,6 @@ def host_store(  # noqa: PLR0913 - one of each part
     report = None if beside is None else beside.ask(order, start_s)
     if report is None:
         started, report = _start(order, start_s, idle_s)
-    if "exit_code" in report:
-        # This torch cannot be imported in part.
-        started, report = _start(order, start_s, idle_s, "--whole-torch")
     if "port" in report:
         return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
     if started.channel is not None and started.process is not None:
@@ -156,7 +153,7 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
 
 
 def _start(
-    order: dict[str, Any], start_s: float, idle_s: float, *flags: str
+    order: dict[str, Any], start_s: float, idle_s: float
 ) -> tuple[StoreServer, dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
@@ -166,7 +163,7 @@ def _start(
             "--idle-s": idle_s,
             "--channel-fd": theirs.fileno(),
         }
-        arguments = (*(f"{name}={value}" for name, value in options.items()), *flags)
+        arguments = [f"{name}={value}" for name, value in options.items()]
         try:
             process = subprocess.Popen(
                 [sys.executable, PROGRAM, "--store", *arguments],
@@ -192,8 +189,7 @@ def _start(
         return store_server, {"error": f"nothing was heard of it within {start_s:g} s"}
     if not report:
         ours.close()
-        code = _wait_for_end(process, _END_S)
-        return store_server, {"error": f"it ended with exit code {code}", "exit_code": code}
+        return store_server, {"error": f"it ended with exit code {_wait_for_end(process, _END_S)}"}
     return store_server, report
 
 
