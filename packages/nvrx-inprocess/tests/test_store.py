@@ -28,7 +28,6 @@ from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
 )
 from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.mixin import pass_reentrant_barrier
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
@@ -195,9 +194,11 @@ def test_barriers_let_all_through_together(name: str, server: Any) -> None:
 
 def test_who_only_arrives_costs_two_operations(server: Any) -> None:
     """Without time to wait, the store is asked nothing after the arrival."""
-    access = StoreAccess(server.clone())
+    store = server.clone()
+    access = StoreAccess(store)
+    store._access = lambda: access
     with pytest.raises(stores.BarrierTimeout):
-        pass_reentrant_barrier(access, [0], "group", 2, timedelta(0), None)
+        store.reentrant_barrier([0], "group", 2, timedelta(0))
     assert access.operations == 2
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -30,18 +31,18 @@ def optional_number(name: str) -> int | None:
     return int(text) if _is_number(text) else None
 
 
-def exported_ranks() -> dict[str, str | None]:
-    """Return what stands where `export_ranks` writes, for `restore_ranks`."""
-    return {name: os.environ.get(name) for name in _RANKS}
-
-
-def restore_ranks(before: Mapping[str, str | None]) -> None:
-    """Put back what `exported_ranks` has returned."""
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+@contextlib.contextmanager
+def exported_ranks_restored() -> Iterator[None]:
+    """Put back at the end what stands where `export_ranks` writes."""
+    before = {name: os.environ.get(name) for name in _RANKS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def export_ranks(rank: int, world_size: int) -> None:

@@ -30,7 +30,12 @@ from .completion import Completion
 from .compose import Compose, members_of
 from .exception import InternalError
 from .finalize import Finalize
-from .health_check import HealthCheck, checks_of_each_restart
+from .health_check import (
+    ChainedGPUHealthCheck,
+    ChainedNicHealthCheck,
+    ChainedNVLHealthCheck,
+    HealthCheck,
+)
 from .initialize import Initialize
 from .param_utils import substitute_param_value
 from .rank_assignment import ActivateAllRanks, RankAssignment, ShiftRanks
@@ -182,7 +187,10 @@ def _restart_health_check(check: HealthCheck | None) -> Any:
     members: tuple[Any, ...] = () if check is None else tuple(members_of(check))
     index = _inputs.optional_number("LOCAL_RANK")
     if index is not None:
-        members += checks_of_each_restart(index)
+        for kind in (ChainedGPUHealthCheck, ChainedNVLHealthCheck, ChainedNicHealthCheck):
+            added = kind(device_index=index)
+            added.skip_level = logging.DEBUG  # nobody has asked for it
+            members += (added,)
     return Compose(*members) if members else None
 
 
@@ -219,7 +227,7 @@ class CallWrapper:
             )
         settings = wrapper.settings
         with contextlib.ExitStack() as stack:
-            stack.callback(_inputs.restore_ranks, _inputs.exported_ranks())
+            stack.enter_context(_inputs.exported_ranks_restored())
             # Last of all: what refers to each other would stay open until a garbage collection.
             stack.callback(self._release)
             state = State.from_env()

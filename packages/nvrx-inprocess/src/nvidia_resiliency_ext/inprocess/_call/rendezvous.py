@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,14 +68,7 @@ _store_servers: list[StoreServer] = []
 
 
 class CallStore(StoreMixin, TorchPrefixStore):
-    """The keys of one call: made of what stands before them, and of where they are kept."""
-
-    def pass_initial_barrier(
-        self, rank: int, world_size: int, timeout: timedelta, look: Callable[[], bool]
-    ) -> None:
-        """Pass the barrier before the first iteration; what `look` raises ends the wait."""
-        access = StoreAccess(self)
-        pass_barrier(access, [rank], "initial_barrier", world_size, timeout, _LOOK, look=look)
+    """The keys of one call, below a prefix of the job's store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +173,13 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
             # What was left behind in a store that outlives jobs must not be met again.
             call_store.set(_NONCE, secrets.token_hex(8))
         try:
-            call_store.pass_initial_barrier(
-                state.rank,
+            pass_barrier(
+                StoreAccess(call_store),
+                [state.rank],
+                "initial_barrier",
                 state.world_size,
                 timedelta(seconds=deadline.remaining()),
+                _LOOK,
                 look=functools.partial(_raise_if_later, access, prefix, number),
             )
         except _LaterCallError:

@@ -201,8 +201,10 @@ class IterationStore:
 
     def forget(self, iteration: int) -> None:
         """Remove the lists of an iteration that has been decided; outcome and decision stay."""
-        for key in self._keys(iteration).lists():
-            self._access.delete(key)
+        keys = self._keys(iteration)
+        for key in keys:
+            if key not in (keys.outcome, keys.decision):
+                self._access.delete(key)
 
     def _forget_old(self, iteration: int) -> None:
         """Remove the lists of the last iteration, outcome and decision of a much older one."""

@@ -65,35 +65,6 @@ def pass_barrier(  # noqa: PLR0913 - as the mixin has them
         raise _too_late(group_name, access.add(arrived, 0), rendezvous_count, timeout)
 
 
-def pass_reentrant_barrier(
-    access: StoreAccess,
-    ranks: Collection[int],
-    group_name: str,
-    rendezvous_count: int,
-    timeout: timedelta | None,
-    timeout_chunk: timedelta | None,
-) -> None:
-    """Arrive for `ranks`, perhaps not for the first time, and wait until all have arrived."""
-    arrived, count, done = _barrier_keys("reentrant_barrier", group_name)
-
-    def look() -> bool:
-        number = len(_read_ranks(access, arrived))
-        if number > rendezvous_count:
-            raise _overflow(group_name, number, rendezvous_count)
-        if number == rendezvous_count:
-            access.set(done, _DONE)
-        return number == rendezvous_count
-
-    access.append(arrived, "".join(f"{rank}," for rank in ranks))
-    if access.add(count, len(ranks)) >= rendezvous_count and look():
-        return
-    # Who only arrives, for another rank say, asks the store nothing more.
-    if _is_no_wait(timeout):
-        raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
-    if not _wait(access, done, timeout, timeout_chunk, look):
-        raise _too_late(group_name, len(_read_ranks(access, arrived)), rendezvous_count, timeout)
-
-
 def _barrier_keys(kind: str, group_name: str) -> tuple[str, str, str]:
     base = f"{_PREFIX}:{kind}:{group_name}"
     return f"{base}:arrived", f"{base}:count", f"{base}:last_worker_arrived"
@@ -208,9 +179,26 @@ class StoreMixin:
         Raises:
             BarrierTimeout: Not all ranks arrived in time.
         """
-        pass_reentrant_barrier(
-            self._access(), ranks, group_name, rendezvous_count, timeout, timeout_chunk
-        )
+        access = self._access()
+        arrived, count, done = _barrier_keys("reentrant_barrier", group_name)
+
+        def look() -> bool:
+            number = len(_read_ranks(access, arrived))
+            if number > rendezvous_count:
+                raise _overflow(group_name, number, rendezvous_count)
+            if number == rendezvous_count:
+                access.set(done, _DONE)
+            return number == rendezvous_count
+
+        access.append(arrived, "".join(f"{rank}," for rank in ranks))
+        if access.add(count, len(ranks)) >= rendezvous_count and look():
+            return
+        # Who only arrives, for another rank say, asks the store nothing more.
+        if _is_no_wait(timeout):
+            raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
+        if not _wait(access, done, timeout, timeout_chunk, look):
+            number = len(_read_ranks(access, arrived))
+            raise _too_late(group_name, number, rendezvous_count, timeout)
 
     def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
         """Return whether a rank has arrived, by itself or through another process.
