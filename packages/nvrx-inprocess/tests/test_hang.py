@@ -14,12 +14,10 @@ from nvidia_resiliency_ext.inprocess._monitor.page import StackDump, observed_be
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     ObservedActivity,
+    decide,
     decode_decision,
     encode_decision,
     find_hang,
-)
-from nvidia_resiliency_ext.inprocess._protocol.lists import (
-    decide,
     format_arrival,
     parse_arrivals,
 )

@@ -382,7 +382,7 @@ def test_interruption_takes_the_place_of_an_exception(interrupter: MainThreadInt
         interrupted = threading.Event()
 
         def interrupt() -> None:
-            interrupter._entry.message = "because"  # as if the main thread had not been reached yet
+            interrupter._stay.message = "because"  # as if the main thread had not been reached yet
             interrupted.set()
 
         thread = threading.Thread(target=interrupt)
@@ -398,7 +398,7 @@ def test_leaving_goes_before_the_interruption(
 ) -> None:
     """What ends the wrapper on this rank is not turned into a restart."""
     with pytest.raises(leaving), interrupter:
-        interrupter._entry.message = "because"
+        interrupter._stay.message = "because"
         raise leaving
 
 
@@ -575,9 +575,9 @@ def test_exit_that_a_handler_prevents(interrupter: MainThreadInterrupter) -> Non
         # One call that has a signal sent and then fails: Python sees to signals only after it.
         with pytest.raises(KeyboardInterrupt), interrupter:
             list(map(_thread.interrupt_main, (signal.SIGUSR1, "no number")))  # type: ignore[arg-type]
-        assert interrupter._entry is not None
+        assert interrupter._stay is not None
         interrupter.leave()
-        assert interrupter._entry is None
+        assert interrupter._stay is None
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -605,7 +605,7 @@ def test_entered_twice(interrupter: MainThreadInterrupter) -> None:
     with interrupter:
         with pytest.raises(RuntimeError, match="already inside"):
             interrupter.enter()
-        assert interrupter._entry is not None
+        assert interrupter._stay is not None
 
 
 def test_nothing_is_kept_of_the_exception(

@@ -9,8 +9,14 @@ import pytest
 from nvidia_resiliency_ext.inprocess._monitor import membership as r
 from nvidia_resiliency_ext.inprocess._monitor.membership import Membership
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, encode_decision
-from nvidia_resiliency_ext.inprocess._protocol.lists import decide, is_complete, is_whole
+from nvidia_resiliency_ext.inprocess._protocol.decision import (
+    Arrival,
+    Decision,
+    decide,
+    encode_decision,
+    is_complete,
+    is_whole,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 K = Interruption
@@ -391,10 +397,10 @@ class Simulation:
         outcome = self.memberships[node]._outcomes.get(n)
         if n not in self.iteration_store.outcomes:
             return False
-        if outcome is None or (not outcome.is_interrupted and not outcome.is_completed):
+        if outcome is None or (not outcome.is_interrupted and not outcome.completed):
             return True
-        return not outcome.is_completed and (
-            outcome.records is None
+        return not outcome.completed and (
+            outcome.interrupted is None
             or (outcome.decided is None and n in self.iteration_store.decisions)
         )
 

@@ -24,8 +24,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
-from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_decision
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, NodeEntry, encode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
@@ -398,8 +397,6 @@ class NoStore:
 class SignalledProcesses(set):
     """Processes that live on whatever they are sent, which is noted."""
 
-    must_be_looked_at = False
-
     def __init__(self) -> None:
         super().__init__()
         self.signalled = []
@@ -420,8 +417,8 @@ def test_who_left_a_call_that_is_over_is_left_alone(monkeypatch) -> None:
     monkeypatch.setattr(serving, "time", clock)
     settings = MonitorSettings("p", "m:f", hard_timeout_s=1.0, termination_grace_s=0.0)
     processes = SignalledProcesses()
-    context = serving.ServingContext(SimpleNamespace(post=None), processes, SimpleNamespace())
-    call = serving.Serving(context, settings, 2)
+    parts = SimpleNamespace(post=None), processes, SimpleNamespace()
+    call = serving.Serving(*parts, settings, 2)
     # Rank 1 left, the monitor died, rank 0 comes to the new one and leaves, too.
     for rank, pid in ((0, os.getpid()), (1, os.getppid())):
         call._adopt(rank, pid, 0, has_left=False)

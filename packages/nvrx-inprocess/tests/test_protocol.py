@@ -13,23 +13,21 @@ from nvidia_resiliency_ext.inprocess._protocol import iteration_store as iterati
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     Decision,
-    decode_decision,
-    encode_decision,
-    format_records,
-    parse_records,
-)
-from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-from nvidia_resiliency_ext.inprocess._protocol.lists import (
     NodeEntry,
     decide,
+    decode_decision,
+    encode_decision,
     format_arrival,
     format_node,
+    format_records,
     have_all_reported,
     is_complete,
     is_whole,
     parse_arrivals,
     parse_nodes,
+    parse_records,
 )
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from protocol_schedules import RealRun
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, NodeEntry
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
     KEPT_OUTCOMES,
     IterationStore,
     Outcome,
 )
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord

@@ -78,7 +78,7 @@ def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in
 
     def ask() -> None:
         # Before it is inside, too, the main thread waits for this and that.
-        wait_until(lambda: interrupter._entry is not None and when())
+        wait_until(lambda: interrupter._stay is not None and when())
         start = time.monotonic()
         interrupt_main_thread(interrupter, "because", 30.0, lock)
         took_s.append(time.monotonic() - start)

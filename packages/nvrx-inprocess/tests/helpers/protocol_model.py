@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, NodeEntry
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore, Outcome
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 PREFIX = "nvrx/job/0.0/0/"

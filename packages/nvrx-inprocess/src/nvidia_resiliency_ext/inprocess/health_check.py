@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
-from ._bounded import call_bounded
-from ._inputs import check_duration, check_integer, device_of_rank, is_in_use
+from ._inputs import call_bounded, check_duration, check_integer, device_of_rank, is_in_use
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
 
@@ -42,14 +41,7 @@ class HealthCheck(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the rank, raise if it is unhealthy; subclasses implement it.
-
-        Args:
-            state: The rank's state.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Check the rank, raise if it is unhealthy, return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -74,10 +66,7 @@ class CudaHealthCheck(HealthCheck):
         self.timeout = timeout
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Synchronise the device twice, in a thread, and return the state.
-
-        Args:
-            state: The rank's state.
+        """Synchronise the device twice, in a thread, and return `state`.
 
         Raises:
             exception.TimeoutError: The device has not answered in time.
@@ -110,10 +99,7 @@ class FaultCounter(HealthCheck):
         self._iteration = 0
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Count this rank's own faults, and return the state.
-
-        Args:
-            state: The rank's state; a fault counts if `fn_exception` is set.
+        """Count a fault of this rank if `state.fn_exception` is set, and return `state`.
 
         Raises:
             FaultCounterExceeded: This was one fault more than allowed.
@@ -137,7 +123,7 @@ class FaultCounterExceeded(RestartError):  # noqa: N818 - the name that users ca
 class _ChainedHealthCheck(HealthCheck):
     """Ask a check of nvrx-common, made with this object, as some compare with what was then."""
 
-    skip_level = logging.INFO
+    _skip_level = logging.INFO
     _check_name: ClassVar[str]
 
     def __init__(self, device_index: int | None = None) -> None:
@@ -155,10 +141,7 @@ class _ChainedHealthCheck(HealthCheck):
             self._cannot_run = f"it cannot be set up: {type(error).__name__}: {error}"
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the device, and return the state.
-
-        Args:
-            state: The rank's state.
+        """Check the device and return `state`.
 
         Raises:
             HealthCheckError: The device is unhealthy; the message names the reason.
@@ -167,9 +150,9 @@ class _ChainedHealthCheck(HealthCheck):
         if reason:
             if reason != self._skipped_for:
                 self._skipped_for = reason
-                logger.log(self.skip_level, "%s is skipped: %s", type(self).__name__, reason)
+                logger.log(self._skip_level, "%s is skipped: %s", type(self).__name__, reason)
             return state
-        self._check.skip_level = self.skip_level
+        self._check.skip_level = self._skip_level
         result: HealthResult = self._check.check()
         if result.status == "unhealthy":
             self._on_unhealthy(result)
@@ -222,6 +205,11 @@ class ChainedNicHealthCheck(_ChainedHealthCheck):
     """
 
     _check_name = "NicHealthCheck"
+
+
+def log_skips_at_debug(check: Any) -> None:
+    """Have a check of devices say only at DEBUG that it is skipped: nobody has asked for it."""
+    check._skip_level = logging.DEBUG  # noqa: SLF001 - of this module
 
 
 def _synchronize_twice(device: int) -> None:

@@ -20,14 +20,7 @@ class Initialize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Prepare the iteration; subclasses implement it.
-
-        Args:
-            state: The rank's state of the iteration that begins.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Prepare the iteration that begins, and return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -62,10 +55,7 @@ class RetryController(Initialize):
         self.min_active_world_size = min_active_world_size
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the limits, and return the state.
-
-        Args:
-            state: The rank's state of the iteration that begins.
+        """Check the limits and return `state`.
 
         Raises:
             RestartAbort: A limit is exceeded.

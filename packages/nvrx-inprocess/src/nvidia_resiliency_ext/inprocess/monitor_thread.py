@@ -72,23 +72,15 @@ def async_raise(
 
 
 def delayed_async_raise(tid: int, exc_type: type[BaseException]) -> None:
-    """Raise an exception in a thread a moment later, from a helper thread.
+    """Raise `exc_type` in the thread of identifier `tid` a moment later, from a helper thread.
 
     It waits until the thread is out of a function that could not pass the exception on.
-
-    Args:
-        tid: `ident` of the thread.
-        exc_type: The exception's class.
     """
     _in_helper_thread(lambda: _raise_outside(tid, exc_type))
 
 
 def async_abort_main_thread(msg: str | None = None) -> None:
-    """Raise `RankShouldRestart` in the main thread, with the message as its argument.
-
-    Args:
-        msg: Argument of the exception; None: no argument.
-    """
+    """Raise `RankShouldRestart` in the main thread, with `msg` as argument if there is one."""
     ident = threading.main_thread().ident
     if ident is not None:
         async_raise(ident, RankShouldRestart if msg is None else _with_message(msg))
@@ -96,14 +88,11 @@ def async_abort_main_thread(msg: str | None = None) -> None:
 
 @contextlib.contextmanager
 def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
-    """Raise exceptions again that were raised where Python cannot pass them on.
+    """Raise exceptions of `exc_type` again that were raised where Python cannot pass them on.
 
     In a destructor or a callback Python only reports them to `sys.unraisablehook`. While this is
     active they are raised once more in the main thread. The hook that was there is called, too,
     and is there again afterwards.
-
-    Args:
-        exc_type: Which exceptions.
     """
     previous = sys.unraisablehook
     main_ident = threading.main_thread().ident

@@ -90,10 +90,7 @@ class RankAssignment(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Return the context with new state and terminated ranks; subclasses implement it.
-
-        Args:
-            ctx: State, store and terminated ranks.
+        """Return `ctx` with new state and terminated ranks; subclasses implement it.
 
         Raises:
             RankDiscarded: The calling rank leaves.
@@ -107,11 +104,7 @@ class RankFilter(RankAssignment):
 
 class _Renumber(RankAssignment):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Renumber the calling rank; which ranks are active is decided again after that.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced, the terminated ranks are
-                cleared.
+        """Renumber the rank of `ctx.state`; which ranks are active is decided again after that.
 
         Raises:
             RankDiscarded: The calling rank is terminated.
@@ -160,11 +153,7 @@ class ActivateAllRanks(RankFilter):
     """Every rank is active."""
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced.
-        """
+        """Activate the rank of `ctx.state`."""
         return _activate(ctx, ctx.state.world_size)
 
 
@@ -184,11 +173,7 @@ class MaxActiveWorldSize(RankFilter):
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank, or make it a reserve.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced.
-        """
+        """Activate the rank of `ctx.state`, or make it a reserve."""
         state = ctx.state
         limit = self.max_active_world_size
         return _activate(ctx, clamp_active(state.world_size, state.active_world_size, limit))
@@ -209,11 +194,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
         self.divisor = divisor
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank, or make it a reserve.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced.
-        """
+        """Activate the rank of `ctx.state`, or make it a reserve."""
         state = ctx.state
         return _activate(ctx, round_down(state.world_size, state.active_world_size, self.divisor))
 
@@ -247,10 +228,7 @@ class FilterCountGroupedByKey(RankFilter):
         self.timeout = timeout
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Add the ranks of groups that fail to the terminated ones.
-
-        Args:
-            ctx: State, store and terminated ranks; the terminated ranks grow.
+        """Add the ranks of groups that fail to `ctx.terminated_ranks`.
 
         Raises:
             exception.TimeoutError: Some living ranks did not call in time.
@@ -302,11 +280,7 @@ class Tree(RankAssignment):
         self._store: weakref.ref[Any] | None = None
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Remove lost ranks from the tree, and renumber the calling rank.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced, the terminated ranks are
-                cleared.
+        """Remove `ctx.terminated_ranks` from the tree, and renumber the rank of `ctx.state`.
 
         Raises:
             exception.TimeoutError: In the first call some ranks did not report their keys in time.
@@ -345,7 +319,7 @@ class Tree(RankAssignment):
     def rank_map(self) -> LeafMap:
         """Leaves by present rank."""
         view = self._drawn()
-        return LeafMap(view, view.plan.order)
+        return LeafMap(view, dict(enumerate(view.plan.order)))
 
     @property
     def tree(self) -> Node:

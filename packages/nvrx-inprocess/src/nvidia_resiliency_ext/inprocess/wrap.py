@@ -35,6 +35,7 @@ from .health_check import (
     ChainedNicHealthCheck,
     ChainedNVLHealthCheck,
     HealthCheck,
+    log_skips_at_debug,
 )
 from .initialize import Initialize
 from .param_utils import substitute_param_value
@@ -189,7 +190,7 @@ def _restart_health_check(check: HealthCheck | None) -> Any:
     if index is not None:
         for kind in (ChainedGPUHealthCheck, ChainedNVLHealthCheck, ChainedNicHealthCheck):
             added = kind(device_index=index)
-            added.skip_level = logging.DEBUG  # nobody has asked for it
+            log_skips_at_debug(added)
             members += (added,)
     return Compose(*members) if members else None
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
-from nvidia_resiliency_ext.inprocess._bounded import call_bounded
-from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_integer
+from nvidia_resiliency_ext.inprocess._inputs import call_bounded, check_duration, check_integer
 from nvidia_resiliency_ext.inprocess._monitor import factory
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT

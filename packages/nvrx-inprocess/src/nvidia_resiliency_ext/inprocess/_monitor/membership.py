@@ -7,7 +7,7 @@ effect, so a new monitor may be sent everything again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Event, Interrupted
@@ -99,18 +99,14 @@ class Member:
 @dataclass(slots=True)
 class _IterationOutcome:
     is_interrupted: bool = False
-    records: tuple[InterruptionRecord, ...] | None = None
-    waited_s: float = 0.0
+    completed: Completed | None = None
+    interrupted: Interrupted | None = None
     decided: Decided | None = None
-    is_completed: bool = False
 
-    def events(self, iteration: int) -> Iterator[Event]:
-        if self.is_completed:
-            yield Completed(iteration)
-        if self.records is not None:
-            yield Interrupted(iteration, self.records, self.waited_s)
-        if self.decided is not None:
-            yield self.decided
+    @property
+    def events(self) -> list[Event]:
+        found = (self.completed, self.interrupted, self.decided)
+        return [event for event in found if event is not None]
 
 
 @dataclass(slots=True)
@@ -160,7 +156,7 @@ class Membership:
             effects.append(CatchUp(iteration))
         outcome = self._outcomes.get(iteration)
         if outcome is not None:
-            effects += [Notify(initial_rank, event) for event in outcome.events(iteration)]
+            effects += [Notify(initial_rank, event) for event in outcome.events]
         return effects + self._follow()
 
     def reported(self, initial_rank: int, iteration: int, kind: Interruption) -> list[Effect]:
@@ -230,11 +226,11 @@ class Membership:
         if not is_completed:
             outcome.is_interrupted = True
             return []
-        outcome.is_completed = self.is_over = True
+        self.is_over, outcome.completed = True, Completed(iteration)
         for member in self.members.values():
             if member.ended is not None:
                 member.is_settled = True
-        return self._notify(iteration, Completed(iteration))
+        return self._notify(iteration, outcome.completed)
 
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
@@ -242,8 +238,8 @@ class Membership:
         """No more faults are waited for; how long they were."""
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
-        outcome.records, outcome.waited_s = records, waited_s
-        return self._notify(iteration, Interrupted(iteration, records, waited_s))
+        outcome.interrupted = Interrupted(iteration, records, waited_s)
+        return self._notify(iteration, outcome.interrupted)
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())

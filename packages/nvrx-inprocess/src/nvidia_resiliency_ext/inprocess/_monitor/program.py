@@ -19,7 +19,7 @@ from typing import TextIO
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
-from nvidia_resiliency_ext.inprocess._monitor.serving import Serving, ServingContext
+from nvidia_resiliency_ext.inprocess._monitor.serving import Serving
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import warm_up
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
@@ -143,7 +143,6 @@ class Monitor:
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = ServingContext(self._loop, self._processes, self._journal)
         self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):
@@ -227,7 +226,8 @@ class Monitor:
         prefix = message.settings.prefix
         serving = self._servings.get(prefix)
         if serving is None:
-            serving = Serving(self._host, message.settings, message.world_size)
+            parts = (self._loop, self._processes, self._journal)
+            serving = Serving(*parts, message.settings, message.world_size)
             self._servings[prefix] = serving
         return serving.hello(connection, message, page, dump_fd)
 
@@ -249,8 +249,7 @@ class Monitor:
                 logger.info("monitor_process: the call %s is over", prefix)
                 serving.close()
                 del self._servings[prefix]
-        if self._processes.must_be_looked_at:
-            self._processes.look()
+        if self._processes.look():
             due_s = min(due_s, now + 1.0)
         return due_s
 

@@ -26,11 +26,7 @@ from nvidia_resiliency_ext.shared_utils import procfs, unix_sockets
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
-from nvidia_resiliency_ext.shared_utils.os_utils import (
-    lock_file,
-    private_dir,
-    remove_tree_at,
-)
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_places
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 

@@ -23,21 +23,19 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 from .decision import (
     Arrival,
     Decision,
-    decode_decision,
-    encode_decision,
-    format_records,
-    parse_records,
-)
-from .lists import (
     NodeEntry,
     decide,
+    decode_decision,
+    encode_decision,
     format_arrival,
     format_node,
+    format_records,
     have_all_reported,
     is_complete,
     is_whole,
     parse_arrivals,
     parse_nodes,
+    parse_records,
 )
 
 _LEASE_WAIT_S = 1.0

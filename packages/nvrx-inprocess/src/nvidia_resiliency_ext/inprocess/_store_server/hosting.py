@@ -36,17 +36,12 @@ class StoreInUseError(NvrxError):
 
 def claim(store: Any, job: str) -> None:
     """Write the job's name into a store; a StoreInUseError if another job's stands there."""
-    owner = owner_of(StoreAccess(store).swap(_KEY, "", json.dumps(job)))
+    text = StoreAccess(store).swap(_KEY, "", json.dumps(job))
+    owner = require_json(_KEY, text)
+    if not isinstance(owner, str):
+        raise ForeignValueError(_KEY, text)
     if owner != job:
         raise StoreInUseError(f"it serves job {owner!r}, this is job {job!r}")
-
-
-def owner_of(text: str) -> str:
-    """Return the job's name that a store holds; a ForeignValueError for anything else."""
-    name = require_json(_KEY, text)
-    if not isinstance(name, str):
-        raise ForeignValueError(_KEY, text)
-    return name
 
 
 logger = logging.getLogger("nvrx")

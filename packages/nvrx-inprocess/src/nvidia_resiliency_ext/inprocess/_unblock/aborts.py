@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess import _inputs
-from nvidia_resiliency_ext.inprocess._bounded import call_bounded
-from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_path
+from nvidia_resiliency_ext.inprocess._inputs import call_bounded, check_duration, check_path
 from nvidia_resiliency_ext.inprocess.compose import Compose, members_of
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
@@ -42,14 +41,7 @@ class Abort(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Unblock the main thread of this rank; subclasses implement it.
-
-        Args:
-            state: The rank's state when the fault was seen.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Unblock this rank's main thread, and return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -112,11 +104,7 @@ class AbortTransformerEngine(Abort):
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Free Transformer Engine's communication buffers and reset its FP8 state.
-
-        Args:
-            state: The rank's state when the fault was seen.
-        """
+        """Free Transformer Engine's communication buffers, reset its FP8 state, return `state`."""
         if importlib.util.find_spec(_ENGINE) is None:
             return state
         try:
@@ -134,10 +122,7 @@ class AbortPersistentCheckpointProcesses(Abort):
     """Ends the workers of asynchronous checkpoints: runs the abort hooks that are registered."""
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Run all registered abort hooks.
-
-        Args:
-            state: The rank's state when the fault was seen.
+        """Run all registered abort hooks, and return `state`.
 
         Raises:
             Exception: Raised by the first hook that failed, after all hooks ran.
@@ -167,19 +152,20 @@ def _import(name: str) -> Any:
 def take_flight_record(folder: str) -> Callable[[], None]:
     """Keep what torch's flight recorder knows now, in memory; return what writes it."""
 
-    def take() -> Callable[[], None]:
+    def take() -> tuple[TorchFRTraceCollector, Any]:
         # The collector is made here, too: it looks at devices, which may be what hangs.
         collector = TorchFRTraceCollector(folder)
-        return functools.partial(_save_flight_record, collector, collector.take())
+        return collector, collector.take()
 
-    return call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
+    collector, dump = call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
 
+    def save() -> None:
+        try:
+            logger.info("flight record saved as %s", collector.save(dump))
+        except Exception:
+            logger.exception("the flight record could not be saved")
 
-def _save_flight_record(collector: TorchFRTraceCollector, dump: Any) -> None:
-    try:
-        logger.info("flight record saved as %s", collector.save(dump))
-    except Exception:
-        logger.exception("the flight record could not be saved")
+    return save
 
 
 _TIMEOUT = dt.timedelta(seconds=10)
@@ -213,10 +199,7 @@ class AbortTorchDistributed(Abort):
     """
 
     def __init__(
-        self,
-        torch_fr_trace_path: str | None = None,
-        *,
-        timeout: dt.timedelta = _TIMEOUT,
+        self, torch_fr_trace_path: str | None = None, *, timeout: dt.timedelta = _TIMEOUT
     ) -> None:
         if torch_fr_trace_path is not None:
             check_path("torch_fr_trace_path", torch_fr_trace_path)
@@ -226,10 +209,7 @@ class AbortTorchDistributed(Abort):
         self._has_no_recorder = False
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Abort all process groups and destroy them.
-
-        Args:
-            state: The rank's state when the fault was seen.
+        """Abort all process groups, destroy them, and return `state`.
 
         Raises:
             Exception: The first failure, after everything was tried.
@@ -281,13 +261,9 @@ class AbortTorchDistributed(Abort):
 
     @staticmethod
     def shutdown_process_group_backend(group: Any, device: Any) -> None:
-        """Abort the backend of a group for one device; do nothing if it has none.
+        """Abort the backend that `group` has for `device`; do nothing if it has none.
 
         Connections of gloo are not ended here, because they cannot be told apart by group.
-
-        Args:
-            group: The process group.
-            device: The device, such as `torch.device("cuda")`.
         """
         backend = groups.backend_of(group, device)
         if backend is not None:

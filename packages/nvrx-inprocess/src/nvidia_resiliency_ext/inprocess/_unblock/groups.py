@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._bounded import call_bounded
+from nvidia_resiliency_ext.inprocess._inputs import call_bounded
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ReleaseTimeoutError
+from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
 
 from .gloo import end_gloo_connections
 from .waits import is_in_untimed_condition, thread_name
@@ -94,7 +95,6 @@ _REGISTERS = (
     "tags_to_pg",
     "pg_coalesce_state",
 )
-_DESTROY = "destroy_process_group"
 _TASKS = "/proc/self/task"
 _WORKER_NAME = "pt_gloo_runloop"
 _LOOK_S = 0.0005
@@ -164,28 +164,21 @@ def patient_destruction() -> Iterator[None]:
     """
     from torch import distributed
 
-    places = (distributed, distributed.distributed_c10d)
-    destroy: Any = getattr(distributed, _DESTROY, None)
+    def make(wrapped: WrappedAttribute) -> Any:
+        @functools.wraps(wrapped.original)
+        def destroy_patiently(*args: Any, **kwargs: Any) -> Any:
+            destroyed_groups.hold(all_groups())
+            try:
+                return wrapped.original(*args, **kwargs)
+            finally:
+                destroyed_groups.release()
 
-    def destroy_patiently(*args: Any, **kwargs: Any) -> Any:
-        destroyed_groups.hold(all_groups())
-        try:
-            return destroy(*args, **kwargs)
-        finally:
-            destroyed_groups.release()
+        return destroy_patiently
 
-    if destroy is None:
-        yield  # a torch without process groups
-        return
-    functools.update_wrapper(destroy_patiently, destroy)
-    for place in places:
-        setattr(place, _DESTROY, destroy_patiently)
-    try:
+    with contextlib.ExitStack() as stack:
+        for place in (distributed, distributed.distributed_c10d):
+            stack.callback(WrappedAttribute(place, "destroy_process_group", make).restore)
         yield
-    finally:
-        for place in places:
-            if getattr(place, _DESTROY, None) is destroy_patiently:
-                setattr(place, _DESTROY, destroy)
 
 
 def forget_unfinished() -> None:
