@@ -317,7 +317,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         two, _ = server.accept()
     with one, two:
         yield one, two
-    gloo.let_go_of_gloo_connections()
+    gloo.release_gloo_connections()
 
 
 def test_other_sockets_are_left_alone(connection: tuple[socket.socket, socket.socket]) -> None:
@@ -415,7 +415,7 @@ def unread() -> Iterator[UnreadConnections]:
     """Connections that are let go of only when that is asked for."""
     kept = UnreadConnections(600.0)
     yield kept
-    kept.let_go()
+    kept.release()
 
 
 def _has_thread(name: str) -> bool:
@@ -445,7 +445,7 @@ def test_peer_of_an_ended_connection_can_write(
     with pytest.raises(BlockingIOError):
         two.recv(100)
     two.settimeout(30)
-    unread.let_go()
+    unread.release()
     with contextlib.suppress(ConnectionResetError):
         assert two.recv(100) == b""
     assert not _has_thread("nvrx-unread")
@@ -496,7 +496,7 @@ def test_connection_that_no_thread_could_end_later(
         patch.setattr(threading.Thread, "start", fail)
         unread.add("socket:[1]", one.dup())
     assert two.recv(1) == b""
-    unread.let_go()
+    unread.release()
 
 
 def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class Nameless:
         return state
 
 
-def test_one_that_cannot_be_notified(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_without_a_text(caplog: pytest.LogCaptureFixture) -> None:
     """Neither a member nor what it raises has to have a text; what is no abort is an error."""
     calls: list[str] = []
     one, two = Member("one", calls), Member("two", calls, Unspeakable())

@@ -286,7 +286,7 @@ def test_tree_in_a_chain_is_refused():
         Tree([Layer()])(RankAssignmentCtx(state, dist.HashStore(), set()))
 
 
-def test_stand_in_is_notified_from_a_store():
+def test_stand_in_is_no_store():
     """Only what has torch's operations is used as a store."""
     assert gather.can_gather(dist.HashStore())
     assert not gather.can_gather(object())

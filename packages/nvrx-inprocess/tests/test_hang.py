@@ -68,7 +68,7 @@ def test_whom_a_hang_is_blamed_on(
     assert text in (hang.text if hang else "")
 
 
-def test_the_decision_carries_what_its_arrivals_have_notified() -> None:
+def test_the_decision_carries_what_its_arrivals_say() -> None:
     """Texts of a program come back as they were, as one line; all ranks read the same verdict."""
     odd = ObservedActivity(
         Activity.WORKING, "a;b:c%,é.py:1 in <listcomp>", "runs; in: a,b 100%\nsecond line"
@@ -151,7 +151,7 @@ def test_stacks_are_written_at_the_signal() -> None:
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_process_that_cannot_write_stacks_is_notified_by_the_kernel() -> None:
+def test_a_process_that_cannot_write_stacks_is_described_by_the_kernel() -> None:
     """Without a free signal there is no dump, and the kernel's view is all there is."""
     observed = observed_before_end(Kernel("T"), read_dump(-1))
     assert observed == ObservedActivity(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")

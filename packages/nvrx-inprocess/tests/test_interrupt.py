@@ -635,7 +635,7 @@ def test_nothing_is_kept_of_the_exception(
     assert Model.alive == 0
 
 
-def test_requests_are_notified_apart() -> None:
+def test_requests_of_two_calls_are_distinguished() -> None:
     """An interrupter inside another one knows which of both a request came through."""
     outer, inner, lock = MainThreadInterrupter(), MainThreadInterrupter(), AtomicLock()
     helper = Helper(outer, lock)

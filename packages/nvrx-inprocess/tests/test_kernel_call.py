@@ -63,7 +63,7 @@ def test_a_sleep_that_was_held_up_is_no_wait() -> None:
             process.kill()
 
 
-def test_who_does_not_wait_is_not_notified_to_wait() -> None:
+def test_running_thread_is_in_no_wait() -> None:
     """A thread at work, and one that is not there, wait for nothing."""
     assert kernel_wait(os.getpid())[0] is None
     assert kernel_wait(2**22 + 1) == (None, 0, 0)

@@ -133,7 +133,7 @@ def test_rank_filter_is_applied(module: ModuleType) -> None:
         assert (state.world_size, state.active_world_size) == (2, 1)
 
 
-def test_old_events_stops_nothing() -> None:
+def test_old_events_stop_nothing() -> None:
     """An interruption that is told again, as by another monitor, costs no second restart."""
     aborted: list[int] = []
 
@@ -181,7 +181,7 @@ def test_report_has_every_phase() -> None:
     assert report.seconds["detect"] == 0
 
 
-def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_is_logged_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     """By default, too, a line says what happened, who goes on and after how long."""
     state = State(0, 1)
     caplog.set_level("DEBUG", "nvrx")
@@ -215,7 +215,7 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         (
             {2: "UNRESPONSIVE", 3: "UNRESPONSIVE"},
             [2, 3],
-            "ranks {2-3} were not heard of for 30 s (heartbeat_timeout)",
+            "ranks {2-3} sent no heartbeat for 30 s (heartbeat_timeout)",
         ),
         (
             {0: "EXCEPTION", 1: "BASE_EXCEPTION"},
@@ -227,7 +227,7 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-def test_what_happened_is_notified_in_words(
+def test_what_happened_is_said_in_words(
     kinds: dict[int, str], lost: list[int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence names ranks, what was seen of them with its limit, and who is lost."""

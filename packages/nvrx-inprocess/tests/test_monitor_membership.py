@@ -121,7 +121,7 @@ def test_leaving_in_an_iteration_interrupts_it() -> None:
     assert membership.ended(0) == []
 
 
-def test_who_left_its_function_is_notified_nothing_there() -> None:
+def test_ranks_that_left_their_function_get_no_records() -> None:
     """Records are read for ranks that are still inside, not for those that raised or ended."""
     membership = begun(ranks=range(4))
     assert membership.is_anybody_inside
@@ -196,7 +196,7 @@ def test_completion_settles_everybody() -> None:
     assert membership.is_settled
 
 
-def test_events_goes_to_those_in_the_iteration() -> None:
+def test_events_go_to_ranks_in_the_iteration() -> None:
     """Ranks hear of the iteration that they are in, and the late ones when they begin it."""
     membership = begun(ranks=(0,))
     membership.attach(1)
@@ -236,7 +236,7 @@ def test_lost_node_is_spoken_for_until_a_decision_names_it() -> None:
     )
 
 
-def test_cut_off_node_is_notified_and_interrupts_nobody() -> None:
+def test_cut_off_node_gets_the_decision_and_interrupts_no_rank() -> None:
     """Ranks that a decision leaves behind hear of it, and their leaving is no event."""
     membership = begun()
     made = decision({2: 2, 3: 3}, ended=[0, 1])

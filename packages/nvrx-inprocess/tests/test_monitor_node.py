@@ -354,7 +354,7 @@ def test_lost_leaver_is_missed_and_discarded_one_is_not(make) -> None:
     assert not [line for line in ranks[1].received if line[:2] == ["Interrupted", 1]]
 
 
-def test_lost_store_is_notified(make, host) -> None:
+def test_lost_store_is_reported(make, host) -> None:
     """When the store's host dies, every rank is told."""
     process, port = host
     lab = make(2, port=port, **FAST)

@@ -89,7 +89,7 @@ def test_compare_set_of_missing_keys_is_the_same_everywhere(make: Make) -> None:
     assert access.peek("a") == "3"
 
 
-def test_who_waits_for_a_outcome_is_notified_at_once(make: Make) -> None:
+def test_wait_for_an_outcome_ends_at_once(make: Make) -> None:
     """Outcome and decision wake those who wait for them, whatever torch's server does for swaps."""
     access = StoreAccess(make())
     found: list[str | None] = []
@@ -705,7 +705,7 @@ def test_without_a_world_size_the_variable_is_named(monkeypatch: pytest.MonkeyPa
             stores.TCPStore("127.0.0.1", 0)
 
 
-def test_a_port_that_a_connection_holds_is_notified_as_such(
+def test_a_port_that_a_connection_has_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where nobody listens, but the port is another program's, the host says so."""

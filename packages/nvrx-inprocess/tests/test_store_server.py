@@ -46,7 +46,7 @@ def store_server() -> Iterator[StoreServer]:
     started.stop()
 
 
-def test_a_store_server_serves_all_and_ends_when_notified() -> None:
+def test_a_store_server_serves_all_and_ends_on_sigterm() -> None:
     """Once it is started anybody can connect; on SIGTERM it ends with status 0."""
     store_server = start()
     assert store_server.process is not None
@@ -181,7 +181,7 @@ def test_a_store_server_outlives_its_starter_and_then_its_users() -> None:
 
 def test_a_start_that_says_nothing_is_given_up() -> None:
     """If the process does not speak in time it is killed, and the error says so."""
-    with pytest.raises(StoreServerStartError, match="nothing was heard of it within 0 s"):
+    with pytest.raises(StoreServerStartError, match="it has not reported within 0 s"):
         host_store(HERE, "job", TCPStore.connect, is_single_node=True, start_s=0.0)
 
 

@@ -48,7 +48,7 @@ def test_torch_that_is_there_is_used() -> None:
     assert issubclass(TCPStore, tcp_store_class())
 
 
-def test_other_kinds_of_torch_are_notified_apart(
+def test_other_kinds_of_torch_are_errors_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch whose extension cannot be had alone is an error of its own; none is another."""

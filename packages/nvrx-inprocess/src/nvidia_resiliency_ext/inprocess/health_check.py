@@ -99,11 +99,7 @@ class FaultCounter(HealthCheck):
         self._iteration = 0
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Count a fault of this rank if `state.fn_exception` is set, and return `state`.
-
-        Raises:
-            FaultCounterExceeded: This was one fault more than allowed.
-        """
+        """Count a fault if `state.fn_exception` is set; `FaultCounterExceeded` for one too many."""
         if state.iteration < self._iteration:
             self.faults_count = 0  # iterations only start again with a new call
         self._iteration = state.iteration
@@ -141,11 +137,7 @@ class _ChainedHealthCheck(HealthCheck):
             self._cannot_run = f"it cannot be set up: {type(error).__name__}: {error}"
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the device and return `state`.
-
-        Raises:
-            HealthCheckError: The device is unhealthy; the message names the reason.
-        """
+        """Check the device and return `state`; `HealthCheckError` names why it is unhealthy."""
         reason = self._cannot_run or self._find_no_device()
         if reason:
             if reason != self._skipped_for:

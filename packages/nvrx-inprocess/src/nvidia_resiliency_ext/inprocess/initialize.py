@@ -55,11 +55,7 @@ class RetryController(Initialize):
         self.min_active_world_size = min_active_world_size
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the limits and return `state`.
-
-        Raises:
-            RestartAbort: A limit is exceeded.
-        """
+        """Check the limits and return `state`; `RestartAbort` where one is exceeded."""
         active = state.world_size if state.active_world_size is None else state.active_world_size
         if (
             state.world_size < self.min_world_size

@@ -43,9 +43,9 @@ def terminate_process(
     """End a process: SIGCONT and SIGTERM, after the grace SIGKILL, too, until it is gone.
 
     Args:
-        process: Which one; a number that another process took over is left alone.
+        process: The process; another one that has its number by now gets no signal.
         termination_grace_time: From SIGTERM to SIGKILL.
-        log: Told what is sent.
+        log: Gets a line for each signal that is sent.
     """
     if not is_process_active(process):
         return

@@ -142,7 +142,7 @@ def _in_helper_thread(function: Callable[[], None]) -> None:
 
 def _raise_outside(tid: int, exc_type: type[BaseException]) -> None:
     _wait_until_outside(tid)
-    # The thread may have ended: then nobody is there to be told.
+    # The thread may have ended.
     with contextlib.suppress(RuntimeError):
         async_raise(tid, exc_type)
 
@@ -232,7 +232,7 @@ class MonitorThread(threading.Thread):
         )
 
     def maybe_join(self, timeout: float | None = None) -> None:
-        """Say that the main thread is out; if there was an interruption, wait for the thread.
+        """Report that the main thread is out; after an interruption, wait for the thread.
 
         Args:
             timeout: Seconds; by default what an orderly end can take.

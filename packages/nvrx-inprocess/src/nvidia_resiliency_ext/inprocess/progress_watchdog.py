@@ -62,11 +62,11 @@ class ProgressWatchdog:
         self._watchdog.start()
 
     def stamp_auto(self) -> None:
-        """Note that the main thread runs bytecode, and send it."""
+        """Stamp that the main thread runs bytecode, and send the stamp."""
         self._send(auto=time.monotonic())
 
     def ping(self) -> None:
-        """Note that the function makes progress, and send it."""
+        """Stamp that the function makes progress, and send the stamp."""
         self._send(manual=time.monotonic())
 
     def reset(self) -> None:

@@ -90,11 +90,7 @@ class RankAssignment(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Return `ctx` with new state and terminated ranks; subclasses implement it.
-
-        Raises:
-            RankDiscarded: The calling rank leaves.
-        """
+        """Return `ctx` with new state and terminated ranks, or raise `RankDiscarded` to leave."""
         raise NotImplementedError
 
 
@@ -104,11 +100,7 @@ class RankFilter(RankAssignment):
 
 class _Renumber(RankAssignment):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Renumber the rank of `ctx.state`; which ranks are active is decided again after that.
-
-        Raises:
-            RankDiscarded: The calling rank is terminated.
-        """
+        """Renumber the rank of `ctx.state`; `RankDiscarded` if it is terminated."""
         old = _rank_of(ctx.state)
         rank, world_size = self._renumber(old, ctx.state.world_size, ctx.terminated_ranks)
         if rank is None:
@@ -228,11 +220,7 @@ class FilterCountGroupedByKey(RankFilter):
         self.timeout = timeout
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Add the ranks of groups that fail to `ctx.terminated_ranks`.
-
-        Raises:
-            exception.TimeoutError: Some living ranks did not call in time.
-        """
+        """Add the ranks of failing groups to `ctx.terminated_ranks`; all living ranks must call."""
         state, terminated = ctx.state, ctx.terminated_ranks
         if _rank_of(state) not in terminated:
             living = [rank for rank in range(state.world_size) if rank not in terminated]
@@ -333,10 +321,10 @@ class Tree(RankAssignment):
         return self._view
 
     def _begins(self, ctx: RankAssignmentCtx) -> bool:
-        """Tell whether the wrapped function has been called anew.
+        """Return whether the wrapped function has been called anew.
 
-        The state is then one that no assignment has touched. Somebody may call a tree by hand and
-        pass the first state each time, with losses and the same store: that goes on.
+        The state is then one that no assignment has touched. A program that calls a tree itself
+        may pass the first state each time, with losses and the same store: that goes on.
         """
         if self._view is None or self._store is None:
             return True

@@ -111,7 +111,7 @@ def _log_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
 # A signal can come just before the system call that it was to end.
 _FIRST_LOOK_S = 0.001
 
-# So often it may come too early, or meet a call that is about to end.
+# So many may come too early, or during a call that is about to end.
 _FIRST_SIGNALS = 4
 _SHORTEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
@@ -146,7 +146,7 @@ class AtomicLock:
         self._turn = _thread.allocate_lock()
         self._is_waited_for = False
 
-    # Whoever interrupts holds the lock: nothing is raised in a thread that has it.
+    # The interrupting thread has the lock: nothing is raised in a main thread that has it.
 
     def __enter__(self) -> None:
         if (self._is_waited_for and not self._is_own()) or not self._acquire(False):
@@ -291,7 +291,7 @@ class MainThreadInterrupter:
         """Stop being interruptible; return the interruption's message, if there was one."""
         stay, self._stay = self._stay, None
         try:
-            with self._lock:  # whoever is sending has sent
+            with self._lock:  # no signal is being sent
                 if stay is None:
                     return None
                 stay.events.put(_LEFT)
@@ -372,7 +372,7 @@ def terminate(  # noqa: PLR0913 - one of each part
             if abort is not None:
                 run_abort(abort, state, ABORT_DEADLINE_S)
         except Exception:
-            # Whatever the user's object does: the main thread must come out.
+            # Whatever a user's abort does, the main thread must leave the function.
             logger.exception("the abort failed")
         aborted = time.monotonic()
         pause_watchdog()

@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
 from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, is_searched
-from nvidia_resiliency_ext.inprocess._unblock.gloo import let_go_of_gloo_connections
+from nvidia_resiliency_ext.inprocess._unblock.gloo import release_gloo_connections
 from nvidia_resiliency_ext.inprocess._unblock.groups import forget_unfinished, patient_destruction
 from nvidia_resiliency_ext.inprocess._unblock.waits import patient_rendezvous
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
@@ -183,7 +183,7 @@ class CallLoop:
             ctx = rank_filter(ctx)
         self.state.copy_from(ctx.state)
         if self.state.mode is Mode.INITIALIZED:
-            # Only renumbered: everybody works then.
+            # Only renumbered: then all ranks work.
             self.state.mode = Mode.ACTIVE
             self.state.active_rank = self.state.rank
             self.state.active_world_size = self.state.world_size
@@ -275,7 +275,7 @@ class CallLoop:
                 f" {limit_s:g} s (completion_timeout)"
             )
 
-    # What has been said ----------------------------------------------------------------------
+    # Events of the monitor ------------------------------------------------------------------
 
     def receive(self, event: Any) -> None:
         """Queue an event of the monitor; called in the link's thread."""
@@ -400,8 +400,8 @@ class CallLoop:
         del frozen
         with self._watch.measure(Phase.BARRIER):
             decision = self._arrive(limit_s)
-        # Nobody is in a collective any more.
-        let_go_of_gloo_connections()
+        # No rank is in a collective any more.
+        release_gloo_connections()
         if state.initial_rank not in decision.numbers:
             raise RankDiscarded(
                 f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
@@ -467,7 +467,7 @@ class CallLoop:
         error.__suppress_context__ = True
         state = self.state
         self.page.phase = ProgressPhase.IDLE
-        # Its caller sees where it was raised.
+        # The caller of the function sees where it was raised.
         logger.warning("%s", log_exc(state, error, "leaving"))
         if self.link.is_abandoned:
             assert state.initial_rank is not None
@@ -477,7 +477,7 @@ class CallLoop:
         if self._stopper is not None:
             # Its abort must not end what the caller begins next.
             self._stopper.join(_STOPPER_LIMIT_S)
-        let_go_of_gloo_connections()
+        release_gloo_connections()
         terminate_callback = self.settings.terminate
         if terminate_callback is not None:
             try:

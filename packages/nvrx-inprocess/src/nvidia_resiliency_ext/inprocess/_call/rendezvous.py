@@ -93,8 +93,8 @@ class Rendezvous:
 
         try:
             call_bounded("nvrx-departure-notice", notify, _DEPARTURE_LIMIT)
-        except Exception as error:  # noqa: BLE001 - what the rank leaves with is told, not this
-            logger.warning("the others cannot be told that this rank ends: %s", error)
+        except Exception as error:  # noqa: BLE001 - the rank leaves with its own exception
+            logger.warning("the other ranks are not told that this rank ends: %s", error)
 
 
 def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -169,7 +169,7 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
         _next_call = number + 1
         call_store = CallStore(f"{prefix}{number}", store)
         if state.rank == 0:
-            # What was left behind in a store that outlives jobs must not be met again.
+            # Keys of earlier jobs in a store that outlives them must not be used again.
             call_store.set(_NONCE, secrets.token_hex(8))
         try:
             pass_barrier(

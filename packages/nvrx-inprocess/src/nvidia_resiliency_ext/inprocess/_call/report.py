@@ -25,7 +25,7 @@ _AT_ONCE = timedelta(0)
 
 # The gravest first: what it caused comes after it.
 _LOST = {
-    Interruption.UNRESPONSIVE: "was not heard of for {:g} s (heartbeat_timeout)",
+    Interruption.UNRESPONSIVE: "sent no heartbeat for {:g} s (heartbeat_timeout)",
     Interruption.HARD_TIMEOUT: "made no progress for {:g} s (hard_timeout) and was killed",
     Interruption.TERMINATED: "was killed or crashed",
 }
@@ -66,7 +66,7 @@ class RestartReport:
         kept: Initial ranks that go on.
         world_size: Ranks that go on.
         seconds: Duration by phase, in their order; 0 of those that did not occur.
-        hang: Whom a hang is blamed on, in words; "" when it was none or cannot be told.
+        hang: Whom a hang is blamed on, in words; "" when it was none or is not known.
         culprits: The initial ranks that `hang` blames.
     """
 

@@ -202,7 +202,7 @@ class MonitorLink:
                 silence.missed(time.monotonic())
                 self._check_silence(handle, silence)
                 continue
-            # Not by a timeout of the socket: whoever sends has one of its own.
+            # Not by a timeout of the socket, which is the sender's.
             data = sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise PeerClosedError("it has ended")
@@ -242,7 +242,7 @@ class MonitorLink:
                 self._sock.close()
                 self._sock = None
         if self._leave_acknowledged.is_set():
-            return False  # whoever comes next has nothing to do for us
+            return False  # a new monitor has nothing to do for this rank
         now = time.monotonic()
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
         if len(self._losses) > _MOST_LOSSES:
@@ -301,7 +301,11 @@ class MonitorLink:
             self._hold_monitor(answer.pid)
             return sock
         sock.close()
-        why = answer.text if isinstance(answer, messages.Refused) else "it speaks nonsense"
+        why = (
+            answer.text
+            if isinstance(answer, messages.Refused)
+            else "its answer is no message of this version"
+        )
         raise InternalError(f"the monitor of this node refuses us: {why}")
 
     def _hold_monitor(self, pid: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
+"""Decide what the monitor writes for its ranks in one call, and what it sends them. Pure.
 
 Events go in as method calls, effects come out as values. An event that comes twice has no second
 effect, so a new monitor may be sent everything again.
@@ -120,7 +120,7 @@ class _Reported:
 
 
 class Membership:
-    """The ranks of one call that this monitor serves, or speaks for.
+    """The ranks of one call that this monitor serves, or acts for because they have ended.
 
     The *position* is the first iteration that is not decided as far as is known here. It is
     where a rank that has ended must be accounted for.
@@ -211,7 +211,7 @@ class Membership:
         return self._speak_for(initial_rank) + self._follow()
 
     def lost(self, ranks: Iterable[int]) -> list[Effect]:
-        """Ranks of another node are not heard of any more."""
+        """Ranks of another node are lost: its lease is stale."""
         effects: list[Effect] = []
         for rank in ranks:
             if rank not in self.members and rank not in self._lost:
@@ -235,7 +235,7 @@ class Membership:
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
     ) -> list[Effect]:
-        """No more faults are waited for; how long they were."""
+        """No more faults are waited for, after `waited_s`."""
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
         outcome.interrupted = Interrupted(iteration, records, waited_s)
@@ -263,7 +263,7 @@ class Membership:
 
     @property
     def is_anybody_inside(self) -> bool:
-        """Whether a rank here has yet to be told, in its function, what was reported."""
+        """Whether a rank here is still in its function, and needs what was reported."""
         reported = self._reported.interruptions
         return any(
             member.is_present and (rank, Interruption.EXCEPTION) not in reported

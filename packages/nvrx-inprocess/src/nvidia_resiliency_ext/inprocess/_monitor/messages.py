@@ -102,12 +102,12 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class AreYouThere:
-    """The rank has heard nothing for a while."""
+    """Ask for `Here`: the rank has received nothing for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The monitor is there."""
+    """Answer `AreYouThere`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ class Monitor:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                logger.warning("monitor_process: nobody can be let in: %s", error)
+                logger.warning("monitor_process: no connection can be accepted: %s", error)
                 return
             try:
                 pid = require_same_user(sock).pid
@@ -212,12 +212,12 @@ class Monitor:
 
     def _take_in(self, connection: Connection, message: object) -> str | None:
         if not isinstance(message, messages.Hello):
-            return "it does not say who it is"
+            return "its first message is not Hello"
         if message.version != messages.VERSION:
-            return f"it speaks version {message.version}, not {messages.VERSION}"
+            return f"its version is {message.version}, not {messages.VERSION}"
         fd = connection.take_fd()
         if fd is None:
-            return "it brings no page"
+            return "its Hello has no page attached"
         try:
             page = PageView(fd)
         except PageError as error:
@@ -259,7 +259,7 @@ class Monitor:
     def _end(self) -> bool:
         """Remove the directory, unless a rank is connecting; return whether to end."""
         if not self._is_at_home():
-            return True  # our directory was removed: nobody can come, and no lock must be made
+            return True  # our directory was removed: no rank can connect, and no lock must be made
         try:
             with self._directory.locked(0.0):
                 self._let_in()
@@ -268,10 +268,10 @@ class Monitor:
                 if self._is_at_home():
                     self._directory.remove()
         except DeadlineExceededError:
-            # Whoever holds the lock is about to connect to us.
+            # The process that has the lock is about to connect to us.
             return False
         except (OSError, NvrxError) as error:
-            # Somebody has made the directory unfit: nobody can come, and it stays.
+            # The directory cannot be used any more: no rank can connect, and it stays.
             logger.warning("monitor_process: %s cannot be removed: %s", self._directory.path, error)
         return True
 

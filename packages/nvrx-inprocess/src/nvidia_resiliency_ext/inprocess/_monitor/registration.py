@@ -19,7 +19,7 @@ _HAS_LEFT = 0  # in place of the start of a process
 
 
 class Registration:
-    """Keeps the node known, and notices when another node is not heard of."""
+    """Renew the node's entry and lease, and find nodes whose lease is stale."""
 
     def __init__(
         self,

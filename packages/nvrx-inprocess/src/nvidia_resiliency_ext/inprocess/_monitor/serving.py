@@ -47,7 +47,7 @@ _LAST_OPERATIONS_S = 5.0
 
 @dataclass(slots=True)
 class _RankSession:
-    """What there is of a rank beside its place in the membership."""
+    """Process, page, connection and timeouts of a rank."""
 
     pid: int
     start_ticks: int
@@ -119,7 +119,7 @@ class Serving:
         page: PageView,
         dump_fd: int | None = None,
     ) -> str | None:
-        """Take in a rank; return why not, if so. The page and the file are ours from now on."""
+        """Add a rank; return why it is refused. Page and file are ours from now on."""
         rank = hello.initial_rank
         problem = self._refusal(connection.pid, hello)
         if problem is not None:
@@ -160,7 +160,7 @@ class Serving:
                 session.close_page()
 
     def tick(self, now: float) -> float:
-        """Do what is due; return when to come again at the latest."""
+        """Do what is due; return when to call again at the latest."""
         if now >= self._look_s:
             self._look_s = self._look_at_all(now)
         self._check_store(now)
@@ -236,7 +236,9 @@ class Serving:
                     name = type(message).__name__
                     logger.warning("monitor_process: initial rank %d: a second %s", rank, name)
         except ValueError as error:
-            logger.warning("monitor_process: initial rank %d says nonsense: %s", rank, error)
+            logger.warning(
+                "monitor_process: initial rank %d sends what is no valid message: %s", rank, error
+            )
 
     def _hung_up(self, session: _RankSession, connection: Connection) -> None:
         if session.connection is connection:
@@ -328,7 +330,7 @@ class Serving:
 
     def outcome(self, iteration: int, *, is_completed: bool) -> None:
         if not is_completed and iteration == self._membership.position:
-            # Before anybody is told: whoever is interrupted does something else.
+            # Before the ranks are told: an interrupted rank does something else.
             for rank, session in self._sessions.items():
                 if self._membership.members[rank].is_present and not session.watch.is_being_killed:
                     session.kernel = inspect_kernel(session.pid)
@@ -347,7 +349,7 @@ class Serving:
         self._do(self._membership.decided(iteration, decision))
 
     def store_lost(self, text: str) -> None:
-        """Tell the ranks that no iteration can be decided any more."""
+        """Send all ranks that no iteration can be decided any more."""
         if self._lost_text is not None or self._membership.is_over:
             return
         text = f"{self._store_name}: {text}"
@@ -397,7 +399,7 @@ class Serving:
     # --- parts ---
 
     def _adopt(self, rank: int, pid: int, start_ticks: int, *, has_left: bool) -> None:
-        """Take in a rank that another monitor of this node served, and that has not come yet."""
+        """Add a rank that another monitor of this node served, and that has not connected yet."""
         if rank in self._sessions:
             return
         self._membership.attach(rank)

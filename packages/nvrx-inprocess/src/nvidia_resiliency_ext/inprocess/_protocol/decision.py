@@ -48,7 +48,7 @@ class ObservedActivity:
         """Return what `to_text` encoded; a ValueError for anything else."""
         activity, place, words = text[: 8 * _LONGEST_PART].split(",")
         unquote = urllib.parse.unquote
-        # What is shown in logs is one line, whoever wrote it.
+        # What is shown in logs is one line, also of a hostile rank.
         place, words = (" ".join(unquote(part).split()) for part in (place, words))
         return cls(Activity(activity), place, words)
 

@@ -121,7 +121,7 @@ class IterationStore:
             self._count_reported(iteration, 1, participants)
 
     def look(self, iteration: int, participants: frozenset[int]) -> Decision | None:
-        """Do what others would have done had they not ended; for a monitor that waits in vain."""
+        """Decide what a monitor that has ended would have decided; for one that waits in vain."""
         keys = self._keys(iteration)
         self._settle_completion(keys)
         return self._settle_decision(keys, participants)
@@ -174,7 +174,7 @@ class IterationStore:
 
     def register_node(self, node: NodeEntry) -> None:
         """Announce a node and its lease, or a new monitor of it."""
-        # The lease first: whoever reads of the node may then ask for it.
+        # The lease first: a monitor that reads of the node may then ask for it.
         self.renew_lease(node.node_id)
         self._access.append(f"{self._prefix}nodes", format_node(node))
 

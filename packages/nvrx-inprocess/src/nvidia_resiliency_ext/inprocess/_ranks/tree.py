@@ -151,7 +151,7 @@ class TreePlan:
         return bisect_left(self.order, position) if self.alive[position] else None
 
     def is_reserve(self, position: int) -> bool:
-        """Tell whether the rank lives and is not active."""
+        """Return whether the rank lives and is not active."""
         return bool(self.alive[position]) and self.numbers[position] < 0
 
     def _moves(
@@ -215,7 +215,7 @@ class TreePlan:
         return gaps
 
     def _close(self, gaps: list[int]) -> None:
-        """Move everybody up over the gaps."""
+        """Close the gaps: later active ranks get smaller numbers."""
         if not gaps:
             return
         for gap in gaps:

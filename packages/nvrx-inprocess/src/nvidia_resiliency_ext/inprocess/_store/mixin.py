@@ -118,9 +118,9 @@ _TERMINATED = "terminated_ranks"
 
 
 class StoreMixin:
-    """Barriers, and what ranks tell each other; mix it into any torch Store, before torch's class.
+    """Barriers and exchanges between ranks; mix it into any torch Store, before torch's class.
 
-    Ranks write plain text and JSON. What somebody else wrote raises `ForeignValueError`, a store
+    Ranks write plain text and JSON. Any other value raises `ForeignValueError`, a store
     that does not answer `StoreLostError`. Waits raise `torch.distributed.DistStoreError` when time
     is over.
 
@@ -188,7 +188,7 @@ class StoreMixin:
         access.append(arrived, "".join(f"{rank}," for rank in ranks))
         if access.add(count, len(ranks)) >= rendezvous_count and look():
             return
-        # Who only arrives, for another rank say, asks the store nothing more.
+        # A caller that only arrives, as for another rank, asks the store nothing more.
         if _is_no_wait(timeout):
             raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
         if not _wait(access, done, timeout, timeout_chunk, look):
@@ -313,7 +313,7 @@ class StoreMixin:
         access.set(_INTERRUPTED, _DONE)
 
     def lock_interruption_records(self) -> None:
-        """Let records that come from now on not count."""
+        """Ignore records that are written from now on."""
         self._access().add(_RECORDS_LOCK, 1)
 
     def get_interruption_records(self) -> list[InterruptionRecord]:

@@ -50,7 +50,7 @@ PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
 """What the process runs."""
 
 
-# torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
+# torch resolves the address of each client that connects, and serves no other client meanwhile.
 _RESOLVER = "RES_OPTIONS"
 _QUICK = "timeout:1 attempts:1"
 _PROBE_S = 5.0
@@ -181,7 +181,7 @@ def _start(
         return store_server, {"error": f"its report cannot be read: {error}"}
     if report is None:
         process.kill()
-        return store_server, {"error": f"nothing was heard of it within {start_s:g} s"}
+        return store_server, {"error": f"it has not reported within {start_s:g} s"}
     if not report:
         ours.close()
         return store_server, {"error": f"it ended with exit code {_wait_for_end(process, _END_S)}"}

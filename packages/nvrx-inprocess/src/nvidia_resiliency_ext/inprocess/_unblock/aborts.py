@@ -122,11 +122,7 @@ class AbortPersistentCheckpointProcesses(Abort):
     """Ends the workers of asynchronous checkpoints: runs the abort hooks that are registered."""
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Run all registered abort hooks, and return `state`.
-
-        Raises:
-            Exception: Raised by the first hook that failed, after all hooks ran.
-        """
+        """Run all registered abort hooks, raise the first failure, return `state`."""
         failures = run_abort_hooks()
         if failures:
             raise failures[0].error
@@ -184,7 +180,7 @@ class AbortTorchDistributed(Abort):
         torch_fr_trace_path: Folder for what torch's flight recorder knows at that moment, as
             `iter_<iteration>/_dump_<rank>.json`; default: `NVRX_FR_TRACE_PATH`, else none. It is
             saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
-            `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is told of once.
+            `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is logged once.
         timeout: How long all of it may take.
 
     Raises:
@@ -209,11 +205,7 @@ class AbortTorchDistributed(Abort):
         self._has_no_recorder = False
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Abort all process groups, destroy them, and return `state`.
-
-        Raises:
-            Exception: The first failure, after everything was tried.
-        """
+        """Abort and destroy all process groups, raise the first failure, return `state`."""
         deadline = Deadline.after(self.timeout.total_seconds())
         failures = _Failures()
         save_record = failures.of("flight recorder", lambda: self._take_record(state))
@@ -249,11 +241,7 @@ class AbortTorchDistributed(Abort):
 
     @staticmethod
     def shutdown_all_process_group_backends() -> None:
-        """Abort the backends of all groups, all at once; the groups stay.
-
-        Raises:
-            Exception: The first thing that failed, after all was done.
-        """
+        """Abort the backends of all groups at once, raise the first failure; the groups stay."""
         failures = _Failures()
         failures.of("gloo", end_gloo_connections)
         failures.of_all(_tasks(), Deadline.after(_TIMEOUT.total_seconds()))
@@ -263,7 +251,7 @@ class AbortTorchDistributed(Abort):
     def shutdown_process_group_backend(group: Any, device: Any) -> None:
         """Abort the backend that `group` has for `device`; do nothing if it has none.
 
-        Connections of gloo are not ended here, because they cannot be told apart by group.
+        Connections of gloo are not ended here, because nothing tells to which group they belong.
         """
         backend = groups.backend_of(group, device)
         if backend is not None:
@@ -297,7 +285,7 @@ class _Failures:
             return None
 
     def of_all(self, tasks: list[Task], deadline: Deadline) -> None:
-        """Call functions all at once; those that are late are left to themselves."""
+        """Call functions all at once; those that are late are abandoned."""
         calls = [
             AbandonableCall(f"nvrx-abort-{task[0]}", functools.partial(self.of, *task))
             for task in tasks

@@ -133,8 +133,8 @@ class DestroyedGroups:
     def release(self, within_s: float = _IDLE_S) -> bool:
         """Drop the references once gloo's workers are idle; return whether none is held any more.
 
-        Where they are not idle in time, or cannot be told from other threads, the groups of the
-        last restarts stay until the next call.
+        Where they are not idle in time, or cannot be distinguished from other threads, the groups
+        of the last restarts stay until the next call.
         """
         is_idle = are_gloo_workers_idle(within_s)
         with self._lock:
@@ -184,8 +184,9 @@ def patient_destruction() -> Iterator[None]:
 def forget_unfinished() -> None:
     """Let a creation of groups that was cut short leave nothing behind; for the main thread.
 
-    torch counts groups, and the count stands in the keys by which ranks meet: a rank that had begun
-    would never meet one that had not. A group that was finished after the abort is destroyed.
+    torch counts groups, and the count is part of the keys through which ranks connect: a rank that
+    had begun would wait forever for one that had not. A group that was finished after the abort
+    is destroyed.
     """
     from torch import distributed
 
