@@ -252,7 +252,7 @@ def test_failing_record_stops_nothing(
     caplog: pytest.LogCaptureFixture,
     what: str,
 ) -> None:
-    """A recorder that cannot be read or saved is told of, and the abort is done."""
+    """A recorder that cannot be read or saved is logged, and the abort is done."""
 
     def fail(*_args: object) -> None:
         raise OSError("full")
@@ -273,7 +273,7 @@ def test_torch_without_a_recorder(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is told once, with the folder that stays empty; no abort fails for it."""
+    """It is logged once, with the folder that stays empty; no abort fails for it."""
 
     def fail(_collector: object) -> None:
         raise NoFlightRecorderError("this torch has no flight recorder")
@@ -425,7 +425,7 @@ def _has_thread(name: str) -> bool:
 def test_peer_of_an_ended_connection_can_write(
     connection: tuple[socket.socket, socket.socket], unread: UnreadConnections
 ) -> None:
-    """What had come is read, then the end; the peer is told of it when it is let go of.
+    """What had come is read, then the end; the peer sees it when the connection is released.
 
     Though the reader closes its socket meanwhile.
     """
@@ -452,7 +452,7 @@ def test_peer_of_an_ended_connection_can_write(
 
 
 def test_peer_that_nobody_lets_go_of(connection: tuple[socket.socket, socket.socket]) -> None:
-    """A peer is told by itself, later: it may not be stopped at all, and wait for this rank."""
+    """A peer sees the end later without a call: it may not be stopped, and wait for this rank."""
     one, two = connection
     two.settimeout(30)
     UnreadConnections(0.05).add("socket:[1]", one.dup())
@@ -519,7 +519,7 @@ def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) 
 def test_forked_process_ends_its_own_connections(
     connection: tuple[socket.socket, socket.socket], unread: UnreadConnections
 ) -> None:
-    """A peer of a forked process is told in time, though its parent had something to end, too."""
+    """A peer of a forked process sees the end in time, though the parent had one to end, too."""
     one, two = connection
     other, its_peer = socket.socketpair()
     two.settimeout(30)

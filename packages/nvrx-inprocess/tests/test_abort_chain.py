@@ -42,7 +42,7 @@ def test_the_last_one_runs_first() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)])
 def test_one_that_raises(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """The others run all the same and get the state; what it raised is logged and told."""
+    """The others run all the same and get the state; what it raised is logged."""
     caplog.set_level(logging.INFO, logger="nvrx")
     calls: list[str] = []
     one, two, three = Member("one", calls), Member("two", calls, error), Member("three", calls)

@@ -49,7 +49,7 @@ def records(**ranks: int) -> list[InterruptionRecord]:
         # So is a rank that is gone, whatever the collectives of the others raised.
         ({"EXCEPTION": 0, "TERMINATED": 2}, {0: WAITS, 1: LOOPS}, None, ""),
         ({"SOFT_TIMEOUT": 0, "BASE_EXCEPTION": 1}, {0: WAITS, 2: LOOPS}, None, ""),
-        # The stack of one that was killed is told though nobody can be blamed.
+        # The stack of one that was killed is given though no rank can be blamed.
         ({"HARD_TIMEOUT": 0}, {0: KEEPS}, (0,), "rank 0 waits in x.py:1 in f, stack: x.py:1"),
         ({"HARD_TIMEOUT": 0}, {0: KEEPS, 1: LOOPS, 2: WAITS}, (1,), "; rank 0 waits in x.py"),
         ({"SOFT_TIMEOUT": 0}, {0: WAITS, 1: WAITS}, None, ""),

@@ -403,7 +403,7 @@ def test_leaving_goes_before_the_interruption(
 
 
 def test_nobody_inside(interrupter: MainThreadInterrupter, lock: AtomicLock) -> None:
-    """Who interrupts when nobody is inside is told so, and nothing is raised then or later."""
+    """An interruption while the main thread is not inside returns None; nothing is raised."""
     assert interrupt_main_thread(interrupter, "because", QUIET_S, lock) is None
     with interrupter:
         pass
@@ -583,7 +583,7 @@ def test_exit_that_a_handler_prevents(interrupter: MainThreadInterrupter) -> Non
 
 
 def test_other_threads_are_refused() -> None:
-    """Only the main thread may be interrupted; others are told so by name."""
+    """Only the main thread may be interrupted; other threads are refused by name."""
     errors: list[BaseException] = []
 
     def run() -> None:

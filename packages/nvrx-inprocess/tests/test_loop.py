@@ -134,7 +134,7 @@ def test_rank_filter_is_applied(module: ModuleType) -> None:
 
 
 def test_old_events_stop_nothing() -> None:
-    """An interruption that is told again, as by another monitor, costs no second restart."""
+    """An interruption that is sent again, as by another monitor, costs no second restart."""
     aborted: list[int] = []
 
     class LateState(State):

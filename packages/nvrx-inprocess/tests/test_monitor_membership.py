@@ -197,7 +197,7 @@ def test_completion_settles_everybody() -> None:
 
 
 def test_events_go_to_ranks_in_the_iteration() -> None:
-    """Ranks hear of the iteration that they are in, and the late ones when they begin it."""
+    """Ranks receive events of the iteration that they are in, late ones when they begin it."""
     membership = begun(ranks=(0,))
     membership.attach(1)
     records = (record(3, K.EXCEPTION),)
@@ -210,7 +210,7 @@ def test_events_go_to_ranks_in_the_iteration() -> None:
 
 
 def test_successor_goes_on_where_the_ranks_are() -> None:
-    """A new monitor follows the latest iteration and reads what a late rank has yet to hear."""
+    """A new monitor follows the latest iteration and reads what a late rank has yet to receive."""
     membership = Membership(4)
     membership.attach(0)
     membership.attach(1)
@@ -237,7 +237,7 @@ def test_lost_node_is_spoken_for_until_a_decision_names_it() -> None:
 
 
 def test_cut_off_node_gets_the_decision_and_interrupts_no_rank() -> None:
-    """Ranks that a decision leaves behind hear of it, and their leaving is no event."""
+    """Ranks that a decision does not name receive it, and their leaving is no event."""
     membership = begun()
     made = decision({2: 2, 3: 3}, ended=[0, 1])
     assert membership.decided(0, made) == [
@@ -437,7 +437,7 @@ class Simulation:
             self.take(other, self.memberships[other].lost(gone))
 
     def replace(self, node: int) -> None:
-        """Lose a monitor with what it had not written; another is told everything by ranks."""
+        """Lose a monitor with what it had not written; another receives everything from ranks."""
         ranks = [rank for rank in range(self.world) if self.node(rank) == node]
         back = [rank for rank in ranks if rank in self.alive and rank in self.present]
         if not back:

@@ -53,7 +53,7 @@ def view(page):
 
 
 def test_page_shows_what_was_written(page, view) -> None:
-    """Stamps, protection, phase and epoch are seen by whoever holds the descriptor."""
+    """Stamps, protection, phase and epoch are read by a process that has the descriptor."""
     first = view.read()
     assert (first.manual_s, first.is_protected, first.phase) == (None, True, Phase.IDLE)
     page.stamp_auto()
@@ -261,7 +261,7 @@ def test_place_that_others_own_is_passed_over(environ, short_path) -> None:
 
 
 def test_lock_has_a_deadline(environ) -> None:
-    """Whoever waits for a lock that is never freed gets an error, and the lock stays usable."""
+    """A wait for a lock that is never freed ends with an error, and the lock stays usable."""
     place = NodeDirectory.find(environ)
     with place.locked(1.0):
         with pytest.raises(DeadlineExceededError):

@@ -179,7 +179,7 @@ def test_a_rank_counts_once_at_a_reentrant_barrier(make: Make) -> None:
 
 @pytest.mark.parametrize("name", ["initial", "completion", "iteration", "termination"])
 def test_barriers_let_all_through_together(name: str, server: Any) -> None:
-    """Whoever waits is let through by the last that arrives, whatever the slices of the wait."""
+    """Waiting ranks pass when the last one arrives, whatever the slices of the wait."""
     passed: list[int] = []
 
     def work(rank: int) -> None:
@@ -501,7 +501,7 @@ def test_a_restart_says_little(world_size: int, faulty: str) -> None:
         assert iteration_store.wait_all_reported(0, 1 if faulty == "all" else 0.001) is (
             faulty == "all"
         )
-        # Who has left its function with an exception of its own is told nothing there.
+        # A rank that left its function with an exception of its own receives no records there.
         if rank in reporters and faulty != "all" and rank not in kinds:
             assert len(iteration_store.first_records(0)) == 1
         else:

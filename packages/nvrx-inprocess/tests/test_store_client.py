@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of TCPStore without torch says and hears what torch's own does."""
+"""The client of TCPStore without torch sends and receives what torch's own does."""
 
 import contextlib
 import errno

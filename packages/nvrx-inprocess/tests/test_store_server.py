@@ -214,7 +214,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
 
 
 def test_a_store_server_hosts_further_stores(store_server: StoreServer) -> None:
-    """It is asked for a store at another port at once; another job's, or a taken port, is told."""
+    """It serves a store at another port at once; another job's, or a taken port, is an error."""
     first, second = (
         host_store(HERE, job, TCPStore.connect, is_single_node=True, beside=store_server)
         for job in ("job", "other")
@@ -230,7 +230,7 @@ def test_a_store_server_hosts_further_stores(store_server: StoreServer) -> None:
 
 
 def test_a_store_server_that_cannot_be_asked_is_not_needed() -> None:
-    """When it has ended, or was told nonsense, another one is started."""
+    """When it has ended, or an order was not valid, another one is started."""
     store_server = start()
     assert store_server.process is not None
     assert store_server.channel is not None

@@ -113,7 +113,7 @@ def test_wait_in_a_store_is_left_and_the_store_is_of_use(host: Any, what: str) -
 
 
 class DeafStore(dist.Store):
-    """Takes what is set; whoever asks it for something gets an error."""
+    """Takes what is set; every query gets an error."""
 
     def __init__(self, below: Any) -> None:
         super().__init__()

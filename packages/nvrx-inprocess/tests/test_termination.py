@@ -63,7 +63,7 @@ class Scene:
 
 
 def test_order_of_a_termination() -> None:
-    """Abort, then the watchdog's pause, then the exception; each phase is told."""
+    """Abort, then the watchdog's pause, then the exception; both times are returned."""
     scene = Scene()
     with pytest.raises(RankShouldRestart, match="because"), scene.interrupter:
         try:
@@ -200,7 +200,7 @@ def test_monitor_thread_interrupts() -> None:
 
 
 def test_monitor_thread_without_interruption() -> None:
-    """It ends when it is told to, and only then."""
+    """It ends at `shutdown`, and not before."""
     thread = monitor_thread(Store())
     thread.maybe_join()
     assert thread.is_alive()
@@ -214,6 +214,6 @@ def test_monitor_thread_that_does_not_end() -> None:
     thread = monitor_thread(store, interval=30)
     with pytest.raises(ThreadTimeoutError):
         thread._join(0.01)
-    thread.maybe_join()  # what it hears from here on interrupts nobody
+    thread.maybe_join()  # an interruption from here on raises nothing
     store.interrupted.set()
     thread.shutdown()
