@@ -252,7 +252,7 @@ def test_failing_record_stops_nothing(
     caplog: pytest.LogCaptureFixture,
     what: str,
 ) -> None:
-    """A recorder that cannot be read or saved is told of, and the abort is done."""
+    """A recorder that cannot be read or saved is logged, and the abort is done."""
 
     def fail(*_args: object) -> None:
         raise OSError("full")
@@ -273,7 +273,7 @@ def test_torch_without_a_recorder(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is told once, with the folder that stays empty; no abort fails for it."""
+    """It is logged once, with the folder that stays empty; no abort fails for it."""
 
     def fail(_collector: object) -> None:
         raise NoFlightRecorderError("this torch has no flight recorder")
@@ -317,7 +317,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         two, _ = server.accept()
     with one, two:
         yield one, two
-    gloo.let_go_of_gloo_connections()
+    gloo.release_gloo_connections()
 
 
 def test_other_sockets_are_left_alone(connection: tuple[socket.socket, socket.socket]) -> None:
@@ -415,7 +415,7 @@ def unread() -> Iterator[UnreadConnections]:
     """Connections that are let go of only when that is asked for."""
     kept = UnreadConnections(600.0)
     yield kept
-    kept.let_go()
+    kept.release()
 
 
 def _has_thread(name: str) -> bool:
@@ -425,7 +425,7 @@ def _has_thread(name: str) -> bool:
 def test_peer_of_an_ended_connection_can_write(
     connection: tuple[socket.socket, socket.socket], unread: UnreadConnections
 ) -> None:
-    """What had come is read, then the end; the peer is told of it when it is let go of.
+    """What had come is read, then the end; the peer sees it when the connection is released.
 
     Though the reader closes its socket meanwhile.
     """
@@ -445,14 +445,14 @@ def test_peer_of_an_ended_connection_can_write(
     with pytest.raises(BlockingIOError):
         two.recv(100)
     two.settimeout(30)
-    unread.let_go()
+    unread.release()
     with contextlib.suppress(ConnectionResetError):
         assert two.recv(100) == b""
     assert not _has_thread("nvrx-unread")
 
 
 def test_peer_that_nobody_lets_go_of(connection: tuple[socket.socket, socket.socket]) -> None:
-    """A peer is told by itself, later: it may not be stopped at all, and wait for this rank."""
+    """A peer sees the end later without a call: it may not be stopped, and wait for this rank."""
     one, two = connection
     two.settimeout(30)
     UnreadConnections(0.05).add("socket:[1]", one.dup())
@@ -496,7 +496,7 @@ def test_connection_that_no_thread_could_end_later(
         patch.setattr(threading.Thread, "start", fail)
         unread.add("socket:[1]", one.dup())
     assert two.recv(1) == b""
-    unread.let_go()
+    unread.release()
 
 
 def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +519,7 @@ def test_groups_go_where_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) 
 def test_forked_process_ends_its_own_connections(
     connection: tuple[socket.socket, socket.socket], unread: UnreadConnections
 ) -> None:
-    """A peer of a forked process is told in time, though its parent had something to end, too."""
+    """A peer of a forked process sees the end in time, though the parent had one to end, too."""
     one, two = connection
     other, its_peer = socket.socketpair()
     two.settimeout(30)

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.inprocess.store import FileStore, TCPStore
 
 
 @pytest.mark.parametrize("is_launchers", [True, False])
-def test_store_waits_as_long_as_it_is_notified(
+def test_store_waits_as_long_as_its_arguments_say(
     is_launchers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeout in `store_kwargs` is that of `call.store`, in a later call, too.
@@ -35,7 +35,7 @@ def test_store_waits_as_long_as_it_is_notified(
     assert rendezvous.hold_rendezvous(settings, State(0, 1), environ).store.timeout == told
 
 
-def test_a_port_that_the_environment_overrules_is_notified(
+def test_a_port_that_the_environment_overrules_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a store in the environment one line at INFO says that the given port is not used."""

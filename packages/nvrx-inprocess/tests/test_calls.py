@@ -101,7 +101,7 @@ def test_who_waits_in_backward_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_group_that_cannot_be_made_again_gets_a_hint(tmp_path: Path) -> None:
-    """A group that fails in a later iteration is told with what to do about old keys; once each."""
+    """A group that fails in a later iteration is logged with advice about old keys; once each."""
     (end,) = jobs.run_calls(tmp_path, 1, "no_group")
     assert (end.code, end.results) == (0, [2]), end.text[-3000:]
     assert end.text.count("in init_process_group") >= 2
@@ -122,7 +122,7 @@ def test_who_hangs_is_named(tmp_path: Path) -> None:
     """Every rank that goes on names the rank that hung, in its log and its report.
 
     One that loops in Python stamps like a healthy one; one that keeps the GIL is killed, and its
-    stack is told.
+    stack is logged.
     """
     ended = jobs.run_calls(tmp_path, 3, "one_loops", "one_keeps_the_gil")
     assert [end.code for end in ended] == [0, -15, 0], "\n".join(end.text[-3000:] for end in ended)

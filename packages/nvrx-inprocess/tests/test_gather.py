@@ -230,7 +230,7 @@ def test_missing_ranks_are_named():
 
 
 def test_record_is_written_by_those_who_wait_if_the_last_rank_dies(monkeypatch):
-    """All have told, but the one that should have written the record is gone: another writes it."""
+    """If the rank that should have written the record is gone, another one writes it."""
     monkeypatch.setattr(gather, "_LOOK_EVERY_S", 0.02)
     store = dist.HashStore()
     store.append("rank_assignment/0/0/entries", gather.entry(1, ["b"]))
@@ -286,7 +286,7 @@ def test_tree_in_a_chain_is_refused():
         Tree([Layer()])(RankAssignmentCtx(state, dist.HashStore(), set()))
 
 
-def test_stand_in_is_notified_from_a_store():
+def test_stand_in_is_no_store():
     """Only what has torch's operations is used as a store."""
     assert gather.can_gather(dist.HashStore())
     assert not gather.can_gather(object())

@@ -14,12 +14,10 @@ from nvidia_resiliency_ext.inprocess._monitor.page import StackDump, observed_be
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     ObservedActivity,
+    decide,
     decode_decision,
     encode_decision,
     find_hang,
-)
-from nvidia_resiliency_ext.inprocess._protocol.lists import (
-    decide,
     format_arrival,
     parse_arrivals,
 )
@@ -51,7 +49,7 @@ def records(**ranks: int) -> list[InterruptionRecord]:
         # So is a rank that is gone, whatever the collectives of the others raised.
         ({"EXCEPTION": 0, "TERMINATED": 2}, {0: WAITS, 1: LOOPS}, None, ""),
         ({"SOFT_TIMEOUT": 0, "BASE_EXCEPTION": 1}, {0: WAITS, 2: LOOPS}, None, ""),
-        # The stack of one that was killed is told though nobody can be blamed.
+        # The stack of one that was killed is given though no rank can be blamed.
         ({"HARD_TIMEOUT": 0}, {0: KEEPS}, (0,), "rank 0 waits in x.py:1 in f, stack: x.py:1"),
         ({"HARD_TIMEOUT": 0}, {0: KEEPS, 1: LOOPS, 2: WAITS}, (1,), "; rank 0 waits in x.py"),
         ({"SOFT_TIMEOUT": 0}, {0: WAITS, 1: WAITS}, None, ""),
@@ -70,7 +68,7 @@ def test_whom_a_hang_is_blamed_on(
     assert text in (hang.text if hang else "")
 
 
-def test_the_decision_carries_what_its_arrivals_have_notified() -> None:
+def test_the_decision_carries_what_its_arrivals_say() -> None:
     """Texts of a program come back as they were, as one line; all ranks read the same verdict."""
     odd = ObservedActivity(
         Activity.WORKING, "a;b:c%,é.py:1 in <listcomp>", "runs; in: a,b 100%\nsecond line"
@@ -153,7 +151,7 @@ def test_stacks_are_written_at_the_signal() -> None:
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_process_that_cannot_write_stacks_is_notified_by_the_kernel() -> None:
+def test_a_process_that_cannot_write_stacks_is_described_by_the_kernel() -> None:
     """Without a free signal there is no dump, and the kernel's view is all there is."""
     observed = observed_before_end(Kernel("T"), read_dump(-1))
     assert observed == ObservedActivity(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess import exception
+from nvidia_resiliency_ext.inprocess import exception, wrap
 from nvidia_resiliency_ext.inprocess.health_check import (
     ChainedGPUHealthCheck,
     ChainedNicHealthCheck,
@@ -15,7 +15,6 @@ from nvidia_resiliency_ext.inprocess.health_check import (
     CudaHealthCheck,
     FaultCounter,
     FaultCounterExceeded,
-    checks_of_each_restart,
 )
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils import health_check as shared
@@ -220,14 +219,16 @@ def test_host_without_hardware_passes(kind, monkeypatch, caplog) -> None:
         shared.set_nvml(None)
 
 
-def test_checks_that_nobody_asked_for_are_silent_without_hardware(caplog) -> None:
+def test_checks_that_nobody_asked_for_are_silent_without_hardware(caplog, monkeypatch) -> None:
     """What each restart looks at by itself says only at DEBUG that there is nothing to look at."""
     caplog.set_level(logging.DEBUG, "nvrx")
     _logged.clear()
+    monkeypatch.setenv("LOCAL_RANK", "0")
     shared.set_nvml(FakeNvml({"return.nvmlInit": 9}))
     try:
-        for check in checks_of_each_restart(0):
-            assert check(STATE) is STATE
+        checks = wrap.Wrapper(enabled=False).restart_health_check
+        assert [type(check) for check in checks.instances] == list(CHAINED)
+        assert checks(STATE) is STATE
     finally:
         shared.set_nvml(None)
     said = [record.levelno for record in caplog.records if "is skipped" in record.getMessage()]
@@ -267,6 +268,24 @@ def test_bad_nvlink_is_logged_only_with_stand_in_driver(nvml, caplog) -> None:
     nvml.answers["link.0.0"], nvml.answers["link.0.1"] = 1, 0
     assert ChainedNVLHealthCheck(device_index=0)(STATE) is STATE
     assert any(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def test_checks_of_a_restart_are_found_by_their_names_in_wrap(monkeypatch) -> None:
+    """What a program puts under the names of the built-in checks in `wrap` takes their place."""
+    made = []
+
+    class StandIn(CudaHealthCheck):
+        """Notes which device it is made for."""
+
+        def __init__(self, device_index) -> None:
+            super().__init__()
+            made.append((type(self).__name__, device_index))
+
+    for kind in CHAINED:
+        monkeypatch.setattr(wrap, kind.__name__, type(kind.__name__, (StandIn,), {}))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    wrap.Wrapper(enabled=False)
+    assert made == [(kind.__name__, 3) for kind in CHAINED]
 
 
 class StandInCheck:

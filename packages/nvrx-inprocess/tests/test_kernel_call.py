@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a thread waits is told by the kernel, also after it was stopped in its wait."""
+"""How a thread waits, by the kernel's account, also after it was stopped in its wait."""
 
 import ctypes
 import os
@@ -34,7 +34,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("wait", [Wait.POLL, Wait.FUTEX])
 def test_a_wait_that_was_held_up_is_the_same_wait(wait: Wait) -> None:
-    """SIGSTOP and SIGCONT let a wait go on in another system call: it is told for what it is."""
+    """SIGSTOP and SIGCONT let a wait go on in another system call: it is still found."""
     with subprocess.Popen([sys.executable, "-c", PROGRAMS[wait]]) as process:
         try:
             before = _line_when(process.pid, lambda line: _wait_of(line)[0] is wait)
@@ -63,7 +63,7 @@ def test_a_sleep_that_was_held_up_is_no_wait() -> None:
             process.kill()
 
 
-def test_who_does_not_wait_is_not_notified_to_wait() -> None:
+def test_running_thread_is_in_no_wait() -> None:
     """A thread at work, and one that is not there, wait for nothing."""
     assert kernel_wait(os.getpid())[0] is None
     assert kernel_wait(2**22 + 1) == (None, 0, 0)

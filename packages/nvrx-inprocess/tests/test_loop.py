@@ -16,7 +16,7 @@ import pytest
 from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call import loop as loop_module
 from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadInterrupter
-from nvidia_resiliency_ext.inprocess._call.loop import CallLoop, Parts
+from nvidia_resiliency_ext.inprocess._call.loop import CallLoop
 from nvidia_resiliency_ext.inprocess._call.report import Phase, describe_interruption
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
 from nvidia_resiliency_ext.inprocess._call.watchdog import EventQueue
@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
     StoreLost,
 )
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_decision
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.completion import Completion
@@ -63,8 +63,8 @@ class Monitor:
     def arrive(self, call: str, place: str) -> None:
         self.said = call, place
         size = self.world_size
-        all_ranks = tuple(Arrival(each, each, size, is_out=False) for each in range(size))
-        self.receive(Decided(self.iteration, Decision(all_ranks, (), self.records)))
+        decision = Decision(size, {each: each for each in range(size)}, (), self.records)
+        self.receive(Decided(self.iteration, encode_decision(decision)))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:
         del is_discarded
@@ -88,7 +88,10 @@ def call_of(
     arguments = {"rank_assignment": ShiftRanks(), **arguments}
     page, monitor, nothing = ProgressPage.create(), monitor or Monitor(), Nothing()
     events = EventQueue(1.0, page.stamp_auto)
-    parts = Parts(
+    loop = CallLoop(
+        settings=Settings(store_factory=TCPStore, **arguments),
+        state=state,
+        restart_health_check=None,
         base_store=nothing,
         link=monitor,
         page=page,
@@ -100,7 +103,6 @@ def call_of(
         inject=lambda _fn, args, kwargs: (args, kwargs),
         send_departure_notice=lambda *said: monitor.departures.append(said),
     )  # fmt: skip
-    loop = CallLoop(Settings(store_factory=TCPStore, **arguments), state, parts, None)
     monitor.receive = loop.receive
     with contextlib.closing(page), contextlib.closing(events):
         try:
@@ -131,8 +133,8 @@ def test_rank_filter_is_applied(module: ModuleType) -> None:
         assert (state.world_size, state.active_world_size) == (2, 1)
 
 
-def test_old_events_stops_nothing() -> None:
-    """An interruption that is told again, as by another monitor, costs no second restart."""
+def test_old_events_stop_nothing() -> None:
+    """An interruption that is sent again, as by another monitor, costs no second restart."""
     aborted: list[int] = []
 
     class LateState(State):
@@ -179,7 +181,7 @@ def test_report_has_every_phase() -> None:
     assert report.seconds["detect"] == 0
 
 
-def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_is_logged_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     """By default, too, a line says what happened, who goes on and after how long."""
     state = State(0, 1)
     caplog.set_level("DEBUG", "nvrx")
@@ -213,7 +215,7 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         (
             {2: "UNRESPONSIVE", 3: "UNRESPONSIVE"},
             [2, 3],
-            "ranks {2-3} were not heard of for 30 s (heartbeat_timeout)",
+            "ranks {2-3} sent no heartbeat for 30 s (heartbeat_timeout)",
         ),
         (
             {0: "EXCEPTION", 1: "BASE_EXCEPTION"},
@@ -225,14 +227,15 @@ def test_a_restart_is_notified_in_one_sentence(caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-def test_what_happened_is_notified_in_words(
+def test_what_happened_is_said_in_words(
     kinds: dict[int, str], lost: list[int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence names ranks, what was seen of them with its limit, and who is lost."""
     monkeypatch.setenv("NVRX_LOG_RANK_FORMAT_VERBOSE", "1")
     records = [InterruptionRecord(rank, Interruption[kind]) for rank, kind in kinds.items()]
     settings = Settings(store_factory=TCPStore, rank_assignment=ShiftRanks())
-    assert describe_interruption(Decision((), (), tuple(records)), lost, settings) == said
+    decision = Decision(4, {}, tuple(lost), tuple(records))
+    assert describe_interruption(decision, settings) == said
 
 
 def test_what_fails_while_the_function_is_stopped_keeps_nobody(

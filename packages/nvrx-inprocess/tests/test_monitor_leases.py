@@ -64,13 +64,13 @@ def test_values_mean_nothing() -> None:
 
 
 def test_covers() -> None:
-    """It is known whether the node of every participant has been heard of."""
+    """`covers` tells whether the node of every participant is known."""
     assert ring().covers(ALL)
     assert not ring().covers({8})
 
 
 def test_ranks_of_no_node_are_lost_after_a_while() -> None:
-    """Who ended before any monitor heard of it is named when the time is up, others never."""
+    """A rank that ended before any monitor knew it is named when the time is up, others never."""
     under_test = Ring(1.0, 10.0, 15.0)
     under_test.update(NODES)
     found = [under_test.unknown({0, 8, 9}, 100.0 + second) for second in range(15)]

@@ -9,8 +9,14 @@ import pytest
 from nvidia_resiliency_ext.inprocess._monitor import membership as r
 from nvidia_resiliency_ext.inprocess._monitor.membership import Membership
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
-from nvidia_resiliency_ext.inprocess._protocol.lists import decide, is_complete, is_whole
+from nvidia_resiliency_ext.inprocess._protocol.decision import (
+    Arrival,
+    Decision,
+    decide,
+    encode_decision,
+    is_complete,
+    is_whole,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 K = Interruption
@@ -37,6 +43,11 @@ def decision(going: dict[int, int], out=(), ended=()) -> Decision:
     arrivals += [Arrival(initial, None, None, is_out=True) for initial in out]
     arrivals += [Arrival(initial, None, None, is_out=False) for initial in ended]
     return decide(arrivals, frozenset([*going, *out, *ended]), ())
+
+
+def decided(iteration: int, made: Decision) -> Decided:
+    """Return the event that tells ranks a decision."""
+    return Decided(iteration, encode_decision(made))
 
 
 def kinds(effects) -> list[str]:
@@ -110,7 +121,7 @@ def test_leaving_in_an_iteration_interrupts_it() -> None:
     assert membership.ended(0) == []
 
 
-def test_who_left_its_function_is_notified_nothing_there() -> None:
+def test_ranks_that_left_their_function_get_no_records() -> None:
     """Records are read for ranks that are still inside, not for those that raised or ended."""
     membership = begun(ranks=range(4))
     assert membership.is_anybody_inside
@@ -185,8 +196,8 @@ def test_completion_settles_everybody() -> None:
     assert membership.is_settled
 
 
-def test_events_goes_to_those_in_the_iteration() -> None:
-    """Ranks hear of the iteration that they are in, and the late ones when they begin it."""
+def test_events_go_to_ranks_in_the_iteration() -> None:
+    """Ranks receive events of the iteration that they are in, late ones when they begin it."""
     membership = begun(ranks=(0,))
     membership.attach(1)
     records = (record(3, K.EXCEPTION),)
@@ -195,11 +206,11 @@ def test_events_goes_to_those_in_the_iteration() -> None:
     assert membership.begun(1, 0, 1, 4, ALL) == [r.Notify(1, event)]
     made = decision({0: 0, 1: 1, 2: 2}, ended=[3])
     effects = membership.decided(0, made)
-    assert effects[:2] == [r.Notify(0, Decided(0, made)), r.Notify(1, Decided(0, made))]
+    assert effects[:2] == [r.Notify(0, decided(0, made)), r.Notify(1, decided(0, made))]
 
 
 def test_successor_goes_on_where_the_ranks_are() -> None:
-    """A new monitor follows the latest iteration and reads what a late rank has yet to hear."""
+    """A new monitor follows the latest iteration and reads what a late rank has yet to receive."""
     membership = Membership(4)
     membership.attach(0)
     membership.attach(1)
@@ -207,7 +218,7 @@ def test_successor_goes_on_where_the_ranks_are() -> None:
     assert membership.begun(0, 5, 0, 3, who) == [r.Follow(5, who)]
     assert membership.begun(1, 4, 1, 4, ALL) == [r.CatchUp(4)]
     made = decision({0: 0, 1: 1, 2: 2}, ended=[3])
-    assert membership.decided(4, made) == [r.Notify(1, Decided(4, made))]
+    assert membership.decided(4, made) == [r.Notify(1, decided(4, made))]
     assert membership.position == 5
 
 
@@ -225,13 +236,13 @@ def test_lost_node_is_spoken_for_until_a_decision_names_it() -> None:
     )
 
 
-def test_cut_off_node_is_notified_and_interrupts_nobody() -> None:
-    """Ranks that a decision leaves behind hear of it, and their leaving is no event."""
+def test_cut_off_node_gets_the_decision_and_interrupts_no_rank() -> None:
+    """Ranks that a decision does not name receive it, and their leaving is no event."""
     membership = begun()
     made = decision({2: 2, 3: 3}, ended=[0, 1])
     assert membership.decided(0, made) == [
-        r.Notify(0, Decided(0, made)),
-        r.Notify(1, Decided(0, made)),
+        r.Notify(0, decided(0, made)),
+        r.Notify(1, decided(0, made)),
     ]
     assert membership.left(0, is_lost=True) == []
     assert membership.ended(1) == []
@@ -386,11 +397,11 @@ class Simulation:
         outcome = self.memberships[node]._outcomes.get(n)
         if n not in self.iteration_store.outcomes:
             return False
-        if outcome is None or (not outcome.is_interrupted and not outcome.is_completed):
+        if outcome is None or (not outcome.is_interrupted and not outcome.completed):
             return True
-        return not outcome.is_completed and (
-            outcome.records is None
-            or (outcome.decision is None and n in self.iteration_store.decisions)
+        return not outcome.completed and (
+            outcome.interrupted is None
+            or (outcome.decided is None and n in self.iteration_store.decisions)
         )
 
     def read(self, node: int, n: int) -> None:
@@ -426,7 +437,7 @@ class Simulation:
             self.take(other, self.memberships[other].lost(gone))
 
     def replace(self, node: int) -> None:
-        """Lose a monitor with what it had not written; another is told everything by ranks."""
+        """Lose a monitor with what it had not written; another receives everything from ranks."""
         ranks = [rank for rank in range(self.world) if self.node(rank) == node]
         back = [rank for rank in ranks if rank in self.alive and rank in self.present]
         if not back:

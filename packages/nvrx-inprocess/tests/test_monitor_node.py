@@ -172,7 +172,7 @@ def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
 
 
 def test_monitor_stopped_before_the_call_is_named(make) -> None:
-    """A rank that comes to a stopped monitor does not wait for ever: it is told what to end."""
+    """A rank that comes to a stopped monitor gets an error in time, which names what to end."""
     lab = make(2)
     lab.start(0, 1)
     (pid,) = lab.attach(0)
@@ -354,8 +354,8 @@ def test_lost_leaver_is_missed_and_discarded_one_is_not(make) -> None:
     assert not [line for line in ranks[1].received if line[:2] == ["Interrupted", 1]]
 
 
-def test_lost_store_is_notified(make, host) -> None:
-    """When the store's host dies, every rank is told."""
+def test_lost_store_is_reported(make, host) -> None:
+    """When the store's host dies, every rank receives the loss."""
     process, port = host
     lab = make(2, port=port, **FAST)
     ranks = lab.up()
@@ -387,7 +387,7 @@ def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch, 
 
 
 def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
-    """While the store is stopped, a stuck rank is killed, leaving is quick, and it is told."""
+    """While the store is stopped a stuck rank is killed, leaving is quick, the loss reported."""
     process, port = host
     lab = make(3, port=port, **FAST, soft_timeout_s=0.6, hard_timeout_s=1.2, barrier_timeout_s=20.0)
     ranks = lab.up()

@@ -24,7 +24,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
 from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, NodeEntry, encode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
@@ -53,7 +53,7 @@ def view(page):
 
 
 def test_page_shows_what_was_written(page, view) -> None:
-    """Stamps, protection, phase and epoch are seen by whoever holds the descriptor."""
+    """Stamps, protection, phase and epoch are read by a process that has the descriptor."""
     first = view.read()
     assert (first.manual_s, first.is_protected, first.phase) == (None, True, Phase.IDLE)
     page.stamp_auto()
@@ -175,13 +175,13 @@ def test_every_message_travels() -> None:
     assert hello.begun.participants == "0,5"
 
 
-def test_large_decision_is_split() -> None:
-    """A decision of any size comes in pieces that fit a frame."""
-    text = "x" * 1_000_001
-    parts = messages.split_decision(4, text)
-    assert "".join(part.text for part in parts) == text
-    assert {part.count for part in parts} == {len(parts)}
-    assert all(len(messages.TO_RANK.encode(part)) < 1 << 20 for part in parts)
+def test_large_decision_fits_a_message() -> None:
+    """A decision about 50,000 ranks of which every second is lost goes through one frame."""
+    numbers = {rank: rank for rank in range(0, 50_000, 2)}
+    text = encode_decision(Decision(50_000, numbers, tuple(range(1, 50_000, 2)), ()))
+    payload = messages.TO_RANK.encode_payload(messages.Decided(4, text))
+    decided = messages.TO_RANK.decode(payload)
+    assert decided.decision.numbers == numbers
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -261,7 +261,7 @@ def test_place_that_others_own_is_passed_over(environ, short_path) -> None:
 
 
 def test_lock_has_a_deadline(environ) -> None:
-    """Whoever waits for a lock that is never freed gets an error, and the lock stays usable."""
+    """A wait for a lock that is never freed ends with an error, and the lock stays usable."""
     place = NodeDirectory.find(environ)
     with place.locked(1.0):
         with pytest.raises(DeadlineExceededError):
@@ -397,8 +397,6 @@ class NoStore:
 class SignalledProcesses(set):
     """Processes that live on whatever they are sent, which is noted."""
 
-    must_be_looked_at = False
-
     def __init__(self) -> None:
         super().__init__()
         self.signalled = []
@@ -419,8 +417,8 @@ def test_who_left_a_call_that_is_over_is_left_alone(monkeypatch) -> None:
     monkeypatch.setattr(serving, "time", clock)
     settings = MonitorSettings("p", "m:f", hard_timeout_s=1.0, termination_grace_s=0.0)
     processes = SignalledProcesses()
-    context = serving.ServingContext(SimpleNamespace(post=None), processes, SimpleNamespace())
-    call = serving.Serving(context, settings, 2)
+    parts = SimpleNamespace(post=None), processes, SimpleNamespace()
+    call = serving.Serving(*parts, settings, 2)
     # Rank 1 left, the monitor died, rank 0 comes to the new one and leaves, too.
     for rank, pid in ((0, os.getpid()), (1, os.getppid())):
         call._adopt(rank, pid, 0, has_left=False)

@@ -30,7 +30,7 @@ def test_one_that_can_run_gets_time_to_import() -> None:
     raise AssertionError("it is never given up")
 
 
-def test_whatever_is_heard_ends_the_silence() -> None:
+def test_any_message_ends_the_silence() -> None:
     """After a word the time begins anew."""
     silence = Silence(LIMIT_S, 0.0)
     for step in range(1, 100):

@@ -13,15 +13,10 @@ from nvidia_resiliency_ext.inprocess._protocol import iteration_store as iterati
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     Decision,
-    decode_decision,
-    decode_records,
-    encode_decision,
-    encode_records,
-)
-from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-from nvidia_resiliency_ext.inprocess._protocol.lists import (
     NodeEntry,
     decide,
+    decode_decision,
+    encode_decision,
     format_arrival,
     format_node,
     format_records,
@@ -32,6 +27,7 @@ from nvidia_resiliency_ext.inprocess._protocol.lists import (
     parse_nodes,
     parse_records,
 )
+from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
@@ -60,7 +56,9 @@ def test_lists_say_what_was_written() -> None:
     arrivals = [going(3, 0, 2), left(4), ended(5), going(6, 1, 2), going(3, 0, 2)]
     assert parse_arrivals("".join(map(format_arrival, arrivals))) == arrivals
     records = [record(2), record(7, Interruption.TERMINATED), record(2)]
-    assert parse_records(format_records(records)) == records
+    text = format_records(records) + format_records(records[:1])
+    assert text == "EXCEPTION:2;TERMINATED:7;EXCEPTION:2;"
+    assert parse_records(text) == records
     assert parse_arrivals("") == []
     assert parse_records("") == []
 
@@ -90,7 +88,14 @@ def test_foreign_arrivals_are_named(text: str) -> None:
     assert caught.value.value in text
 
 
-@pytest.mark.parametrize("text", ["3", "3:EXCEPTION", "3:NO;", "x:EXCEPTION;", ";", "3:__doc__;"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("3", "EXCEPTION:3", "NO:3;", "EXCEPTION:x;", "EXCEPTION:;", ";", "__doc__:3;"),
+        *("EXCEPTION:0-9999999;", "EXCEPTION:5-3;", "EXCEPTION:-1;", "EXCEPTION;"),
+        "EXCEPTION:0-900000;TERMINATED:0-900000;",
+    ],
+)
 def test_foreign_records_are_named(text: str) -> None:
     """Anything else in the list of records is an error that names the key."""
     with pytest.raises(ForeignValueError, match="the_key"):
@@ -140,14 +145,8 @@ def test_terminated_are_the_numbers_that_nobody_has() -> None:
     decision = decide(arrivals, frozenset({4, 5, 6, 7, 8, 9}), [record(7), record(5), record(7)])
     assert decision.terminated == (1, 3)
     assert decision.going_on == {4, 6, 8}
-    assert [decision.rank_of(initial) for initial in (4, 5, 6, 7, 8, 9)] == [
-        0,
-        None,
-        2,
-        None,
-        4,
-        None,
-    ]
+    assert decision.numbers == {4: 0, 6: 2, 8: 4}
+    assert decision.lost == (5, 7, 9)
     assert decision.records == (record(5), record(7))
     assert decision.world_size == 5
 
@@ -195,7 +194,7 @@ def test_decisions_keep_their_meaning_as_text() -> None:
         again = decode_decision(encode_decision(decision))
         assert again == decision
         assert again.going_on == decision.going_on
-        assert decode_records(encode_records(decision.records)) == decision.records
+        assert parse_records(format_records(decision.records)) == [*decision.records]
 
 
 def test_a_decision_about_many_is_short() -> None:
@@ -224,18 +223,22 @@ def test_damaged_decisions_are_named() -> None:
     "text",
     ["", "null", "[]", "3", "[" * 9999, '{"world_size":1}']
     + [
-        f'{{"world_size":{w},"going":{g},"left":[],"ended":[],"records":{r}}}'
-        for w, g, r in [
-            ("1", "[[0,0,99999999999]]", "{}"),
-            ("1", "[[0,0,2]]", "{}"),
-            ("2", "[[0,0,1],[1,0,1]]", "{}"),
-            ("2", "[[0,0,1],[0,1,1]]", "{}"),
-            ("-1", "[]", "{}"),
-            ("true", "[[0,0,1]]", "{}"),
-            ("1e3", "[]", "{}"),
-            ("1", "[[0,0,1]]", '{"NO":[[0,1]]}'),
-            ("1", "[[0,0,1]]", "[]"),
-            ("99999999999", "[[0,0,1]]", "{}"),
+        f'{{"world_size":{w},"going":{g},"lost":{lost},"records":{r}}}'
+        for w, g, lost, r in [
+            ("1", "[[0,0,99999999999]]", '""', '""'),
+            ("1", "[[0,0,2]]", '""', '""'),
+            ("2", "[[0,1,1]]", '"0"', '""'),
+            ("2", "[[0,2,1]]", '""', '""'),
+            ("2", "[[0,0,1],[1,0,1]]", '""', '""'),
+            ("2", "[[0,0,1],[0,1,1]]", '""', '""'),
+            ("-1", "[]", '""', '""'),
+            ("true", "[[0,0,1]]", '""', '""'),
+            ("1e3", "[]", '""', '""'),
+            ("1", "[[0,0,1]]", '""', '"NO:0;"'),
+            ("1", "[[0,0,1]]", '""', "[]"),
+            ("1", "[[0,0,1]]", "[]", '""'),
+            ("1", "[[0,0,1]]", '"1-9999999"', '""'),
+            ("99999999999", "[[0,0,1]]", '""', '""'),
         ]
     ],
 )

@@ -195,7 +195,7 @@ def test_many_unraisable() -> None:
                 spin(0.001)
 
 
-def test_swallowed_request_is_notified(caplog: pytest.LogCaptureFixture) -> None:
+def test_swallowed_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """On level DEBUG a line names the place where a request was swallowed."""
     caplog.set_level(logging.DEBUG, logger="nvrx")
     try:
@@ -203,7 +203,7 @@ def test_swallowed_request_is_notified(caplog: pytest.LogCaptureFixture) -> None
     except RankShouldRestart:
         line = sys._getframe().f_lineno
     # The end of the block, where the interpreter lets go of it.
-    place = rf"test_raising\.py:({line}|{line + 1}) in test_swallowed_request_is_notified"
+    place = rf"test_raising\.py:({line}|{line + 1}) in test_swallowed_request_is_logged"
     assert re.search(place, caplog.text)
     assert "why" in caplog.text
     caplog.clear()

@@ -267,7 +267,7 @@ def test_a_rank_without_a_place_waits_for_nobody(environ, said, monkeypatch) -> 
         require_valid_rank(State.from_env())
 
 
-def test_ranks_that_do_not_come_together_are_notified_why(monkeypatch) -> None:
+def test_ranks_that_do_not_come_together_learn_why(monkeypatch) -> None:
     """One rank too many or too few at the start says what it may come from."""
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous, "_next_call", 0)

@@ -170,7 +170,7 @@ def test_freeze_dataclass_keeps_factories_and_refuses_other_classes() -> None:
         freeze_dataclass(int)
 
 
-def test_copy_from_takes_what_it_is_notified() -> None:
+def test_copy_from_takes_the_named_fields() -> None:
     """All fields by default, else only the named ones; an unknown name changes nothing."""
     state, other = State(0, 4), State(3, 8, 3, 8, iteration=2)
     state.copy_from(other, ["rank"])

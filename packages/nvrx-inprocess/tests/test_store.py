@@ -20,15 +20,13 @@ import torch.distributed as dist
 from protocol_schedules import RealRun
 
 from nvidia_resiliency_ext.inprocess import store as stores
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, NodeEntry
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
     KEPT_OUTCOMES,
     IterationStore,
     Outcome,
 )
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.mixin import pass_reentrant_barrier
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
@@ -91,7 +89,7 @@ def test_compare_set_of_missing_keys_is_the_same_everywhere(make: Make) -> None:
     assert access.peek("a") == "3"
 
 
-def test_who_waits_for_a_outcome_is_notified_at_once(make: Make) -> None:
+def test_wait_for_an_outcome_ends_at_once(make: Make) -> None:
     """Outcome and decision wake those who wait for them, whatever torch's server does for swaps."""
     access = StoreAccess(make())
     found: list[str | None] = []
@@ -181,7 +179,7 @@ def test_a_rank_counts_once_at_a_reentrant_barrier(make: Make) -> None:
 
 @pytest.mark.parametrize("name", ["initial", "completion", "iteration", "termination"])
 def test_barriers_let_all_through_together(name: str, server: Any) -> None:
-    """Whoever waits is let through by the last that arrives, whatever the slices of the wait."""
+    """Waiting ranks pass when the last one arrives, whatever the slices of the wait."""
     passed: list[int] = []
 
     def work(rank: int) -> None:
@@ -195,9 +193,11 @@ def test_barriers_let_all_through_together(name: str, server: Any) -> None:
 
 def test_who_only_arrives_costs_two_operations(server: Any) -> None:
     """Without time to wait, the store is asked nothing after the arrival."""
-    access = StoreAccess(server.clone())
+    store = server.clone()
+    access = StoreAccess(store)
+    store._access = lambda: access
     with pytest.raises(stores.BarrierTimeout):
-        pass_reentrant_barrier(access, [0], "group", 2, timedelta(0), None)
+        store.reentrant_barrier([0], "group", 2, timedelta(0))
     assert access.operations == 2
 
 
@@ -501,7 +501,7 @@ def test_a_restart_says_little(world_size: int, faulty: str) -> None:
         assert iteration_store.wait_all_reported(0, 1 if faulty == "all" else 0.001) is (
             faulty == "all"
         )
-        # Who has left its function with an exception of its own is told nothing there.
+        # A rank that left its function with an exception of its own receives no records there.
         if rank in reporters and faulty != "all" and rank not in kinds:
             assert len(iteration_store.first_records(0)) == 1
         else:
@@ -705,7 +705,7 @@ def test_without_a_world_size_the_variable_is_named(monkeypatch: pytest.MonkeyPa
             stores.TCPStore("127.0.0.1", 0)
 
 
-def test_a_port_that_a_connection_holds_is_notified_as_such(
+def test_a_port_that_a_connection_has_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where nobody listens, but the port is another program's, the host says so."""

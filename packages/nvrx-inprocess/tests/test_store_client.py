@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of TCPStore without torch says and hears what torch's own does."""
+"""The client of TCPStore without torch sends and receives what torch's own does."""
 
 import contextlib
 import errno
@@ -211,7 +211,7 @@ FAKE_SERVERS = {
 
 
 @pytest.mark.parametrize("answer", FAKE_SERVERS.values(), ids=FAKE_SERVERS)
-def test_what_is_no_store_is_notified_apart(answer: Any) -> None:
+def test_what_is_no_store_is_an_error_of_its_own(answer: Any) -> None:
     """A program that says something else, or hangs up, is no TCPStore."""
     with FakeServer(answer) as server, pytest.raises(StrangeStoreError):
         StoreClient("127.0.0.1", server.port, LONG)

@@ -46,7 +46,7 @@ def store_server() -> Iterator[StoreServer]:
     started.stop()
 
 
-def test_a_store_server_serves_all_and_ends_when_notified() -> None:
+def test_a_store_server_serves_all_and_ends_on_sigterm() -> None:
     """Once it is started anybody can connect; on SIGTERM it ends with status 0."""
     store_server = start()
     assert store_server.process is not None
@@ -181,7 +181,7 @@ def test_a_store_server_outlives_its_starter_and_then_its_users() -> None:
 
 def test_a_start_that_says_nothing_is_given_up() -> None:
     """If the process does not speak in time it is killed, and the error says so."""
-    with pytest.raises(StoreServerStartError, match="nothing was heard of it within 0 s"):
+    with pytest.raises(StoreServerStartError, match="it has not reported within 0 s"):
         host_store(HERE, "job", TCPStore.connect, is_single_node=True, start_s=0.0)
 
 
@@ -214,7 +214,7 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
 
 
 def test_a_store_server_hosts_further_stores(store_server: StoreServer) -> None:
-    """It is asked for a store at another port at once; another job's, or a taken port, is told."""
+    """It serves a store at another port at once; another job's, or a taken port, is an error."""
     first, second = (
         host_store(HERE, job, TCPStore.connect, is_single_node=True, beside=store_server)
         for job in ("job", "other")
@@ -230,7 +230,7 @@ def test_a_store_server_hosts_further_stores(store_server: StoreServer) -> None:
 
 
 def test_a_store_server_that_cannot_be_asked_is_not_needed() -> None:
-    """When it has ended, or was told nonsense, another one is started."""
+    """When it has ended, or an order was not valid, another one is started."""
     store_server = start()
     assert store_server.process is not None
     assert store_server.channel is not None

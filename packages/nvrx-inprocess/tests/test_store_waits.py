@@ -78,7 +78,7 @@ def interrupt(function: Callable[[], object], when: Callable[[], object] = is_in
 
     def ask() -> None:
         # Before it is inside, too, the main thread waits for this and that.
-        wait_until(lambda: interrupter._entry is not None and when())
+        wait_until(lambda: interrupter._stay is not None and when())
         start = time.monotonic()
         interrupt_main_thread(interrupter, "because", 30.0, lock)
         took_s.append(time.monotonic() - start)
@@ -113,7 +113,7 @@ def test_wait_in_a_store_is_left_and_the_store_is_of_use(host: Any, what: str) -
 
 
 class DeafStore(dist.Store):
-    """Takes what is set; whoever asks it for something gets an error."""
+    """Takes what is set; every query gets an error."""
 
     def __init__(self, below: Any) -> None:
         super().__init__()

@@ -13,7 +13,6 @@ from interrupters import await_waiter, is_held_by_others
 from nvidia_resiliency_ext.inprocess._call.interrupt import (
     AtomicLock,
     MainThreadInterrupter,
-    Phases,
     terminate,
 )
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
@@ -40,7 +39,7 @@ class Scene:
         self.interrupter = MainThreadInterrupter()
         self.lock = AtomicLock()
         self.happened: list[str] = []
-        self.phases: list[Phases] = []
+        self.phases: list[tuple[float, float]] = []
 
     def abort(self, state: FrozenState) -> FrozenState:
         assert is_held_by_others(self.lock)
@@ -64,7 +63,7 @@ class Scene:
 
 
 def test_order_of_a_termination() -> None:
-    """Abort, then the watchdog's pause, then the exception; each phase is told."""
+    """Abort, then the watchdog's pause, then the exception; both times are returned."""
     scene = Scene()
     with pytest.raises(RankShouldRestart, match="because"), scene.interrupter:
         try:
@@ -75,9 +74,7 @@ def test_order_of_a_termination() -> None:
     scene.thread.join()
     assert scene.happened == ["abort", "pause", "unwound"]
     (phases,) = scene.phases
-    assert phases.raised == 1
-    assert min(phases.lock_s, phases.abort_s, phases.raise_s, phases.unwind_s) >= 0
-    assert [step.error for step in phases.steps] == [None]
+    assert min(phases) >= 0
 
 
 def test_nothing_begins_during_an_atomic_block() -> None:
@@ -92,10 +89,11 @@ def test_nothing_begins_during_an_atomic_block() -> None:
         with scene.lock:
             pytest.fail("entered although the interruption had begun")
     scene.thread.join()
-    assert scene.phases[0].lock_s > 0.01
+    abort_s, _ = scene.phases[0]
+    assert abort_s > 0.01
 
 
-def test_failing_abort() -> None:
+def test_failing_abort(caplog: pytest.LogCaptureFixture) -> None:
     """The main thread is interrupted all the same."""
     scene = Scene()
 
@@ -106,7 +104,7 @@ def test_failing_abort() -> None:
         scene.start(fail)
         spin()
     scene.thread.join()
-    assert "broken" in str(scene.phases[0].steps[0].error)
+    assert "broken" in caplog.text
 
 
 def test_abort_that_cannot_be_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +121,6 @@ def test_abort_that_cannot_be_run(caplog: pytest.LogCaptureFixture) -> None:
         scene.start(object.__new__(Broken))
         spin()
     scene.thread.join()
-    assert scene.phases[0].steps == ()
     assert "broken" in caplog.text
 
 
@@ -132,10 +129,8 @@ def test_main_thread_that_has_left_by_itself() -> None:
     scene = Scene()
     scene.start().join()
     spin(0.005)
-    (phases,) = scene.phases
     assert scene.happened == ["abort", "pause"]
-    assert phases.raised == 0
-    assert phases.unwind_s == 0
+    assert len(scene.phases) == 1
 
 
 def test_atomic_blocks_while_unwinding() -> None:
@@ -202,12 +197,10 @@ def test_monitor_thread_interrupts() -> None:
     thread.maybe_join()
     assert not thread.is_alive()
     assert store.happened == ["locked"]
-    assert thread.phases is not None
-    assert thread.phases.raised == 1
 
 
 def test_monitor_thread_without_interruption() -> None:
-    """It ends when it is told to, and only then."""
+    """It ends at `shutdown`, and not before."""
     thread = monitor_thread(Store())
     thread.maybe_join()
     assert thread.is_alive()
@@ -221,6 +214,6 @@ def test_monitor_thread_that_does_not_end() -> None:
     thread = monitor_thread(store, interval=30)
     with pytest.raises(ThreadTimeoutError):
         thread._join(0.01)
-    thread.maybe_join()  # what it hears from here on interrupts nobody
+    thread.maybe_join()  # an interruption from here on raises nothing
     store.interrupted.set()
     thread.shutdown()

@@ -3,17 +3,13 @@
 
 import time
 
-from nvidia_resiliency_ext.inprocess._call.interrupt import (
-    AtomicLock,
-    MainThreadInterrupter,
-    Raised,
-)
+from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadInterrupter
 
 
 def interrupt_main_thread(
     interrupter: MainThreadInterrupter, message: str, quiet_s: float, lock: AtomicLock
-) -> Raised | None:
-    """Raise in the main thread and wait until it has left; `None` if it was not inside."""
+) -> int | None:
+    """Raise in the main thread until it has left; return how often, `None` if it was not inside."""
     with lock:
         interruption = interrupter.begin(message)
     return None if interruption is None else interruption.see_out(quiet_s, lock)

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, NodeEntry
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore, Outcome
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 PREFIX = "nvrx/job/0.0/0/"
@@ -303,17 +302,17 @@ class Job:
             raise WrongError(f"iteration {k}: {decision} and {self.decisions[k]}")
         numbers = self.numbers[k]
         for initial in decision.going_on:
-            if decision.rank_of(initial) != numbers[initial] or initial not in numbers:
+            if decision.numbers[initial] != numbers[initial] or initial not in numbers:
                 raise WrongError(f"iteration {k}: rank {initial} has another number: {decision}")
         ended = {n for i, n in numbers.items() if n is not None and i not in decision.going_on}
         if decision.going_on and set(decision.terminated) != ended:
             raise WrongError(f"iteration {k}: {ended} have ended, not {decision.terminated}")
-        if {arrival.initial_rank for arrival in decision.participants} != set(numbers):
+        if decision.going_on.union(decision.lost) != set(numbers):
             raise WrongError(f"iteration {k}: somebody is missing in {decision}")
         self.assign(k + 1, decision)
 
     def assign(self, k: int, decision: Decision) -> None:
-        going = sorted(decision.going_on, key=lambda initial: decision.rank_of(initial) or 0)
+        going = sorted(decision.going_on, key=decision.numbers.__getitem__)
         staying = list(going)
         if self.discards and k == 2 and len(going) > 2:
             staying.remove(going[self.seed % len(going)])

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and check inputs: environment variables, callback arguments and this rank's CUDA device."""
+"""Check inputs: variables of the environment, arguments, the CUDA device; calls with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
+
+from . import exception
+
+T = TypeVar("T")
 
 _RANKS = ("RANK", "WORLD_SIZE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -30,18 +38,18 @@ def optional_number(name: str) -> int | None:
     return int(text) if _is_number(text) else None
 
 
-def exported_ranks() -> dict[str, str | None]:
-    """Return what stands where `export_ranks` writes, for `restore_ranks`."""
-    return {name: os.environ.get(name) for name in _RANKS}
-
-
-def restore_ranks(before: Mapping[str, str | None]) -> None:
-    """Put back what `exported_ranks` has returned."""
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+@contextlib.contextmanager
+def exported_ranks_restored() -> Iterator[None]:
+    """Put back at the end what stands where `export_ranks` writes."""
+    before = {name: os.environ.get(name) for name in _RANKS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def export_ranks(rank: int, world_size: int) -> None:
@@ -118,3 +126,18 @@ def device_of_rank() -> int | None:
     if index is not None and index < torch.cuda.device_count():
         return index
     return int(torch.cuda.current_device())
+
+
+def call_bounded(name: str, function: Callable[[], T], timeout: timedelta) -> T:
+    """Call a function in a daemon thread; the package's TimeoutError if it takes too long."""
+
+    def run() -> T:
+        # Users find the thread by this name, which has no prefix.
+        threading.current_thread().name = name
+        return function()
+
+    call = AbandonableCall(name, run)
+    # An error of its own, which cannot be taken for one that the function raised.
+    if not call.ended.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+        raise exception.TimeoutError(f"{name} has not ended within {timeout}")
+    return call.result()

@@ -65,11 +65,7 @@ class InterruptionRecord:
 
 
 def format_interruption_records(records: Iterable[InterruptionRecord]) -> str:
-    """Return a line with the ranks of each kind, such as `Interruption.EXCEPTION on ranks={1}`.
-
-    Args:
-        records: The records.
-    """
+    """Return a line with the ranks of `records` by kind: `Interruption.EXCEPTION on ranks={1}`."""
     ranks: dict[Interruption, set[int]] = {kind: set() for kind in Interruption}
     for record in records:
         ranks[record.interruption].add(record.rank)

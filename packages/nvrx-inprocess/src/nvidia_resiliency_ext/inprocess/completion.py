@@ -23,12 +23,5 @@ class Completion(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Run after success; subclasses implement it.
-
-        Args:
-            state: The rank's state at the end.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Run after success, and return `state` unchanged; subclasses implement it."""
         raise NotImplementedError

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ._bounded import call_bounded
-from ._inputs import check_callable, check_duration, device_of_rank
+from ._inputs import call_bounded, check_callable, check_duration, device_of_rank
 from .state import FrozenState
 
 __all__ = ["Finalize", "ThreadedFinalize"]
@@ -23,14 +22,7 @@ class Finalize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Clean up after the function was left; subclasses implement it.
-
-        Args:
-            state: The rank's state of the interrupted iteration.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Clean up after the function was left, and return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -70,10 +62,7 @@ class ThreadedFinalize(Finalize):
         self.kwargs = {} if kwargs is None else dict(kwargs)
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Run the function and return the state.
-
-        Args:
-            state: The rank's state of the interrupted iteration.
+        """Run the function and return `state`.
 
         Raises:
             exception.TimeoutError: The function has not ended in time.

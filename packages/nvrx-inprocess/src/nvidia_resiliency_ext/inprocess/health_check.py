@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
-from ._bounded import call_bounded
-from ._inputs import check_duration, check_integer, device_of_rank, is_in_use
+from ._inputs import call_bounded, check_duration, check_integer, device_of_rank, is_in_use
 from .exception import HealthCheckError, RestartError
 from .state import FrozenState
 
@@ -42,14 +41,7 @@ class HealthCheck(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the rank, raise if it is unhealthy; subclasses implement it.
-
-        Args:
-            state: The rank's state.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Check the rank, raise if it is unhealthy, return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -74,10 +66,7 @@ class CudaHealthCheck(HealthCheck):
         self.timeout = timeout
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Synchronise the device twice, in a thread, and return the state.
-
-        Args:
-            state: The rank's state.
+        """Synchronise the device twice, in a thread, and return `state`.
 
         Raises:
             exception.TimeoutError: The device has not answered in time.
@@ -110,14 +99,7 @@ class FaultCounter(HealthCheck):
         self._iteration = 0
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Count this rank's own faults, and return the state.
-
-        Args:
-            state: The rank's state; a fault counts if `fn_exception` is set.
-
-        Raises:
-            FaultCounterExceeded: This was one fault more than allowed.
-        """
+        """Count a fault if `state.fn_exception` is set; `FaultCounterExceeded` for one too many."""
         if state.iteration < self._iteration:
             self.faults_count = 0  # iterations only start again with a new call
         self._iteration = state.iteration
@@ -137,35 +119,32 @@ class FaultCounterExceeded(RestartError):  # noqa: N818 - the name that users ca
 class _ChainedHealthCheck(HealthCheck):
     """Ask a check of nvrx-common, made with this object, as some compare with what was then."""
 
-    _check_name: ClassVar[str]
     _skip_level = logging.INFO
+    _check_name: ClassVar[str]
 
     def __init__(self, device_index: int | None = None) -> None:
         if device_index is not None:
             check_integer("device_index", device_index, least=0)
         self.device_index = device_index
-        self._has_logged_why = False
+        self._cannot_run = self._skipped_for = ""
         self._check: Any = None
         try:
             # Not before: it brings what talks to the driver.
             from nvidia_resiliency_ext.shared_utils import health_check
 
             self._check = getattr(health_check, self._check_name)(device_index=device_index)
-            self._check.skip_level = self._skip_level
         except Exception as error:  # noqa: BLE001 - a check that cannot run is no failed check
-            self._skip(f"it cannot be set up: {type(error).__name__}: {error}")
+            self._cannot_run = f"it cannot be set up: {type(error).__name__}: {error}"
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the device, and return the state.
-
-        Args:
-            state: The rank's state.
-
-        Raises:
-            HealthCheckError: The device is unhealthy; the message names the reason.
-        """
-        if self._check is None or self._is_device_missing():
+        """Check the device and return `state`; `HealthCheckError` names why it is unhealthy."""
+        reason = self._cannot_run or self._find_no_device()
+        if reason:
+            if reason != self._skipped_for:
+                self._skipped_for = reason
+                logger.log(self._skip_level, "%s is skipped: %s", type(self).__name__, reason)
             return state
+        self._check.skip_level = self._skip_level
         result: HealthResult = self._check.check()
         if result.status == "unhealthy":
             self._on_unhealthy(result)
@@ -176,19 +155,14 @@ class _ChainedHealthCheck(HealthCheck):
             f"health check {result.name} ({result.component}) failed: {result.reason}"
         )
 
-    def _is_device_missing(self) -> bool:
+    def _find_no_device(self) -> str:
+        """Return why there is nothing to check, "" where there is something."""
         # A rank that uses CUDA has had a device: if that is not there any more, it is lost.
         if self.device_index is None or is_in_use():
-            return False
+            return ""
         if self._check.has_device(self.device_index) is not False:
-            return False
-        self._skip(f"there is no GPU for local rank {self.device_index}, and CUDA is not in use")
-        return True
-
-    def _skip(self, reason: str) -> None:
-        if not self._has_logged_why:
-            self._has_logged_why = True
-            logger.log(self._skip_level, "%s is skipped: %s", type(self).__name__, reason)
+            return ""
+        return f"there is no GPU for local rank {self.device_index}, and CUDA is not in use"
 
 
 class ChainedGPUHealthCheck(_ChainedHealthCheck):
@@ -225,21 +199,9 @@ class ChainedNicHealthCheck(_ChainedHealthCheck):
     _check_name = "NicHealthCheck"
 
 
-def checks_of_each_restart(device_index: int) -> tuple[HealthCheck, ...]:
-    """Return the device checks that nobody asked for; where skipped, they say so at DEBUG."""
-    return (_GPU(device_index), _NVLink(device_index), _Nic(device_index))
-
-
-class _GPU(ChainedGPUHealthCheck):
-    _skip_level = logging.DEBUG
-
-
-class _NVLink(ChainedNVLHealthCheck):
-    _skip_level = logging.DEBUG
-
-
-class _Nic(ChainedNicHealthCheck):
-    _skip_level = logging.DEBUG
+def log_skips_at_debug(check: Any) -> None:
+    """Have a check of devices say only at DEBUG that it is skipped: nobody has asked for it."""
+    check._skip_level = logging.DEBUG  # noqa: SLF001 - of this module
 
 
 def _synchronize_twice(device: int) -> None:

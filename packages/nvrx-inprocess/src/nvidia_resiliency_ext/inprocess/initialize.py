@@ -20,14 +20,7 @@ class Initialize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Prepare the iteration; subclasses implement it.
-
-        Args:
-            state: The rank's state of the iteration that begins.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Prepare the iteration that begins, and return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -62,14 +55,7 @@ class RetryController(Initialize):
         self.min_active_world_size = min_active_world_size
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Check the limits, and return the state.
-
-        Args:
-            state: The rank's state of the iteration that begins.
-
-        Raises:
-            RestartAbort: A limit is exceeded.
-        """
+        """Check the limits and return `state`; `RestartAbort` where one is exceeded."""
         active = state.world_size if state.active_world_size is None else state.active_world_size
         if (
             state.world_size < self.min_world_size

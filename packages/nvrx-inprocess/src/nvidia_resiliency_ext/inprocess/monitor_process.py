@@ -30,11 +30,7 @@ _KILL_TIMES = 30
 
 
 def is_process_active(process: psutil.Process) -> bool:
-    """Return whether a process runs and is more than a zombie.
-
-    Args:
-        process: The process.
-    """
+    """Return whether `process` runs and is more than a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -47,9 +43,9 @@ def terminate_process(
     """End a process: SIGCONT and SIGTERM, after the grace SIGKILL, too, until it is gone.
 
     Args:
-        process: Which one; a number that another process took over is left alone.
+        process: The process; another one that has its number by now gets no signal.
         termination_grace_time: From SIGTERM to SIGKILL.
-        log: Told what is sent.
+        log: Gets a line for each signal that is sent.
     """
     if not is_process_active(process):
         return
@@ -168,34 +164,20 @@ class MonitorProcess:
         self._link.attach(self._rank, self._world_size)
 
     def start_iteration(self, rank: int, world_size: int, iteration: int) -> None:
-        """Begin an iteration with fresh stamps.
-
-        Args:
-            rank: Number of this rank in the iteration.
-            world_size: Number of ranks in the iteration.
-            iteration: The iteration, from 0.
-        """
+        """Begin `iteration` with fresh stamps, as `rank` among `world_size` ranks."""
         self._page.rearm()
         self._page.phase = Phase.GUARDED
         self._link.begin(iteration, rank, world_size, self._participants)
 
     def send_timestamp(self, timestamp: Timestamp | None = None) -> None:
-        """Report progress, as a `ProgressWatchdog` does.
-
-        Args:
-            timestamp: When; now by default.
-        """
+        """Report progress at `timestamp`, now by default, as a `ProgressWatchdog` does."""
         if timestamp is None:
             self._page.stamp_auto()
         else:
             self._page.stamp(timestamp.auto, timestamp.manual)
 
     def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
-        """Report what went wrong on this rank.
-
-        Args:
-            records: What went wrong on this rank.
-        """
+        """Report with `records` what went wrong on this rank."""
         for record in records:
             self._link.report(record.interruption)
 
@@ -219,7 +201,7 @@ class MonitorProcess:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Decided):
-            self._participants = frozenset(event.decision.going_on)
+            self._participants = event.decision.going_on
         if self._listener is not None:
             self._listener(event)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ._call.interrupt import (
     AtomicLock,
     MainThreadInterrupter,
-    Phases,
     RankShouldRestart,
     deferred_section,
     is_in_deferred_section,
@@ -73,23 +72,15 @@ def async_raise(
 
 
 def delayed_async_raise(tid: int, exc_type: type[BaseException]) -> None:
-    """Raise an exception in a thread a moment later, from a helper thread.
+    """Raise `exc_type` in the thread of identifier `tid` a moment later, from a helper thread.
 
     It waits until the thread is out of a function that could not pass the exception on.
-
-    Args:
-        tid: `ident` of the thread.
-        exc_type: The exception's class.
     """
     _in_helper_thread(lambda: _raise_outside(tid, exc_type))
 
 
 def async_abort_main_thread(msg: str | None = None) -> None:
-    """Raise `RankShouldRestart` in the main thread, with the message as its argument.
-
-    Args:
-        msg: Argument of the exception; None: no argument.
-    """
+    """Raise `RankShouldRestart` in the main thread, with `msg` as argument if there is one."""
     ident = threading.main_thread().ident
     if ident is not None:
         async_raise(ident, RankShouldRestart if msg is None else _with_message(msg))
@@ -97,14 +88,11 @@ def async_abort_main_thread(msg: str | None = None) -> None:
 
 @contextlib.contextmanager
 def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
-    """Raise exceptions again that were raised where Python cannot pass them on.
+    """Raise exceptions of `exc_type` again that were raised where Python cannot pass them on.
 
     In a destructor or a callback Python only reports them to `sys.unraisablehook`. While this is
     active they are raised once more in the main thread. The hook that was there is called, too,
     and is there again afterwards.
-
-    Args:
-        exc_type: Which exceptions.
     """
     previous = sys.unraisablehook
     main_ident = threading.main_thread().ident
@@ -154,7 +142,7 @@ def _in_helper_thread(function: Callable[[], None]) -> None:
 
 def _raise_outside(tid: int, exc_type: type[BaseException]) -> None:
     _wait_until_outside(tid)
-    # The thread may have ended: then nobody is there to be told.
+    # The thread may have ended.
     with contextlib.suppress(RuntimeError):
         async_raise(tid, exc_type)
 
@@ -208,7 +196,6 @@ class MonitorThread(threading.Thread):
         daemon: bool = True,
     ) -> None:
         super().__init__(name=f"{type(self).__name__}-{state.rank}", daemon=daemon)
-        self.phases: Phases | None = None
         self._state = state
         self._store = store
         self._abort = abort
@@ -234,19 +221,18 @@ class MonitorThread(threading.Thread):
         self._should_end.wait(self._last_call_wait.total_seconds())
         self._store.lock_interruption_records()
         message = format_interruption_records(self._store.get_interruption_records())
-        quiet_s = self._soft_timeout.total_seconds()
-        self.phases = terminate(
+        terminate(
             self._abort,
             self._state,
             self._interrupter,
             self._lock,
             self._watchdog.pause_and_synchronize,
             message,
-            quiet_s=quiet_s,
+            quiet_s=self._soft_timeout.total_seconds(),
         )
 
     def maybe_join(self, timeout: float | None = None) -> None:
-        """Say that the main thread is out; if there was an interruption, wait for the thread.
+        """Report that the main thread is out; after an interruption, wait for the thread.
 
         Args:
             timeout: Seconds; by default what an orderly end can take.

@@ -73,19 +73,11 @@ class NestedRestarterLogger:
         return logger
 
     def log_for_restarter(self, message: str) -> None:
-        """Write a line.
-
-        Args:
-            message: The line.
-        """
+        """Write `message` as one line."""
         self.restarter_logger.info("%s", message, extra={"connected_rank": self.rank})
 
     def set_connected_rank(self, rank: int | None) -> None:
-        """Set the rank that is named in later lines.
-
-        Args:
-            rank: The rank; None: no rank.
-        """
+        """Set `rank` as the one that later lines name; None names no rank."""
         self.rank = rank
 
 
@@ -113,11 +105,7 @@ class NestedRestarterCallback:
         check_integer("special_rank", self.special_rank, least=0)
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Write the line, and return the state.
-
-        Args:
-            state: The rank's state; only the rank whose `initial_rank` is `special_rank` writes.
-        """
+        """Write the line if `state.initial_rank` is the special rank, and return `state`."""
         if state.initial_rank == self.special_rank:
             self.logger.set_connected_rank(state.initial_rank)
             entered = self._entered(state)

@@ -189,11 +189,7 @@ _SHOWN = 200
 
 
 def enforce_subclass(argument: str, class_or_tuple: type | tuple[type, ...]) -> None:
-    """Check that a local variable of the caller is a subclass.
-
-    Args:
-        argument: Its name.
-        class_or_tuple: Of what.
+    """Check that the caller's local variable `argument` is a subclass of `class_or_tuple`.
 
     Raises:
         TypeError: It is none; the message names it.
@@ -204,11 +200,7 @@ def enforce_subclass(argument: str, class_or_tuple: type | tuple[type, ...]) -> 
 
 
 def enforce_type(argument: str, class_or_tuple: type | tuple[type, ...]) -> None:
-    """Check the type of a local variable of the caller.
-
-    Args:
-        argument: Its name.
-        class_or_tuple: What it must be.
+    """Check that the caller's local variable `argument` is an instance of `class_or_tuple`.
 
     Raises:
         TypeError: It is something else; the message names it.
@@ -222,14 +214,10 @@ def enforce_type(argument: str, class_or_tuple: type | tuple[type, ...]) -> None
 
 
 def enforce_value(condition: object) -> None:
-    """Check a condition.
-
-    Args:
-        condition: The condition, already evaluated.
+    """Check a `condition`, already evaluated.
 
     Raises:
-        ValueError: The condition is false; the message shows its source, if available, and its
-            values.
+        ValueError: It is false; the message shows its source, if available, and its values.
     """
     if not condition:
         raise ValueError(_describe(sys._getframe(1)))  # noqa: SLF001 - the only way to the caller
@@ -285,22 +273,12 @@ _COLLECTORS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_type(annotation: object, cls: type) -> bool:
-    """Say whether an annotation is a class, `Optional` of it, or a union with it.
-
-    Args:
-        annotation: Anything; also the text of an annotation.
-        cls: The class. In a text it goes by its own name.
-    """
+    """Return whether `annotation`, or its text, is `cls`, `Optional` of it, or a union with it."""
     return means_class(annotation, cls, {})
 
 
 def count_type_in_params(fn: Callable[..., Any], cls: type) -> int:
-    """Return how many parameters of a function are annotated with a class.
-
-    Args:
-        fn: The function; whatever tells no signature has no parameters.
-        cls: The class.
-    """
+    """Return how many parameters of `fn` are annotated with `cls`; 0 if it tells no signature."""
     signature = signature_of(fn)
     if signature is None:
         return 0

@@ -28,11 +28,7 @@ class Timestamp:
     manual: float | None = None
 
     def is_timed_out(self, timeout: timedelta) -> bool:
-        """Return whether one of the two time stamps is older than a timeout.
-
-        Args:
-            timeout: The greatest allowed age.
-        """
+        """Return whether one of the two time stamps is older than `timeout`."""
         oldest = time.monotonic() - timeout.total_seconds()
         return any(value is not None and value < oldest for value in (self.auto, self.manual))
 
@@ -66,11 +62,11 @@ class ProgressWatchdog:
         self._watchdog.start()
 
     def stamp_auto(self) -> None:
-        """Note that the main thread runs bytecode, and send it."""
+        """Stamp that the main thread runs bytecode, and send the stamp."""
         self._send(auto=time.monotonic())
 
     def ping(self) -> None:
-        """Note that the function makes progress, and send it."""
+        """Stamp that the function makes progress, and send the stamp."""
         self._send(manual=time.monotonic())
 
     def reset(self) -> None:
@@ -109,11 +105,7 @@ class ProgressWatchdog:
         self._watchdog.resume()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End, with one more stamp; harmless when repeated.
-
-        Args:
-            timeout: Seconds to wait for the thread.
-        """
+        """End, with one more stamp, within `timeout` seconds; harmless when repeated."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

@@ -90,14 +90,7 @@ class RankAssignment(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Return the context with new state and terminated ranks; subclasses implement it.
-
-        Args:
-            ctx: State, store and terminated ranks.
-
-        Raises:
-            RankDiscarded: The calling rank leaves.
-        """
+        """Return `ctx` with new state and terminated ranks, or raise `RankDiscarded` to leave."""
         raise NotImplementedError
 
 
@@ -107,15 +100,7 @@ class RankFilter(RankAssignment):
 
 class _Renumber(RankAssignment):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Renumber the calling rank; which ranks are active is decided again after that.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced, the terminated ranks are
-                cleared.
-
-        Raises:
-            RankDiscarded: The calling rank is terminated.
-        """
+        """Renumber the rank of `ctx.state`; `RankDiscarded` if it is terminated."""
         old = _rank_of(ctx.state)
         rank, world_size = self._renumber(old, ctx.state.world_size, ctx.terminated_ranks)
         if rank is None:
@@ -160,11 +145,7 @@ class ActivateAllRanks(RankFilter):
     """Every rank is active."""
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced.
-        """
+        """Activate the rank of `ctx.state`."""
         return _activate(ctx, ctx.state.world_size)
 
 
@@ -184,11 +165,7 @@ class MaxActiveWorldSize(RankFilter):
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank, or make it a reserve.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced.
-        """
+        """Activate the rank of `ctx.state`, or make it a reserve."""
         state = ctx.state
         limit = self.max_active_world_size
         return _activate(ctx, clamp_active(state.world_size, state.active_world_size, limit))
@@ -209,11 +186,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
         self.divisor = divisor
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Activate the calling rank, or make it a reserve.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced.
-        """
+        """Activate the rank of `ctx.state`, or make it a reserve."""
         state = ctx.state
         return _activate(ctx, round_down(state.world_size, state.active_world_size, self.divisor))
 
@@ -247,14 +220,7 @@ class FilterCountGroupedByKey(RankFilter):
         self.timeout = timeout
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Add the ranks of groups that fail to the terminated ones.
-
-        Args:
-            ctx: State, store and terminated ranks; the terminated ranks grow.
-
-        Raises:
-            exception.TimeoutError: Some living ranks did not call in time.
-        """
+        """Add the ranks of failing groups to `ctx.terminated_ranks`; all living ranks must call."""
         state, terminated = ctx.state, ctx.terminated_ranks
         if _rank_of(state) not in terminated:
             living = [rank for rank in range(state.world_size) if rank not in terminated]
@@ -302,11 +268,7 @@ class Tree(RankAssignment):
         self._store: weakref.ref[Any] | None = None
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Remove lost ranks from the tree, and renumber the calling rank.
-
-        Args:
-            ctx: State, store and terminated ranks; the state is replaced, the terminated ranks are
-                cleared.
+        """Remove `ctx.terminated_ranks` from the tree, and renumber the rank of `ctx.state`.
 
         Raises:
             exception.TimeoutError: In the first call some ranks did not report their keys in time.
@@ -345,7 +307,7 @@ class Tree(RankAssignment):
     def rank_map(self) -> LeafMap:
         """Leaves by present rank."""
         view = self._drawn()
-        return LeafMap(view, view.plan.order)
+        return LeafMap(view, dict(enumerate(view.plan.order)))
 
     @property
     def tree(self) -> Node:
@@ -359,10 +321,10 @@ class Tree(RankAssignment):
         return self._view
 
     def _begins(self, ctx: RankAssignmentCtx) -> bool:
-        """Tell whether the wrapped function has been called anew.
+        """Return whether the wrapped function has been called anew.
 
-        The state is then one that no assignment has touched. Somebody may call a tree by hand and
-        pass the first state each time, with losses and the same store: that goes on.
+        The state is then one that no assignment has touched. A program that calls a tree itself
+        may pass the first state each time, with losses and the same store: that goes on.
         """
         if self._view is None or self._store is None:
             return True

@@ -24,14 +24,7 @@ class RankFilter(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Set mode, active rank and active world size; subclasses implement it.
-
-        Args:
-            state: The rank's state; it is changed.
-
-        Returns:
-            The state.
-        """
+        """Set mode, active rank and active world size of `state`; subclasses implement it."""
         raise NotImplementedError
 
 
@@ -57,11 +50,7 @@ class MaxActiveWorldSize(RankFilter):
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, state: State) -> State:
-        """Activate the first ranks, and return the state.
-
-        Args:
-            state: The rank's state; it is changed.
-        """
+        """Activate the first ranks: change `state`, and return it."""
         return _apply(self._present, state)
 
 
@@ -80,11 +69,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
         self.divisor = divisor
 
     def __call__(self, state: State) -> State:
-        """Activate the first ranks, and return the state.
-
-        Args:
-            state: The rank's state; it is changed.
-        """
+        """Activate the first ranks: change `state`, and return it."""
         return _apply(self._present, state)
 
 

@@ -46,11 +46,7 @@ class _Periodic(threading.Thread):
                 return
 
     def shutdown(self, timeout: timedelta | None = None) -> None:
-        """End the thread and wait for it.
-
-        Args:
-            timeout: At most so long.
-        """
+        """End the thread and wait for it, for `timeout` at most."""
         self._should_end.set()
         self.join(None if timeout is None else timeout.total_seconds())
 

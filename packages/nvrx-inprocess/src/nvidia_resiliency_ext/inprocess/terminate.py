@@ -23,12 +23,5 @@ class Terminate(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Run on a rank that leaves with an exception; subclasses implement it.
-
-        Args:
-            state: The rank's last state.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Run on a rank that leaves, and return `state` unchanged; subclasses implement it."""
         raise NotImplementedError

@@ -33,10 +33,7 @@ _LONGEST_REPR = 2000
 
 
 def torch_older_than(version: str) -> bool:
-    """Return whether the running torch is older than a release; its pre-releases count as it.
-
-    Args:
-        version: The release, such as "2.6".
+    """Return whether the running torch is older than `version`; its pre-releases count as it.
 
     Raises:
         ValueError: The version does not begin with a number.
@@ -103,11 +100,7 @@ def format_rank_set_brief(ranks: Iterable[int], max_show: int = 8) -> str:
 
 
 def format_rank_set(ranks: Iterable[int]) -> str:
-    """Return ranks for a log line: all if `NVRX_LOG_RANK_FORMAT_VERBOSE` is set, else shortened.
-
-    Args:
-        ranks: The ranks.
-    """
+    """Return `ranks` for a log line: shortened unless `NVRX_LOG_RANK_FORMAT_VERBOSE` is set."""
     if _inputs.wants_verbose_ranks():
         return format_rank_set_verbose(ranks)
     return format_rank_set_brief(ranks)
@@ -128,11 +121,7 @@ def log_exc(rank_or_state: int | State | FrozenState | None, exc: BaseException,
 
 @contextlib.contextmanager
 def log_exec(target: object) -> Iterator[None]:
-    """Log, on level DEBUG, that something begins, ends or fails, and how long it took.
-
-    Args:
-        target: A text, or what is called.
-    """
+    """Log at DEBUG that `target`, a text or what is called, begins, and ends after how long."""
     name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     start = time.monotonic()
     how = "failed"
@@ -147,12 +136,7 @@ def log_exec(target: object) -> Iterator[None]:
 def find_nearest_handler(
     logger: logging.Logger, handler_cls: type[logging.Handler]
 ) -> logging.Handler | None:
-    """Return the first handler of a class that a record of the logger reaches; None without one.
-
-    Args:
-        logger: The logger.
-        handler_cls: The handler's class.
-    """
+    """Return the first `handler_cls` that a record of `logger` reaches; None without one."""
     each: logging.Logger | None = logger
     while each is not None:
         for handler in each.handlers:

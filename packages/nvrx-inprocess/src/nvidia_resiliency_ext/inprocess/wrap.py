@@ -16,8 +16,8 @@ import torch
 
 from . import _inputs
 from ._call.interrupt import AtomicLock, MainThreadInterrupter, require_main_thread
-from ._call.loop import CallLoop, Parts
-from ._call.rendezvous import Rendezvous, check_store_kwargs, hold_rendezvous, require_valid_rank
+from ._call.loop import CallLoop
+from ._call.rendezvous import check_store_kwargs, hold_rendezvous, require_valid_rank
 from ._call.report import RestartRecord, RestartReport
 from ._call.settings import Settings, bounded, check_settings
 from ._call.watchdog import EventQueue, Watchdog
@@ -30,7 +30,13 @@ from .completion import Completion
 from .compose import Compose, members_of
 from .exception import InternalError
 from .finalize import Finalize
-from .health_check import HealthCheck, checks_of_each_restart
+from .health_check import (
+    ChainedGPUHealthCheck,
+    ChainedNicHealthCheck,
+    ChainedNVLHealthCheck,
+    HealthCheck,
+    log_skips_at_debug,
+)
 from .initialize import Initialize
 from .param_utils import substitute_param_value
 from .rank_assignment import ActivateAllRanks, RankAssignment, ShiftRanks
@@ -182,7 +188,10 @@ def _restart_health_check(check: HealthCheck | None) -> Any:
     members: tuple[Any, ...] = () if check is None else tuple(members_of(check))
     index = _inputs.optional_number("LOCAL_RANK")
     if index is not None:
-        members += checks_of_each_restart(index)
+        for kind in (ChainedGPUHealthCheck, ChainedNVLHealthCheck, ChainedNicHealthCheck):
+            added = kind(device_index=index)
+            log_skips_at_debug(added)
+            members += (added,)
     return Compose(*members) if members else None
 
 
@@ -219,9 +228,9 @@ class CallWrapper:
             )
         settings = wrapper.settings
         with contextlib.ExitStack() as stack:
-            stack.callback(_inputs.restore_ranks, _inputs.exported_ranks())
+            stack.enter_context(_inputs.exported_ranks_restored())
             # Last of all: what refers to each other would stay open until a garbage collection.
-            stack.callback(self._let_go)
+            stack.callback(self._release)
             state = State.from_env()
             rank = require_valid_rank(state)
             page = ProgressPage.create()
@@ -239,7 +248,10 @@ class CallWrapper:
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
             record = RestartRecord(rendezvous.call)
             stack.callback(record.close)
-            parts = Parts(
+            loop = CallLoop(
+                settings=settings,
+                state=state,
+                restart_health_check=wrapper.restart_health_check,
                 base_store=rendezvous.store,
                 link=link,
                 page=page,
@@ -251,20 +263,21 @@ class CallWrapper:
                 inject=self._inject,
                 send_departure_notice=rendezvous.send_departure_notice,
             )
-            self._loop = CallLoop(settings, state, parts, wrapper.restart_health_check)
+            self._loop: CallLoop | None = loop
             stack.callback(link.close)
             try:
                 link.attach(rank, state.world_size)
             except InternalError:
                 rendezvous.send_departure_notice(rank, 0, frozenset(range(state.world_size)))
                 raise
-            stack.callback(self._loop.close)
+            stack.callback(loop.close)
             watchdog.start()
             stack.callback(watchdog.stop)
             self._stack = stack.pop_all()
         self._page = page
         self._lock = lock
-        self._rendezvous: Rendezvous | None = rendezvous
+        self._state = state
+        self._reports = loop.reports
         # Without a frame of its own between the caller and the page.
         self.ping = page.stamp_manual  # type: ignore[method-assign]
 
@@ -295,6 +308,8 @@ class CallWrapper:
         Raises:
             BaseException: what this rank leaves with.
         """
+        if self._loop is None:
+            raise InternalError("this CallWrapper was shut down")
         return self._loop.run(fn, args, kwargs)
 
     # What the function may use ---------------------------------------------------------------
@@ -302,24 +317,24 @@ class CallWrapper:
     @property
     def iteration(self) -> int:
         """How often the function was restarted."""
-        return self._loop.state.iteration
+        return self._state.iteration
 
     @property
     def state(self) -> State:
         """This rank, as it is now."""
-        return self._loop.state
+        return self._state
 
     @property
     def store(self) -> Any:
         """The job's store, without the prefix of an iteration; None when the call is over."""
-        return None if self._rendezvous is None else self._rendezvous.store
+        return None if self._loop is None else self._loop.base_store
 
     base_store = store
 
     @property
     def restart_reports(self) -> tuple[RestartReport, ...]:
         """The last restarts of this call, with their cause and the time of each phase."""
-        return tuple(self._loop.reports)
+        return tuple(self._reports)
 
     def ping(self) -> None:
         """Report progress; from the first call in an iteration on, reports are expected."""
@@ -350,14 +365,12 @@ class CallWrapper:
 
     # Steps -----------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        self._rendezvous = None
-        loop = getattr(self, "_loop", None)  # None when the call was never made
-        if loop is not None:
-            loop.let_go()
+    def _release(self) -> None:
+        self._loop = None
 
     def _on_event(self, event: Any) -> None:
-        self._loop.receive(event)
+        if self._loop is not None:
+            self._loop.receive(event)
 
     def _inject(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

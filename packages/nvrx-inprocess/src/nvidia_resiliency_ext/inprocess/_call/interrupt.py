@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, AbortStep, run_abort
+from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
@@ -112,7 +111,7 @@ def _log_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
 # A signal can come just before the system call that it was to end.
 _FIRST_LOOK_S = 0.001
 
-# So often it may come too early, or meet a call that is about to end.
+# So many may come too early, or during a call that is about to end.
 _FIRST_SIGNALS = 4
 _SHORTEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
@@ -147,7 +146,7 @@ class AtomicLock:
         self._turn = _thread.allocate_lock()
         self._is_waited_for = False
 
-    # Whoever interrupts holds the lock: nothing is raised in a thread that has it.
+    # The interrupting thread has the lock: nothing is raised in a main thread that has it.
 
     def __enter__(self) -> None:
         if (self._is_waited_for and not self._is_own()) or not self._acquire(False):
@@ -170,23 +169,64 @@ class AtomicLock:
                 self._is_waited_for = False
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """Times of one interruption in seconds; `first_s` is None if the main thread left by itself."""
+class Stay:
+    """One stay of the main thread inside, and its interruption; helper threads call the methods."""
 
-    first_s: float | None
-    left_s: float
-    count: int
-
-
-class _Entry:
-    """One stay of the main thread inside; nothing of it is used for the next one."""
-
-    def __init__(self) -> None:
+    def __init__(self, interrupter: MainThreadInterrupter) -> None:
         self.message: str | None = None
         self.is_armed = False
         # Its put may be called by a handler that has interrupted the same thread's put.
         self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._interrupter = interrupter
+        self._has_left = False
+        self._raised = 0
+        native_id = threading.main_thread().native_id
+        assert native_id is not None
+        self._blocked_calls = BlockedCalls(native_id)
+
+    def deliver(self) -> None:
+        """Raise once; return when it is raised, or the main thread has left."""
+        pause_s = _FIRST_LOOK_S
+        self.is_armed = True
+        sent = 0
+        while not self._has_left and self._interrupter.send_signal(self):
+            if self._next(pause_s) == _RAISED:
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            sent += 1
+            if sent >= _FIRST_SIGNALS:
+                # It is in a call that no signal ends.
+                self._blocked_calls.end()
+
+    def see_out(self, quiet_s: float, lock: AtomicLock) -> int:
+        """Wait until the main thread has left; return how often the exception was raised.
+
+        It is raised again if it was lost, or if the main thread needs longer than `quiet_s`.
+        """
+        pause_s = _SHORTEST_PAUSE_S
+        patience_s = quiet_s
+        while not self._has_left:
+            event = self._next(patience_s)
+            if event == _LOST:
+                # In a destructor or a callback. A new one gets the whole time again.
+                self._next(pause_s)
+                patience_s = quiet_s
+            else:
+                patience_s = pause_s
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if not self._has_left:
+                with lock:
+                    self.deliver()
+        return self._raised
+
+    def _next(self, timeout_s: float) -> str | None:
+        try:
+            event = self.events.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return None
+        self._has_left |= event == _LEFT
+        self._raised += event == _RAISED
+        return event
 
 
 class MainThreadInterrupter:
@@ -198,9 +238,9 @@ class MainThreadInterrupter:
 
     def __init__(self) -> None:
         require_main_thread("MainThreadInterrupter")
-        # Guards the requests: a message and a signal reach only an entry that is still there.
+        # Guards the requests: a message and a signal reach only an stay that is still there.
         self._lock = threading.Lock()
-        self._entry: _Entry | None = None
+        self._stay: Stay | None = None
         self._signal: InterruptSignal | None = None
         self._hook = self._on_unraisable
         self._previous_hook: Any = None
@@ -234,14 +274,14 @@ class MainThreadInterrupter:
     @deferred_section
     def enter(self) -> None:
         require_main_thread("the wrapped function")
-        if self._entry is not None:
+        if self._stay is not None:
             raise RuntimeError("the main thread is already inside")
         self._signal = InterruptSignal(self._on_signal)
         try:
             self._signal.install()
             self._previous_hook = sys.unraisablehook
             sys.unraisablehook = self._hook
-            self._entry = _Entry()
+            self._stay = Stay(self)
         except BaseException:
             self._restore()
             raise
@@ -249,13 +289,13 @@ class MainThreadInterrupter:
     @deferred_section
     def leave(self) -> str | None:
         """Stop being interruptible; return the interruption's message, if there was one."""
-        entry, self._entry = self._entry, None
+        stay, self._stay = self._stay, None
         try:
-            with self._lock:  # whoever is sending has sent
-                if entry is None:
+            with self._lock:  # no signal is being sent
+                if stay is None:
                     return None
-                entry.events.put(_LEFT)
-                return entry.message
+                stay.events.put(_LEFT)
+                return stay.message
         finally:
             self._restore()
 
@@ -269,119 +309,46 @@ class MainThreadInterrupter:
             if interrupt_signal is not None:
                 interrupt_signal.withdraw()
 
-    def begin(self, message: str) -> InterruptRequest | None:
+    def begin(self, message: str) -> Stay | None:
         """Raise in the main thread, and return when it has the exception or has left.
 
         None if the main thread was not inside. The caller holds the atomic lock meanwhile.
         """
         with self._lock:
-            entry = self._entry
-            if entry is None:
+            stay = self._stay
+            if stay is None:
                 return None
-            entry.message = message
-        interruption = InterruptRequest(self, entry)
-        interruption.deliver()
-        return interruption
+            stay.message = message
+        stay.deliver()
+        return stay
 
-    def send_signal(self, entry: _Entry) -> bool:
-        """Have the armed entry's exception raised; `False` when the main thread has left it."""
+    def send_signal(self, stay: Stay) -> bool:
+        """Have the armed stay's exception raised; `False` when the main thread has left it."""
         with self._lock:
-            if self._entry is not entry or self._signal is None:
+            if self._stay is not stay or self._signal is None:
                 return False
             self._signal.send()
             return True
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
-        entry = self._entry
-        if entry is None or not entry.is_armed or is_in_deferred_section(frame):
+        stay = self._stay
+        if stay is None or not stay.is_armed or is_in_deferred_section(frame):
             return  # too late, again, or not here: in the last case the helper asks again
-        entry.is_armed = False
-        entry.events.put(_RAISED)
-        raise self.request(entry.message)
+        stay.is_armed = False
+        stay.events.put(_RAISED)
+        raise self.request(stay.message)
 
     @deferred_section
     def _on_unraisable(self, unraisable: Any) -> None:
-        entry = self._entry
-        if entry is not None and issubclass(unraisable.exc_type, RankShouldRestart):
-            entry.events.put(_LOST)
+        stay = self._stay
+        if stay is not None and issubclass(unraisable.exc_type, RankShouldRestart):
+            stay.events.put(_LOST)
         self._previous_hook(unraisable)
-
-
-class InterruptRequest:
-    """One request to leave, as the helper thread sees it."""
-
-    def __init__(self, interrupter: MainThreadInterrupter, entry: _Entry) -> None:
-        self._interrupter = interrupter
-        self._entry = entry
-        self._start = time.monotonic()
-        self._first_s: float | None = None
-        self._left_s: float | None = None
-        self._count = 0
-        native_id = threading.main_thread().native_id
-        assert native_id is not None
-        self._blocked_calls = BlockedCalls(native_id)
-
-    def deliver(self) -> None:
-        """Raise once; return when it is raised, or the main thread has left."""
-        pause_s = _FIRST_LOOK_S
-        self._entry.is_armed = True
-        sent = 0
-        while self._left_s is None and self._interrupter.send_signal(self._entry):
-            if self._next(pause_s) == _RAISED:
-                return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            sent += 1
-            if sent >= _FIRST_SIGNALS:
-                # It is in a call that no signal ends.
-                self._blocked_calls.end()
-
-    def see_out(self, quiet_s: float, lock: AtomicLock) -> Raised:
-        """Wait until the main thread has left; raise again if it was lost or takes too long."""
-        pause_s = _SHORTEST_PAUSE_S
-        patience_s = quiet_s
-        while self._left_s is None:
-            event = self._next(patience_s)
-            if event == _LOST:
-                # In a destructor or a callback. A new one gets the whole time again.
-                self._next(pause_s)
-                patience_s = quiet_s
-            else:
-                patience_s = pause_s
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            if self._left_s is None:
-                with lock:
-                    self.deliver()
-        return Raised(self._first_s, self._left_s, self._count)
-
-    def _next(self, timeout_s: float) -> str | None:
-        try:
-            event = self._entry.events.get(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
-        except queue.Empty:
-            return None
-        elapsed_s = time.monotonic() - self._start
-        if event == _LEFT:
-            self._left_s = elapsed_s
-        if event == _RAISED:
-            self._count += 1
-            self._first_s = elapsed_s if self._first_s is None else self._first_s
-        return event
 
 
 # Of the 30 s between the default soft and hard timeouts. One member may use half of it, as much as
 # `AbortTorchDistributed` allows itself.
 ABORT_DEADLINE_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Seconds that a termination took; `unwind_s` is 0 if the main thread was out already."""
-
-    lock_s: float
-    abort_s: float
-    raise_s: float
-    unwind_s: float
-    raised: int
-    steps: tuple[AbortStep, ...]
 
 
 def terminate(  # noqa: PLR0913 - one of each part
@@ -393,30 +360,23 @@ def terminate(  # noqa: PLR0913 - one of each part
     message: str,
     *,
     quiet_s: float,
-) -> Phases:
+) -> tuple[float, float]:
     """Unblock the main thread and make it leave; from a helper thread, returns when it is out.
 
-    The first unwinding is left in peace for `quiet_s`; an abort that is late is left to itself.
+    The first unwinding is left undisturbed for `quiet_s`; an abort that is late is abandoned.
+    Returns the seconds of the abort, with the wait for the lock, and those of leaving.
     """
     start = time.monotonic()
     with lock:
-        locked = time.monotonic()
         try:
-            steps = () if abort is None else run_abort(abort, state, ABORT_DEADLINE_S)
+            if abort is not None:
+                run_abort(abort, state, ABORT_DEADLINE_S)
         except Exception:
-            # Whatever the user's object does: the main thread must come out.
+            # Whatever a user's abort does, the main thread must leave the function.
             logger.exception("the abort failed")
-            steps = ()
         aborted = time.monotonic()
         pause_watchdog()
-        interruption = interrupter.begin(message)
-    raised = None if interruption is None else interruption.see_out(quiet_s, lock)
-    first_s = 0.0 if raised is None or raised.first_s is None else raised.first_s
-    return Phases(
-        lock_s=locked - start,
-        abort_s=aborted - locked,
-        raise_s=first_s,
-        unwind_s=0.0 if raised is None else raised.left_s - first_s,
-        raised=0 if raised is None else raised.count,
-        steps=steps,
-    )
+        stay = interrupter.begin(message)
+    if stay is not None:
+        stay.see_out(quiet_s, lock)
+    return aborted - start, time.monotonic() - aborted

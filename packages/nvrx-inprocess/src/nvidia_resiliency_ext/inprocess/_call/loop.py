@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import (
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase as ProgressPhase
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
 from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, is_searched
-from nvidia_resiliency_ext.inprocess._unblock.gloo import let_go_of_gloo_connections
+from nvidia_resiliency_ext.inprocess._unblock.gloo import release_gloo_connections
 from nvidia_resiliency_ext.inprocess._unblock.groups import forget_unfinished, patient_destruction
 from nvidia_resiliency_ext.inprocess._unblock.waits import patient_rendezvous
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, format_interruption_records
@@ -41,7 +41,6 @@ from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
 
-from . import watchdog
 from .interrupt import AtomicLock, MainThreadInterrupter, terminate
 from .report import (
     KEPT_REPORTS,
@@ -53,7 +52,15 @@ from .report import (
     detection_s,
 )
 from .settings import Settings
-from .watchdog import EventQueue, Watchdog, old_objects_frozen
+from .watchdog import (
+    WAITS,
+    EventQueue,
+    MainThreadActivity,
+    Watchdog,
+    of_main_thread,
+    of_raised,
+    old_objects_frozen,
+)
 
 logger = logging.getLogger("nvrx")
 
@@ -75,10 +82,16 @@ _STOPPER_LIMIT_S = 5.0
 _Event = TypeVar("_Event")
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a loop works with; all are the caller's to close."""
+@dataclass(eq=False, kw_only=True)
+class CallLoop:
+    """One wrapped call in its rank; its parts are the caller's to close.
 
+    Methods run in the main thread unless they say otherwise.
+    """
+
+    settings: Settings
+    state: State
+    restart_health_check: Callable[[FrozenState], Any] | None
     base_store: Any
     link: MonitorLink
     page: ProgressPage
@@ -90,21 +103,7 @@ class Parts:
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
     send_departure_notice: Callable[[int, int, frozenset[int]], None]
 
-
-class CallLoop:
-    """One wrapped call in its rank. Methods run in the main thread unless they say otherwise."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        state: State,
-        parts: Parts,
-        restart_health_check: Callable[[FrozenState], Any] | None,
-    ) -> None:
-        self._settings = settings
-        self.state = state
-        self._parts = parts
-        self._restart_health_check = restart_health_check
+    def __post_init__(self) -> None:
         self._pid = os.getpid()
         self._watch = Stopwatch()
         self._reported_at: float | None = None
@@ -114,11 +113,11 @@ class CallLoop:
         self._stopper: threading.Thread | None = None
         # Where the others wait for this rank to arrive, and who they are.
         self._owed_in = 0
-        self._participants = frozenset(range(state.world_size))
+        self._participants = frozenset(range(self.state.world_size))
         self._is_run = False
         self._pending: RestartReport | None = None
         self._what_happened = ""
-        self._activity = watchdog.MainThreadActivity()
+        self._activity = MainThreadActivity()
         self.reports: deque[RestartReport] = deque(maxlen=KEPT_REPORTS)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -141,11 +140,11 @@ class CallLoop:
         if self._is_child:
             return done[0]
         logger.debug("all ranks have completed iteration %d", self.state.iteration)
-        self._parts.page.phase = ProgressPhase.IDLE
-        self._parts.link.leave(is_lost=False)
-        if self._settings.completion is not None:
+        self.page.phase = ProgressPhase.IDLE
+        self.link.leave(is_lost=False)
+        if self.settings.completion is not None:
             try:
-                self._settings.completion(self.state.freeze())
+                self.settings.completion(self.state.freeze())
             except Exception as error:  # noqa: BLE001 - the function's value counts
                 self._log(error, "completion")
         return done[0]
@@ -154,11 +153,7 @@ class CallLoop:
         """Report this rank as lost if the call was never run."""
         if not self._is_run:
             self._is_run = True
-            self._parts.link.leave(is_lost=True)
-
-    def let_go(self) -> None:
-        """Refer to none of the parts any more, which the caller has closed."""
-        del self._parts
+            self.link.leave(is_lost=True)
 
     def _log(self, error: Exception, where: str) -> None:
         # As text: a handler that keeps its records must not keep the function's frames.
@@ -179,38 +174,38 @@ class CallLoop:
     # One iteration ---------------------------------------------------------------------------
 
     def _assign(self, terminated: set[int]) -> None:
-        rank_filter = self._settings.rank_filter
-        ctx = RankAssignmentCtx(self.state, self._parts.base_store, terminated)
-        ctx = self._settings.rank_assignment(ctx)
+        rank_filter = self.settings.rank_filter
+        ctx = RankAssignmentCtx(self.state, self.base_store, terminated)
+        ctx = self.settings.rank_assignment(ctx)
         if isinstance(rank_filter, OlderRankFilter):
             ctx.state = rank_filter(ctx.state)
         elif rank_filter is not None:
             ctx = rank_filter(ctx)
         self.state.copy_from(ctx.state)
         if self.state.mode is Mode.INITIALIZED:
-            # Only renumbered: everybody works then.
+            # Only renumbered: then all ranks work.
             self.state.mode = Mode.ACTIVE
             self.state.active_rank = self.state.rank
             self.state.active_world_size = self.state.world_size
 
     def _begin(self) -> None:
-        state, parts = self.state, self._parts
+        state = self.state
         state.set_distributed_vars()
-        parts.page.rearm()
-        self._reported_at, self._activity = None, watchdog.MainThreadActivity()
+        self.page.rearm()
+        self._reported_at, self._activity = None, MainThreadActivity()
         assert state.rank is not None
         place = (state.iteration, state.rank, state.world_size)
         logger.debug("iteration %d begins: rank %d of %d, %s", *place, state.mode.name)
-        parts.link.begin(*place, self._participants)
+        self.link.begin(*place, self._participants)
 
     def _attempt(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any] | None:
         """Run the iteration; return the function's value in a tuple, None after an interruption."""
-        state, parts, settings = self.state, self._parts, self._settings
+        state, settings = self.state, self.settings
         try:
-            with parts.interrupter:
-                parts.page.phase = ProgressPhase.GUARDED
+            with self.interrupter:
+                self.page.phase = ProgressPhase.GUARDED
                 with self._stopping:
                     self._entered = state.iteration
                     self._stop_if_interrupted()
@@ -222,20 +217,20 @@ class CallLoop:
                 self._check(settings.health_check, frozen)
                 value = None
                 if state.mode is Mode.ACTIVE:
-                    given, named = parts.inject(fn, args, kwargs)
+                    given, named = self.inject(fn, args, kwargs)
                     value = fn(*given, **named)
                     del given, named
                     if self._is_child:
                         return (value,)
-                parts.page.rearm()
-                self._activity = watchdog.WAITS
-                parts.link.completed()
+                self.page.rearm()
+                self._activity = WAITS
+                self.link.completed()
                 self._await_completion()
                 return (value,)
         except RankShouldRestart as request:
-            if self._is_child or parts.interrupter.is_of_another(request):
+            if self._is_child or self.interrupter.is_of_another(request):
                 raise  # of a call around this one
-            if self._interruption() is None and self._fatal() is None:
+            if self._find(Interrupted) is None and self._fatal() is None:
                 # The function itself asked for it.
                 self._report()
         except Exception as error:
@@ -243,17 +238,17 @@ class CallLoop:
                 raise
             state.fn_exception = error
             if not self._activity.call:
-                self._activity = watchdog.of_raised(error)
+                self._activity = of_raised(error)
             self._report()
             self._log(error, f"iteration {state.iteration}")
         finally:
             # A handler of the program's may have raised where the exit began, and prevented it.
-            parts.interrupter.leave()
+            self.interrupter.leave()
         return None
 
     def _report(self) -> None:
         self._reported_at = time.monotonic()
-        self._parts.link.report(Interruption.EXCEPTION)
+        self.link.report(Interruption.EXCEPTION)
 
     def _check(self, check: Callable[[FrozenState], Any] | None, frozen: FrozenState) -> None:
         if check is None:
@@ -267,12 +262,12 @@ class CallLoop:
 
     def _await_completion(self) -> None:
         """Wait until all have completed; a reserve waits without limit, and imports meanwhile."""
-        events = self._parts.events
+        events = self.events
         limit_s = None
         if self.state.mode is Mode.ACTIVE:
-            limit_s = self._settings.completion_timeout.total_seconds()
+            limit_s = self.settings.completion_timeout.total_seconds()
         elif events.wait(self._completion, _CALM_S) is None:
-            with self._parts.lock:  # half-imported modules could not be imported again
+            with self.lock:  # half-imported modules could not be imported again
                 _import_for_take_over()
         if events.wait(self._completion, limit_s) is None:
             raise BarrierTimeout(
@@ -280,11 +275,11 @@ class CallLoop:
                 f" {limit_s:g} s (completion_timeout)"
             )
 
-    # What has been said ----------------------------------------------------------------------
+    # Events of the monitor ------------------------------------------------------------------
 
     def receive(self, event: Any) -> None:
         """Queue an event of the monitor; called in the link's thread."""
-        self._parts.events.add(event)
+        self.events.add(event)
         with self._stopping:
             self._stop_if_interrupted()
 
@@ -294,7 +289,7 @@ class CallLoop:
         An interruption of an iteration that this rank has not entered yet waits until it has.
         """
         iteration = self.state.iteration
-        event = self._interruption() or self._fatal()
+        event = self._find(Interrupted) or self._fatal()
         if event is None or self._entered != iteration or self._stopping_in == iteration:
             return
         # By its number: an old event that comes again stops nothing.
@@ -308,7 +303,7 @@ class CallLoop:
         self._stopper.start()
 
     def _stop_function(self, iteration: int, event: Interrupted | StoreLost) -> None:
-        events = self._parts.events  # a late abort may end after the call
+        events = self.events  # a late abort may end after the call
         try:
             if isinstance(event, Interrupted):
                 self._count_detection(event)
@@ -323,12 +318,12 @@ class CallLoop:
         events.wake()
 
     def _look_at_function(self) -> None:
-        """Note what the main thread is in, unless it is out of the function."""
-        if self._reported_at is None and self._activity is not watchdog.WAITS:
-            self._activity = watchdog.of_main_thread()
+        """Record what the main thread is in, unless it is out of the function."""
+        if self._reported_at is None and self._activity is not WAITS:
+            self._activity = of_main_thread()
 
     def _count_detection(self, event: Interrupted) -> None:
-        unseen_s = detection_s(event.records, self._settings)
+        unseen_s = detection_s(event.records, self.settings)
         if unseen_s:
             self._watch.add(Phase.DETECT, unseen_s)
         # Who has not reported knows only what its monitor says.
@@ -338,24 +333,21 @@ class CallLoop:
             self._watch.add(Phase.LAST_CALL, waited_s)
 
     def _terminate(self, cause: str) -> None:
-        phases = terminate(
-            self._settings.abort,
+        abort_s, unwind_s = terminate(
+            self.settings.abort,
             self.state.freeze(),
-            self._parts.interrupter,
-            self._parts.lock,
-            self._parts.watchdog.pause,
+            self.interrupter,
+            self.lock,
+            self.watchdog.pause,
             cause,
-            quiet_s=self._settings.soft_timeout.total_seconds(),
+            quiet_s=self.settings.soft_timeout.total_seconds(),
         )
-        self._watch.add(Phase.ABORT, phases.lock_s + phases.abort_s)
-        self._watch.add(Phase.UNWIND, phases.raise_s + phases.unwind_s)
+        self._watch.add(Phase.ABORT, abort_s)
+        self._watch.add(Phase.UNWIND, unwind_s)
 
     def _find(self, kind: type[_Event]) -> _Event | None:
         """Return the event of this class about the present iteration, or None."""
-        return self._parts.events.find(kind, self.state.iteration)
-
-    def _interruption(self) -> Interrupted | None:
-        return self._find(Interrupted)
+        return self.events.find(kind, self.state.iteration)
 
     def _completion(self) -> Completed | None:
         found = self._find(Completed)
@@ -370,32 +362,32 @@ class CallLoop:
     def _stopped(self) -> Interrupted | None:
         """Return the interruption when all of this rank has been stopped for it."""
         self._raise_if_lost()
-        return self._interruption() if self._stopped_in == self.state.iteration else None
+        return self._find(Interrupted) if self._stopped_in == self.state.iteration else None
 
     def _fatal(self) -> StoreLost | None:
         """Return the loss of the store, unless all have completed before."""
-        return None if self._find(Completed) else self._parts.events.find(StoreLost)
+        return None if self._find(Completed) else self.events.find(StoreLost)
 
     def _raise_if_lost(self) -> None:
-        lost = self._parts.events.find(StoreLost)
+        lost = self.events.find(StoreLost)
         if lost is not None:
-            what = "its monitor" if self._parts.link.is_abandoned else "the store of the job"
+            what = "its monitor" if self.link.is_abandoned else "the store of the job"
             raise InternalError(f"this rank has lost {what}: {lost.text}")
 
     # A restart -------------------------------------------------------------------------------
 
     def _restart(self) -> None:
         """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
-        state, parts, settings = self.state, self._parts, self._settings
+        state, settings = self.state, self.settings
         limit_s = settings.barrier_timeout.total_seconds()
-        event = parts.events.wait(self._stopped, limit_s)
+        event = self.events.wait(self._stopped, limit_s)
         if event is None:
             raise InternalError(
                 f"iteration {state.iteration} was not interrupted within {limit_s:g} s"
                 " (barrier_timeout) of this rank's report"
             )
-        parts.page.rearm()
-        parts.watchdog.resume()
+        self.page.rearm()
+        self.watchdog.resume()
         if settings.abort is not None:
             with self._watch.measure(Phase.UNWIND):
                 forget_unfinished()
@@ -404,13 +396,13 @@ class CallLoop:
             if settings.finalize is not None:
                 settings.finalize(frozen)
         with self._watch.measure(Phase.HEALTH_CHECK):
-            self._check(self._restart_health_check, frozen)
+            self._check(self.restart_health_check, frozen)
         del frozen
         with self._watch.measure(Phase.BARRIER):
             decision = self._arrive(limit_s)
-        # Nobody is in a collective any more.
-        let_go_of_gloo_connections()
-        if state.initial_rank not in decision.going_on:
+        # No rank is in a collective any more.
+        release_gloo_connections()
+        if state.initial_rank not in decision.numbers:
             raise RankDiscarded(
                 f"rank {state.initial_rank} was given up in iteration {state.iteration}:"
                 f" {format_interruption_records(decision.records)}"
@@ -422,10 +414,9 @@ class CallLoop:
         self._advance(decision)
 
     def _arrive(self, limit_s: float) -> Decision:
-        parts = self._parts
-        parts.page.phase = ProgressPhase.AT_BARRIER
-        parts.link.arrive(self._activity.call, self._activity.place)
-        decided = parts.events.wait(self._decision, limit_s)
+        self.page.phase = ProgressPhase.AT_BARRIER
+        self.link.arrive(self._activity.call, self._activity.place)
+        decided = self.events.wait(self._decision, limit_s)
         if decided is None:
             raise BarrierTimeout(
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
@@ -435,25 +426,20 @@ class CallLoop:
 
     def _advance(self, decision: Decision) -> None:
         state = self.state
-        ended = tuple(
-            each.initial_rank
-            for each in decision.participants
-            if each.initial_rank not in decision.going_on
-        )
-        self._what_happened = describe_interruption(decision, ended, self._settings)
+        self._what_happened = describe_interruption(decision, self.settings)
         self._pending = RestartReport(
             iteration=state.iteration,
             cause=format_interruption_records(decision.records),
             ranks=tuple(sorted({record.rank for record in decision.records})),
-            terminated=ended,
-            kept=tuple(sorted(decision.going_on)),
+            terminated=decision.lost,
+            kept=tuple(sorted(decision.numbers)),
             world_size=state.world_size,
             hang="" if decision.hang is None else decision.hang.text,
             culprits=() if decision.hang is None else decision.hang.culprits,
         )
         old = state.iteration
         state.advance()
-        self._parts.events.forget(old)
+        self.events.forget(old)
 
     def _log_restart(self) -> None:
         pending, self._pending = self._pending, None
@@ -470,7 +456,7 @@ class CallLoop:
         logger.info("%s", report.line())
         if self.state.rank == 0:
             assert self.state.initial_rank is not None
-            self._parts.record.add(report, self.state.initial_rank)
+            self.record.add(report, self.state.initial_rank)
 
     # Leaving ---------------------------------------------------------------------------------
 
@@ -479,20 +465,20 @@ class CallLoop:
         # Where the exception was raised during another one that only served the restart, the
         # user sees its own causes alone.
         error.__suppress_context__ = True
-        parts, state = self._parts, self.state
-        parts.page.phase = ProgressPhase.IDLE
-        # Its caller sees where it was raised.
+        state = self.state
+        self.page.phase = ProgressPhase.IDLE
+        # The caller of the function sees where it was raised.
         logger.warning("%s", log_exc(state, error, "leaving"))
-        if parts.link.is_abandoned:
+        if self.link.is_abandoned:
             assert state.initial_rank is not None
-            parts.send_departure_notice(state.initial_rank, self._owed_in, self._participants)
+            self.send_departure_notice(state.initial_rank, self._owed_in, self._participants)
         else:
-            parts.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
+            self.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         if self._stopper is not None:
             # Its abort must not end what the caller begins next.
             self._stopper.join(_STOPPER_LIMIT_S)
-        let_go_of_gloo_connections()
-        terminate_callback = self._settings.terminate
+        release_gloo_connections()
+        terminate_callback = self.settings.terminate
         if terminate_callback is not None:
             try:
                 terminate_callback(state.freeze())

@@ -8,15 +8,14 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
-from nvidia_resiliency_ext.inprocess._bounded import call_bounded
-from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_integer
+from nvidia_resiliency_ext.inprocess._inputs import call_bounded, check_duration, check_integer
 from nvidia_resiliency_ext.inprocess._monitor import factory
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
@@ -68,14 +67,7 @@ _store_servers: list[StoreServer] = []
 
 
 class CallStore(StoreMixin, TorchPrefixStore):
-    """The keys of one call: made of what stands before them, and of where they are kept."""
-
-    def pass_initial_barrier(
-        self, rank: int, world_size: int, timeout: timedelta, look: Callable[[], bool]
-    ) -> None:
-        """Pass the barrier before the first iteration; what `look` raises ends the wait."""
-        access = StoreAccess(self)
-        pass_barrier(access, [rank], "initial_barrier", world_size, timeout, _LOOK, look=look)
+    """The keys of one call, below a prefix of the job's store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +93,8 @@ class Rendezvous:
 
         try:
             call_bounded("nvrx-departure-notice", notify, _DEPARTURE_LIMIT)
-        except Exception as error:  # noqa: BLE001 - what the rank leaves with is told, not this
-            logger.warning("the others cannot be told that this rank ends: %s", error)
+        except Exception as error:  # noqa: BLE001 - the rank leaves with its own exception
+            logger.warning("the other ranks are not told that this rank ends: %s", error)
 
 
 def check_store_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -177,13 +169,16 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
         _next_call = number + 1
         call_store = CallStore(f"{prefix}{number}", store)
         if state.rank == 0:
-            # What was left behind in a store that outlives jobs must not be met again.
+            # Keys of earlier jobs in a store that outlives them must not be used again.
             call_store.set(_NONCE, secrets.token_hex(8))
         try:
-            call_store.pass_initial_barrier(
-                state.rank,
+            pass_barrier(
+                StoreAccess(call_store),
+                [state.rank],
+                "initial_barrier",
                 state.world_size,
                 timedelta(seconds=deadline.remaining()),
+                _LOOK,
                 look=functools.partial(_raise_if_later, access, prefix, number),
             )
         except _LaterCallError:

@@ -25,7 +25,7 @@ _AT_ONCE = timedelta(0)
 
 # The gravest first: what it caused comes after it.
 _LOST = {
-    Interruption.UNRESPONSIVE: "was not heard of for {:g} s (heartbeat_timeout)",
+    Interruption.UNRESPONSIVE: "sent no heartbeat for {:g} s (heartbeat_timeout)",
     Interruption.HARD_TIMEOUT: "made no progress for {:g} s (hard_timeout) and was killed",
     Interruption.TERMINATED: "was killed or crashed",
 }
@@ -66,7 +66,7 @@ class RestartReport:
         kept: Initial ranks that go on.
         world_size: Ranks that go on.
         seconds: Duration by phase, in their order; 0 of those that did not occur.
-        hang: Whom a hang is blamed on, in words; "" when it was none or cannot be told.
+        hang: Whom a hang is blamed on, in words; "" when it was none or is not known.
         culprits: The initial ranks that `hang` blames.
     """
 
@@ -128,7 +128,7 @@ def _limits(settings: Settings) -> dict[Interruption, timedelta]:
     }
 
 
-def describe_interruption(decision: Decision, lost: Iterable[int], settings: Settings) -> str:
+def describe_interruption(decision: Decision, settings: Settings) -> str:
     """Return in words what happened to which ranks, and which ranks are lost.
 
     Where ranks were lost, the soft timeouts of others are left out: they follow from that.
@@ -143,7 +143,7 @@ def describe_interruption(decision: Decision, lost: Iterable[int], settings: Set
         for kind, text in _HAPPENED.items()
         if (of_kind := ranks.get(kind)) and not (reported and kind is Interruption.SOFT_TIMEOUT)
     ]
-    if gone := set(lost) - reported:
+    if gone := set(decision.lost) - reported:
         words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")
     what = "; ".join(words)
     return what if decision.hang is None else f"{decision.hang.text} ({what})"

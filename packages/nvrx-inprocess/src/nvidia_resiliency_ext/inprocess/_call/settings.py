@@ -67,7 +67,7 @@ _CALLBACKS: Mapping[str, type] = {
 
 _TIMES = tuple(field.name for field in fields(Settings) if isinstance(field.default, timedelta))
 
-# Without a pause between two looks nobody would get to do anything else.
+# Without a pause between two looks nothing else would run.
 _PERIODS = ("monitor_process_interval", "heartbeat_interval", "progress_watchdog_interval")
 
 # `poll` counts milliseconds in an int, and sums of times must not overflow.

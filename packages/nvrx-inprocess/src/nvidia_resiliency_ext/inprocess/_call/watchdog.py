@@ -120,7 +120,7 @@ _FROZEN_BY_PYTHON = 2000
 @contextlib.contextmanager
 def old_objects_frozen() -> Iterator[None]:
     """Keep what existed before a call out of garbage collections until it ends."""
-    # A program's own frozen objects could not be told apart from ours afterwards.
+    # A program's own frozen objects could not be distinguished from ours afterwards.
     is_ours = gc.get_freeze_count() < _FROZEN_BY_PYTHON
     if is_ours:
         gc.freeze()

@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.inprocess._monitor.messages import Event, MonitorSett
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage, StackDump
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Silence
-from nvidia_resiliency_ext.inprocess._protocol.decision import decode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.inprocess.exception import InternalError
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -74,7 +73,6 @@ class MonitorLink:
         self._iteration = 0
         self._closed = threading.Event()
         self._leave_acknowledged = threading.Event()
-        self._parts: list[str] = []
         self._losses: list[float] = []
         self._thread: threading.Thread | None = None
         self._monitor: PidHandle | None = None
@@ -204,7 +202,7 @@ class MonitorLink:
                 silence.missed(time.monotonic())
                 self._check_silence(handle, silence)
                 continue
-            # Not by a timeout of the socket: whoever sends has one of its own.
+            # Not by a timeout of the socket, which is the sender's.
             data = sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             if not data:
                 raise PeerClosedError("it has ended")
@@ -215,9 +213,7 @@ class MonitorLink:
     def _take(self, message: object) -> None:
         if isinstance(message, messages.LeaveAcknowledged):
             self._leave_acknowledged.set()
-        elif isinstance(message, messages.DecisionPart):
-            self._collect(message)
-        elif isinstance(message, (messages.Interrupted, messages.Completed, messages.StoreLost)):
+        elif isinstance(message, Event):
             self._pass_on(message)
 
     def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
@@ -233,15 +229,6 @@ class MonitorLink:
         how = "stopped" if is_stopped else "stuck"
         raise InternalError(f"it is {how} and has said nothing for {silence.seconds:.1f} s")
 
-    def _collect(self, part: messages.DecisionPart) -> None:
-        if part.number == 0:
-            self._parts = []
-        self._parts.append(part.text)
-        if part.number == part.count - 1:
-            decision = decode_decision("".join(self._parts))
-            self._parts = []
-            self._pass_on(messages.Decided(part.iteration, decision))
-
     def _pass_on(self, event: Event) -> None:
         try:
             self._on_event(event)
@@ -255,7 +242,7 @@ class MonitorLink:
                 self._sock.close()
                 self._sock = None
         if self._leave_acknowledged.is_set():
-            return False  # whoever comes next has nothing to do for us
+            return False  # a new monitor has nothing to do for this rank
         now = time.monotonic()
         self._losses = [*(at for at in self._losses if at > now - _STABLE_S), now]
         if len(self._losses) > _MOST_LOSSES:
@@ -314,7 +301,11 @@ class MonitorLink:
             self._hold_monitor(answer.pid)
             return sock
         sock.close()
-        why = answer.text if isinstance(answer, messages.Refused) else "it speaks nonsense"
+        why = (
+            answer.text
+            if isinstance(answer, messages.Refused)
+            else "its answer is no message of this version"
+        )
         raise InternalError(f"the monitor of this node refuses us: {why}")
 
     def _hold_monitor(self, pid: int) -> None:

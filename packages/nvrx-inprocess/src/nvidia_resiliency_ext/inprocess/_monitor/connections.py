@@ -29,11 +29,6 @@ class Processes:
     def __contains__(self, pid: object) -> bool:
         return pid in self._held
 
-    @property
-    def must_be_looked_at(self) -> bool:
-        """Whether a process is held without a pidfd, so that `look` must be called."""
-        return any(handle.fileno() is None for handle in self._held.values())
-
     def hold(self, pid: int, start_ticks: int | None = None) -> int:
         """Hold a process from now on, return its start; a ProcessLookupError if it does not run."""
         held = self._held.get(pid)
@@ -46,11 +41,13 @@ class Processes:
             self._loop.watch(fd, lambda: self._drop(pid))
         return handle.start_ticks
 
-    def look(self) -> None:
-        """Find processes that have ended, where there is no pidfd."""
-        for pid, handle in list(self._held.items()):
-            if handle.fileno() is None and not handle.alive():
+    def look(self) -> bool:
+        """Find processes without a pidfd that have ended; return whether there are any such."""
+        without = [(pid, held) for pid, held in self._held.items() if held.fileno() is None]
+        for pid, handle in without:
+            if not handle.alive():
                 self._drop(pid)
+        return bool(without)
 
     def signal(self, pid: int, signals: tuple[int, ...]) -> None:
         """Send signals to a process, if it is there."""

@@ -61,7 +61,7 @@ def dump_kwargs(kwargs: Mapping[str, object], what: str = "store_kwargs") -> str
         return json.dumps(dict(kwargs), default=_to_plain, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise UnnameableError(
-            f"{what} must be plain values, because the monitor is told them: {error}"
+            f"{what} must be plain values, because they are sent to the monitor as text: {error}"
         ) from error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide for whom the monitor speaks in one call, and what ranks are told; no I/O, no clock.
+"""Decide what the monitor writes for its ranks in one call, and what it sends them. Pure.
 
 Events go in as method calls, effects come out as values. An event that comes twice has no second
 effect, so a new monitor may be sent everything again.
@@ -7,11 +7,16 @@ effect, so a new monitor may be sent everything again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from nvidia_resiliency_ext.inprocess._monitor.messages import Completed, Decided, Event, Interrupted
-from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival, Decision, ObservedActivity
+from nvidia_resiliency_ext.inprocess._protocol.decision import (
+    Arrival,
+    Decision,
+    ObservedActivity,
+    encode_decision,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 
@@ -94,18 +99,14 @@ class Member:
 @dataclass(slots=True)
 class _IterationOutcome:
     is_interrupted: bool = False
-    records: tuple[InterruptionRecord, ...] | None = None
-    waited_s: float = 0.0
-    decision: Decision | None = None
-    is_completed: bool = False
+    completed: Completed | None = None
+    interrupted: Interrupted | None = None
+    decided: Decided | None = None
 
-    def events(self, iteration: int) -> Iterator[Event]:
-        if self.is_completed:
-            yield Completed(iteration)
-        if self.records is not None:
-            yield Interrupted(iteration, self.records, self.waited_s)
-        if self.decision is not None:
-            yield Decided(iteration, self.decision)
+    @property
+    def events(self) -> list[Event]:
+        found = (self.completed, self.interrupted, self.decided)
+        return [event for event in found if event is not None]
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class _Reported:
 
 
 class Membership:
-    """The ranks of one call that this monitor serves, or speaks for.
+    """The ranks of one call that this monitor serves, or acts for because they have ended.
 
     The *position* is the first iteration that is not decided as far as is known here. It is
     where a rank that has ended must be accounted for.
@@ -155,7 +156,7 @@ class Membership:
             effects.append(CatchUp(iteration))
         outcome = self._outcomes.get(iteration)
         if outcome is not None:
-            effects += [Notify(initial_rank, event) for event in outcome.events(iteration)]
+            effects += [Notify(initial_rank, event) for event in outcome.events]
         return effects + self._follow()
 
     def reported(self, initial_rank: int, iteration: int, kind: Interruption) -> list[Effect]:
@@ -210,7 +211,7 @@ class Membership:
         return self._speak_for(initial_rank) + self._follow()
 
     def lost(self, ranks: Iterable[int]) -> list[Effect]:
-        """Ranks of another node are not heard of any more."""
+        """Ranks of another node are lost: its lease is stale."""
         effects: list[Effect] = []
         for rank in ranks:
             if rank not in self.members and rank not in self._lost:
@@ -225,28 +226,28 @@ class Membership:
         if not is_completed:
             outcome.is_interrupted = True
             return []
-        outcome.is_completed = self.is_over = True
+        self.is_over, outcome.completed = True, Completed(iteration)
         for member in self.members.values():
             if member.ended is not None:
                 member.is_settled = True
-        return self._notify(iteration, Completed(iteration))
+        return self._notify(iteration, outcome.completed)
 
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
     ) -> list[Effect]:
-        """No more faults are waited for; how long they were."""
+        """No more faults are waited for, after `waited_s`."""
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
-        outcome.records, outcome.waited_s = records, waited_s
-        return self._notify(iteration, Interrupted(iteration, records, waited_s))
+        outcome.interrupted = Interrupted(iteration, records, waited_s)
+        return self._notify(iteration, outcome.interrupted)
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
         outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         outcome.is_interrupted = True
-        outcome.decision = decision
-        effects = self._notify(iteration, Decided(iteration, decision))
+        outcome.decided = Decided(iteration, encode_decision(decision))
+        effects = self._notify(iteration, outcome.decided)
         if iteration >= self.position:
-            self._participants[iteration + 1] = frozenset(decision.going_on)
+            self._participants[iteration + 1] = decision.going_on
             effects += self._move_to(iteration + 1)
         return effects + self._follow()
 
@@ -262,7 +263,7 @@ class Membership:
 
     @property
     def is_anybody_inside(self) -> bool:
-        """Whether a rank here has yet to be told, in its function, what was reported."""
+        """Whether a rank here is still in its function, and needs what was reported."""
         reported = self._reported.interruptions
         return any(
             member.is_present and (rank, Interruption.EXCEPTION) not in reported

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import Decision
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, decode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
@@ -41,10 +41,9 @@ class MonitorSettings:
     termination_grace_s: float = 5.0
 
 
-VERSION = 5
+VERSION = 6
 WAITED = "waited"
 """In `Arrived`: the rank waited for its peers, or a collective that failed sent it here."""
-_PART_CHARACTERS = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +102,12 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class AreYouThere:
-    """The rank has heard nothing for a while."""
+    """Ask for `Here`: the rank has received nothing for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The monitor is there."""
+    """Answer `AreYouThere`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +127,6 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class LeaveAcknowledged:
     """The monitor knows that the rank leaves, and speaks for it from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionPart:
-    """A piece of a decision's text."""
-
-    iteration: int
-    number: int
-    count: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +154,14 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Event: the decision, with the ranks that continue."""
+    """Event: the iteration is decided; `text` is the decision's."""
 
     iteration: int
-    decision: Decision
+    text: str
+
+    @property
+    def decision(self) -> Decision:
+        return decode_decision(self.text)
 
 
 Event = Interrupted | Completed | Decided | StoreLost
@@ -180,19 +173,10 @@ TO_RANK = MessageSet(
     Refused,
     Here,
     LeaveAcknowledged,
-    DecisionPart,
+    Decided,
     Interrupted,
     InterruptionRecord,
     Interruption,
     Completed,
     StoreLost,
 )
-
-
-def split_decision(iteration: int, text: str) -> list[DecisionPart]:
-    """Return a decision's text in pieces that fit a frame."""
-    starts = range(0, max(len(text), 1), _PART_CHARACTERS)
-    return [
-        DecisionPart(iteration, number, len(starts), text[start : start + _PART_CHARACTERS])
-        for number, start in enumerate(starts)
-    ]

@@ -81,7 +81,7 @@ class _OwnDescriptor:
     fd: int
 
     def close(self) -> None:
-        """Give the descriptor back; harmless when repeated."""
+        """Close the descriptor; harmless when repeated."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -97,7 +97,7 @@ class ProgressPage(_OwnDescriptor):
 
     _words: memoryview[int]
     stamp_manual: Callable[[], None]
-    """Note a ping; the manual timeout counts from the first one of an iteration."""
+    """Stamp a ping; the manual timeout counts from the first one of an iteration."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -110,7 +110,7 @@ class ProgressPage(_OwnDescriptor):
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Make a page that no holder of its descriptor can shrink."""
+        """Make a page that no process with its descriptor can shrink."""
         fd = shared_memory(_NAME, _SIZE_BYTES, _directories())
         try:
             return cls(fd)
@@ -119,7 +119,7 @@ class ProgressPage(_OwnDescriptor):
             raise
 
     def stamp_auto(self) -> None:
-        """Note that the main thread runs."""
+        """Stamp that the main thread runs."""
         self._words[_W_AUTO] = _now_ns()
 
     def stamp(self, auto_s: float | None, manual_s: float | None) -> None:
@@ -222,11 +222,11 @@ class StackDump(_OwnDescriptor):
             faulthandler.register(number, file=self.fd, all_threads=True, chain=False)
             self.number = number
         except (OSError, RuntimeError) as error:
-            logger.debug("a hang will be told without stacks: %s", error)
+            logger.debug("a hang will be reported without stacks: %s", error)
             self.close()
 
     def close(self) -> None:
-        """Give signal and file back; harmless when repeated."""
+        """Release the signal and close the file; harmless when repeated."""
         number, self.number = self.number, 0
         if number:
             faulthandler.unregister(number)

@@ -19,7 +19,7 @@ from typing import TextIO
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.connections import Connection, Processes
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView
-from nvidia_resiliency_ext.inprocess._monitor.serving import Serving, ServingContext
+from nvidia_resiliency_ext.inprocess._monitor.serving import Serving
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import warm_up
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
@@ -143,7 +143,6 @@ class Monitor:
         self._loop = EventLoop()
         self._journal = Journal()
         self._processes = Processes(self._loop, self._process_ended)
-        self._host = ServingContext(self._loop, self._processes, self._journal)
         self._pending: dict[Connection, float] = {}
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):
@@ -180,7 +179,7 @@ class Monitor:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                logger.warning("monitor_process: nobody can be let in: %s", error)
+                logger.warning("monitor_process: no connection can be accepted: %s", error)
                 return
             try:
                 pid = require_same_user(sock).pid
@@ -213,12 +212,12 @@ class Monitor:
 
     def _take_in(self, connection: Connection, message: object) -> str | None:
         if not isinstance(message, messages.Hello):
-            return "it does not say who it is"
+            return "its first message is not Hello"
         if message.version != messages.VERSION:
-            return f"it speaks version {message.version}, not {messages.VERSION}"
+            return f"its version is {message.version}, not {messages.VERSION}"
         fd = connection.take_fd()
         if fd is None:
-            return "it brings no page"
+            return "its Hello has no page attached"
         try:
             page = PageView(fd)
         except PageError as error:
@@ -227,7 +226,8 @@ class Monitor:
         prefix = message.settings.prefix
         serving = self._servings.get(prefix)
         if serving is None:
-            serving = Serving(self._host, message.settings, message.world_size)
+            parts = (self._loop, self._processes, self._journal)
+            serving = Serving(*parts, message.settings, message.world_size)
             self._servings[prefix] = serving
         return serving.hello(connection, message, page, dump_fd)
 
@@ -249,8 +249,7 @@ class Monitor:
                 logger.info("monitor_process: the call %s is over", prefix)
                 serving.close()
                 del self._servings[prefix]
-        if self._processes.must_be_looked_at:
-            self._processes.look()
+        if self._processes.look():
             due_s = min(due_s, now + 1.0)
         return due_s
 
@@ -260,7 +259,7 @@ class Monitor:
     def _end(self) -> bool:
         """Remove the directory, unless a rank is connecting; return whether to end."""
         if not self._is_at_home():
-            return True  # our directory was removed: nobody can come, and no lock must be made
+            return True  # our directory was removed: no rank can connect, and no lock must be made
         try:
             with self._directory.locked(0.0):
                 self._let_in()
@@ -269,10 +268,10 @@ class Monitor:
                 if self._is_at_home():
                     self._directory.remove()
         except DeadlineExceededError:
-            # Whoever holds the lock is about to connect to us.
+            # The process that has the lock is about to connect to us.
             return False
         except (OSError, NvrxError) as error:
-            # Somebody has made the directory unfit: nobody can come, and it stays.
+            # The directory cannot be used any more: no rank can connect, and it stays.
             logger.warning("monitor_process: %s cannot be removed: %s", self._directory.path, error)
         return True
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable
 from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import StoreWorker
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
+from nvidia_resiliency_ext.inprocess._protocol.decision import NodeEntry
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-from nvidia_resiliency_ext.inprocess._protocol.lists import NodeEntry
 
 # One look at the neighbour in so many is left out, as an outcome costs operations as well.
 _LEFT_OUT = 4
@@ -19,7 +19,7 @@ _HAS_LEFT = 0  # in place of the start of a process
 
 
 class Registration:
-    """Keeps the node known, and notices when another node is not heard of."""
+    """Renew the node's entry and lease, and find nodes whose lease is stale."""
 
     def __init__(
         self,
@@ -83,10 +83,7 @@ class Registration:
 
         def run(store: IterationStore) -> tuple[list[NodeEntry] | None, dict[int, int]]:
             store.renew_lease(node_id)
-            return (
-                store.nodes() if must_ask else None,
-                store.leases(wanted) if wanted else {},
-            )
+            return (store.nodes() if must_ask else None, store.leases(wanted) if wanted else {})
 
         def done(found: tuple[list[NodeEntry] | None, dict[int, int]]) -> None:
             self._is_beating = False

@@ -15,11 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._protocol.decision import (
-    Decision,
-    ObservedActivity,
-    encode_decision,
-)
+from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, ObservedActivity
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -49,18 +45,9 @@ logger = logging.getLogger("nvrx")
 _LAST_OPERATIONS_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServingContext:
-    """What the program lends to each call."""
-
-    loop: EventLoop
-    processes: Processes
-    journal: Journal
-
-
 @dataclass(slots=True)
 class _RankSession:
-    """What there is of a rank beside its place in the membership."""
+    """Process, page, connection and timeouts of a rank."""
 
     pid: int
     start_ticks: int
@@ -99,8 +86,16 @@ class _RankSession:
 
 
 class Serving:
-    def __init__(self, host: ServingContext, settings: MonitorSettings, world_size: int) -> None:
-        self._host = host
+    def __init__(
+        self,
+        loop: EventLoop,
+        processes: Processes,
+        journal: Journal,
+        settings: MonitorSettings,
+        world_size: int,
+    ) -> None:
+        self._processes = processes
+        self._journal = journal
         self._settings = settings
         self._world_size = world_size
         self._membership = membership.Membership(world_size)
@@ -109,8 +104,8 @@ class Serving:
         self._store_name = store_name(settings)
         self._nobody_since_s: float | None = None
         self._look_s = -math.inf
-        self._store_worker = StoreWorker(settings, host.loop.post, self.store_lost)
-        self._outcome_reader = OutcomeReader(settings, host.loop.post, self)
+        self._store_worker = StoreWorker(settings, loop.post, self.store_lost)
+        self._outcome_reader = OutcomeReader(settings, loop.post, self)
         self._registration = Registration(
             settings, self._store_worker, lambda ranks: self._do(self._membership.lost(ranks))
         )
@@ -124,7 +119,7 @@ class Serving:
         page: PageView,
         dump_fd: int | None = None,
     ) -> str | None:
-        """Take in a rank; return why not, if so. The page and the file are ours from now on."""
+        """Add a rank; return why it is refused. Page and file are ours from now on."""
         rank = hello.initial_rank
         problem = self._refusal(connection.pid, hello)
         if problem is not None:
@@ -133,7 +128,7 @@ class Serving:
                 os.close(dump_fd)
             return problem
         now = time.monotonic()
-        start_ticks = self._host.processes.hold(connection.pid)
+        start_ticks = self._processes.hold(connection.pid)
         session = self._sessions.setdefault(rank, _RankSession(connection.pid, start_ticks, now))
         if session.connection is not None:
             session.connection.close()
@@ -143,8 +138,8 @@ class Serving:
             session.dump_signal, session.dump_fd = hello.dump_signal, dump_fd
         connection.on_message = lambda message: self._on_message(rank, message)
         connection.on_over = lambda: self._hung_up(session, connection)
-        self._host.journal.open_log(hello.settings.log_file, rank)
-        self._host.journal.write_pid(hello.settings.pid_file, rank)
+        self._journal.open_log(hello.settings.log_file, rank)
+        self._journal.write_pid(hello.settings.pid_file, rank)
         own, pid = os.getpid(), connection.pid
         logger.info("monitor_process pid=%d serves initial rank %d, target_pid=%d", own, rank, pid)
         connection.send(messages.Welcome(own))
@@ -165,7 +160,7 @@ class Serving:
                 session.close_page()
 
     def tick(self, now: float) -> float:
-        """Do what is due; return when to come again at the latest."""
+        """Do what is due; return when to call again at the latest."""
         if now >= self._look_s:
             self._look_s = self._look_at_all(now)
         self._check_store(now)
@@ -180,10 +175,12 @@ class Serving:
             return False
         if self._nobody_since_s is None:
             self._nobody_since_s = now
+        waited_s = now - self._nobody_since_s
         # When all have completed, an operation may still have to tell the others so.
-        is_late = self._membership.is_over and now >= self._nobody_since_s + _LAST_OPERATIONS_S
+        is_late = self._membership.is_over and waited_s >= _LAST_OPERATIONS_S
         is_settled = self._membership.is_settled and (self._store_worker.pending == 0 or is_late)
-        return is_settled or self._lost_text is not None or now >= self._owed_until_s
+        limit_s = self._settings.barrier_timeout_s + self._settings.heartbeat_timeout_s
+        return is_settled or self._lost_text is not None or waited_s >= limit_s
 
     def close(self) -> None:
         self._store_worker.close()
@@ -206,7 +203,7 @@ class Serving:
         if member is not None and not member.is_present:
             return f"initial rank {rank} has left this call"
         try:
-            self._host.processes.hold(pid)
+            self._processes.hold(pid)
         except OSError as error:
             return f"process {pid} cannot be watched: {error}"
         return None
@@ -239,7 +236,9 @@ class Serving:
                     name = type(message).__name__
                     logger.warning("monitor_process: initial rank %d: a second %s", rank, name)
         except ValueError as error:
-            logger.warning("monitor_process: initial rank %d says nonsense: %s", rank, error)
+            logger.warning(
+                "monitor_process: initial rank %d sends what is no valid message: %s", rank, error
+            )
 
     def _hung_up(self, session: _RankSession, connection: Connection) -> None:
         if session.connection is connection:
@@ -249,15 +248,13 @@ class Serving:
 
     def _look_at_all(self, now: float) -> float:
         due_s = now + self._settings.interval_s
-        if self._host.processes.must_be_looked_at:
-            self._host.processes.look()
         for rank, session in list(self._sessions.items()):
             member = self._membership.members[rank]
             # Who has not come back may have left the call, unless it is still counted on.
             is_expected = session.page is not None or (
                 not self._membership.is_over and rank in self._membership.participants
             )
-            if member.is_present and is_expected and session.pid in self._host.processes:
+            if member.is_present and is_expected and session.pid in self._processes:
                 due_s = min(due_s, self._evaluate(rank, session, now))
         return due_s
 
@@ -284,7 +281,7 @@ class Serving:
         if signals is not None:
             names = ", ".join(number.name for number in signals)
             logger.warning("monitor_process: %s to target_pid=%d", names, pid)
-            self._host.processes.signal(pid, signals)
+            self._processes.signal(pid, signals)
             return
         if effect is timeouts.Effect.ASK_FOR_STACKS:
             self._ask_for_stacks(session)
@@ -303,7 +300,7 @@ class Serving:
         session.kernel = inspect_kernel(session.pid)
         number = session.dump_signal
         if session.dump_fd >= 0 and number > 0 and procfs.catches_signal(session.pid, number):
-            self._host.processes.signal(session.pid, (number,))
+            self._processes.signal(session.pid, (number,))
 
     def _observed_before_end(self, rank: int, session: _RankSession) -> ObservedActivity | None:
         """Return what a rank did that was ended for a hard timeout; log its stacks."""
@@ -333,7 +330,7 @@ class Serving:
 
     def outcome(self, iteration: int, *, is_completed: bool) -> None:
         if not is_completed and iteration == self._membership.position:
-            # Before anybody is told: whoever is interrupted does something else.
+            # Before the ranks are told: an interrupted rank does something else.
             for rank, session in self._sessions.items():
                 if self._membership.members[rank].is_present and not session.watch.is_being_killed:
                     session.kernel = inspect_kernel(session.pid)
@@ -352,7 +349,7 @@ class Serving:
         self._do(self._membership.decided(iteration, decision))
 
     def store_lost(self, text: str) -> None:
-        """Tell the ranks that no iteration can be decided any more."""
+        """Send all ranks that no iteration can be decided any more."""
         if self._lost_text is not None or self._membership.is_over:
             return
         text = f"{self._store_name}: {text}"
@@ -374,7 +371,7 @@ class Serving:
         for effect in effects:
             match effect:
                 case membership.Notify(initial_rank, event):
-                    self._notify(initial_rank, event)
+                    self._send(initial_rank, event)
                 case membership.Follow(iteration, participants):
                     self._outcome_reader.follow(iteration, participants)
                 case membership.CatchUp(iteration):
@@ -394,14 +391,6 @@ class Serving:
         arguments = {each.name: getattr(effect, each.name) for each in fields(effect)}
         self._store_worker.submit(functools.partial(operation, **arguments))
 
-    def _notify(self, rank: int, event: messages.Event) -> None:
-        if isinstance(event, messages.Decided):
-            text = encode_decision(event.decision)
-            for part in messages.split_decision(event.iteration, text):
-                self._send(rank, part)
-        else:
-            self._send(rank, event)
-
     def _send(self, rank: int, message: object) -> None:
         connection = self._sessions[rank].connection
         if connection is not None:
@@ -410,7 +399,7 @@ class Serving:
     # --- parts ---
 
     def _adopt(self, rank: int, pid: int, start_ticks: int, *, has_left: bool) -> None:
-        """Take in a rank that another monitor of this node served, and that has not come yet."""
+        """Add a rank that another monitor of this node served, and that has not connected yet."""
         if rank in self._sessions:
             return
         self._membership.attach(rank)
@@ -420,20 +409,14 @@ class Serving:
             self._do(self._membership.left(rank, is_lost=True))
             return
         try:
-            self._host.processes.hold(pid, start_ticks)
+            self._processes.hold(pid, start_ticks)
         except OSError:
             self.process_ended(pid)
 
     @property
     def _has_present(self) -> bool:
         return any(
-            member.is_present and self._sessions[rank].pid in self._host.processes
+            member.is_present and self._sessions[rank].pid in self._processes
             for rank, member in self._membership.members.items()
             if not self._membership.is_over or self._sessions[rank].has_come
         )
-
-    @property
-    def _owed_until_s(self) -> float:
-        since_s = math.inf if self._nobody_since_s is None else self._nobody_since_s
-        settings = self._settings
-        return since_s + settings.barrier_timeout_s + settings.heartbeat_timeout_s

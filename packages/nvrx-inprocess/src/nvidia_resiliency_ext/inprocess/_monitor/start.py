@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start or find the one monitor of a node: private directory, lock, socket, exec.
 
-All ranks of a job on a node find the same directory without being told. The holder of the lock may
-start a monitor or remove the directory; both take milliseconds.
+All ranks of a job on a node find the same directory by its name. Under its lock a monitor is
+started, and the directory removed; both take milliseconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from nvidia_resiliency_ext.shared_utils import procfs, unix_sockets
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
-from nvidia_resiliency_ext.shared_utils.os_utils import (
-    lock_file,
-    private_dir,
-    remove_tree_at,
-)
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_places
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
@@ -70,7 +66,7 @@ class NodeDirectory:
                 last_error = error
                 continue
             return directory
-        message = "no place where ranks and monitor can meet: set TMPDIR to a short path"
+        message = "no directory for the socket of ranks and monitor: set TMPDIR to a short path"
         if last_error is not None:
             message += f" that can be written (the last one tried: {last_error})"
         raise OSError(errno.ENOENT, message) from last_error
@@ -91,7 +87,7 @@ class NodeDirectory:
             except (ConnectionRefusedError, *_GONE):
                 return False
             except OSError as error:
-                # Somebody is bound to it, with a socket of another kind than the probe.
+                # A socket of another kind than the probe is bound to it.
                 if error.errno != errno.EPROTOTYPE:
                     raise
         return True
@@ -122,7 +118,7 @@ class NodeDirectory:
         """Remove the directory; only under the lock."""
         parent, name = os.path.split(self.path)
         directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # At once for all others: else one could make a new lock in it, and lose that, too.
+        # In one step for all processes: else one could make a new lock in it, and lose that, too.
         gone = f"{name}-{secrets.token_hex(4)}"
         try:
             os.rename(name, gone, src_dir_fd=directory, dst_dir_fd=directory)
@@ -156,13 +152,13 @@ class NodeDirectory:
             fd = self._open_lock()
             try:
                 lock_file(fd, deadline.remaining())
-                # The last holder may have removed the directory.
+                # The process that had the lock may have removed the directory.
                 if self._is_current(fd):
                     return fd
             except BlockingIOError:
                 os.close(fd)
                 raise DeadlineExceededError(
-                    f"somebody has been starting the monitor of this node for over {timeout_s:g} s"
+                    f"another rank has been starting the monitor for over {timeout_s:g} s"
                 ) from None
             except BaseException:
                 os.close(fd)
@@ -176,7 +172,7 @@ class NodeDirectory:
                 private_dir(self.path)
                 return os.open(os.path.join(self.path, _LOCK), flags, 0o600)
             except FileNotFoundError:
-                # The holder of the lock may be removing the directory in this moment.
+                # Another process may be removing the directory under its lock in this moment.
                 if not left:
                     raise
         raise AssertionError("not reached")

@@ -55,7 +55,7 @@ def connect_store(host: str, port: int) -> Any:
 
 
 def store_name(settings: MonitorSettings) -> str:
-    """Return what people call the store of a call."""
+    """Return the name of a call's store for messages."""
     if settings.store_factory != CONNECT:
         return f"the store of {settings.store_factory}"
     where = factory.load_kwargs(settings.store_kwargs)
@@ -63,7 +63,7 @@ def store_name(settings: MonitorSettings) -> str:
 
 
 def warm_up() -> None:
-    """Import torch and all of this package, which what connects may need."""
+    """Import torch and all of this package, for a connection that needs them."""
     # `boot.py` leaves it where it has put an empty package in place.
     complete = getattr(sys.modules["nvidia_resiliency_ext.inprocess"], "_nvrx_complete", None)
     if complete is not None:
@@ -124,7 +124,7 @@ class StoreWorker:
         self._waiting.put((run, done))
 
     def close(self) -> None:
-        """Let the thread end after what waits."""
+        """End the thread after the queued operations."""
         self._closed.set()
         self._waiting.put(None)
 
@@ -208,8 +208,8 @@ class OutcomeReader(StoreWorker):
             return
         left_s = self._settings.last_call_wait_s - (time.monotonic() - since_s)
         has_all = left_s > 0 and store.wait_all_reported(iteration, left_s)
-        # What has all was read with them; else they would have to be read, and the decision will
-        # bring them, too.
+        # With all reported, the records came along; else reading them costs an operation, and the
+        # decision brings them, too.
         is_skipped = self._skipped == iteration and not has_all
         read = store.first_records if is_skipped else store.records
         records = tuple(read(iteration))
@@ -218,7 +218,7 @@ class OutcomeReader(StoreWorker):
         while (decision := store.decision(iteration, self._settings.heartbeat_interval_s)) is None:
             if self._closed.is_set():
                 return
-            # Whoever counted last may have died before it decided.
+            # The monitor that counted last may have died before it decided.
             store.look(iteration, participants)
         self._post(functools.partial(listener.decided, iteration, decision))
 

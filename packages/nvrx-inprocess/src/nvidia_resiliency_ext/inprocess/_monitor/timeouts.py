@@ -130,7 +130,7 @@ def _last_sign(watch: Watch, stamps: Stamps) -> float:
     base_s = max(stamps.auto_s, watch.calm_s)
     if stamps.manual_s is None:
         return base_s
-    # Whoever unwinds does not ping.
+    # A function that unwinds does not ping.
     interrupted_s = -math.inf if watch.interrupted_s is None else watch.interrupted_s
     return min(base_s, max(stamps.manual_s, watch.calm_s, interrupted_s))
 

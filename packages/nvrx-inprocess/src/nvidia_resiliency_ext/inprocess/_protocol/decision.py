@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute and encode the decision that ends an interrupted iteration, and whom a hang is blamed on.
+"""Records, arrivals, nodes and decisions: their texts, and what follows from them. Pure.
 
-Pure. In the text neighbours are joined, so that it is short where nearly all ranks continue.
+A list is a text to which monitors append entries that end in `;`. The same entry may stand in it
+twice, after the loss of a monitor. Texts join ranks in a row, so that they are short where nearly
+all ranks do the same.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState, describe, find_culprit
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
 
 LONGEST_TEXT = 4096
 _LONGEST_PART = 600
@@ -45,7 +48,7 @@ class ObservedActivity:
         """Return what `to_text` encoded; a ValueError for anything else."""
         activity, place, words = text[: 8 * _LONGEST_PART].split(",")
         unquote = urllib.parse.unquote
-        # What is shown in logs is one line, whoever wrote it.
+        # What is shown in logs is one line, also of a hostile rank.
         place, words = (" ".join(unquote(part).split()) for part in (place, words))
         return cls(Activity(activity), place, words)
 
@@ -92,6 +95,7 @@ def find_hang(
 
 
 _MOST_RANKS = 1 << 20
+_END = ";"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,51 +116,42 @@ class Arrival:
         return self.rank is not None and not self.is_out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """The ranks that continue, those that ended, and the records.
+    """The end of an interrupted iteration: `numbers` has by initial rank each rank that goes on.
 
-    `terminated` are the numbers of this iteration that no rank has which goes on.
+    `lost` are the initial ranks of the other participants.
     """
 
-    participants: tuple[Arrival, ...]
-    terminated: tuple[int, ...]
+    world_size: int
+    numbers: Mapping[int, int]
+    lost: tuple[int, ...]
     records: tuple[InterruptionRecord, ...]
     hang: Hang | None = None
 
-    @cached_property
+    @property
     def going_on(self) -> frozenset[int]:
-        return frozenset(self._ranks)
+        return frozenset(self.numbers)
 
-    @cached_property
-    def world_size(self) -> int:
-        """World size of this iteration, 0 if no rank continues."""
-        return len(self._ranks) + len(self.terminated)
-
-    def rank_of(self, initial_rank: int) -> int | None:
-        """Return a rank's number in this iteration, None unless it continues."""
-        return self._ranks.get(initial_rank)
-
-    @cached_property
-    def _ranks(self) -> dict[int, int]:
-        return {
-            arrival.initial_rank: arrival.rank
-            for arrival in self.participants
-            if arrival.rank is not None and not arrival.is_out
-        }
+    @property
+    def terminated(self) -> tuple[int, ...]:
+        """Return the numbers of this iteration that no rank has which goes on."""
+        taken = set(self.numbers.values())
+        return tuple(rank for rank in range(self.world_size) if rank not in taken)
 
 
 def encode_decision(decision: Decision) -> str:
-    pairs = [(a.initial_rank, a.rank) for a in decision.participants if a.goes_on]
-    # Only neighbours with neighbouring numbers are joined.
-    going = _runs((initial, rank) for initial, rank in pairs if rank is not None)
-    stay = [arrival for arrival in decision.participants if not arrival.goes_on]
+    runs: list[list[int]] = []  # of ranks in a row whose numbers are in a row
+    for initial_rank, rank in sorted(decision.numbers.items()):
+        if runs and runs[-1][0] + runs[-1][2] == initial_rank and sum(runs[-1][1:]) == rank:
+            runs[-1][2] += 1
+        else:
+            runs.append([initial_rank, rank, 1])
     fields: dict[str, Any] = {
         "world_size": decision.world_size,
-        "going": going,
-        "left": _runs((arrival.initial_rank,) for arrival in stay if arrival.is_out),
-        "ended": _runs((arrival.initial_rank,) for arrival in stay if not arrival.is_out),
-        "records": _record_fields(decision.records),
+        "going": runs,
+        "lost": format_ranks(decision.lost),
+        "records": format_records(decision.records),
     }
     if decision.hang is not None:
         fields["hang"] = [decision.hang.text, list(decision.hang.culprits)]
@@ -167,54 +162,54 @@ def decode_decision(text: str, key: str = "decision") -> Decision:
     """Decode a decision; a ForeignValueError for anything else."""
     try:
         fields = json.loads(text)
-        world_size = fields["world_size"]
-        going = [
-            Arrival(initial, rank, world_size, is_out=False)
-            for initial, rank in _spread(fields["going"], 2)
-        ]
-        left = [Arrival(rank, None, None, is_out=True) for (rank,) in _spread(fields["left"], 1)]
-        ended = [Arrival(rank, None, None, is_out=False) for (rank,) in _spread(fields["ended"], 1)]
-        records = _parse_record_fields(fields["records"])
+        world_size, runs = fields["world_size"], fields["going"]
+        _require(_is_count(world_size) and isinstance(runs, list))
+        _require(all(len(run) == 3 and all(map(_is_count, run)) for run in runs))  # noqa: PLR2004
+        # Sizes first: a text that claims more ranks than there are is not expanded.
+        _require(sum(count for _, _, count in runs) <= world_size)
+        pairs = [(run[0] + step, run[1] + step) for run in runs for step in range(run[2])]
+        numbers, lost = dict(pairs), tuple(parse_ranks(fields["lost"]))
+        _require(len(pairs) == len(numbers) == len(set(numbers.values())))
+        _require(numbers.keys().isdisjoint(lost))
+        _require(all(rank < world_size for rank in numbers.values()))
+        _require(isinstance(fields["records"], str))
+        records = tuple(parse_records(fields["records"], key))
         hang = _parse_hang(fields["hang"]) if "hang" in fields else None
-        taken = {arrival.rank for arrival in going}
-        initials = {arrival.initial_rank for arrival in (*going, *left, *ended)}
-        _require(_is_count(world_size))
-        _require(len(taken) == len(going))
-        _require(len(initials) == len(going) + len(left) + len(ended))
-        _require(all(rank is not None and rank < world_size for rank in taken))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ForeignValueError(key, text) from None
-    participants = sorted((*going, *left, *ended), key=lambda arrival: arrival.initial_rank)
-    terminated = tuple(rank for rank in range(world_size) if rank not in taken)
-    return Decision(tuple(participants), terminated, records, hang)
+    return Decision(world_size, numbers, lost, records, hang)
 
 
-def encode_records(records: Iterable[InterruptionRecord]) -> str:
-    """Return records as a short text: ranks by kind."""
-    return json.dumps(_record_fields(records), separators=(",", ":"))
-
-
-def decode_records(text: str, key: str = "records") -> tuple[InterruptionRecord, ...]:
-    """Decode records; a ForeignValueError for anything else."""
-    try:
-        return _parse_record_fields(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ForeignValueError(key, text) from None
-
-
-def _record_fields(records: Iterable[InterruptionRecord]) -> dict[str, list[list[int]]]:
-    by_kind: dict[str, list[int]] = {}
+def format_records(records: Iterable[InterruptionRecord]) -> str:
+    """Return records, of initial ranks, as entries of a list, one per kind: `EXCEPTION:0-2;`."""
+    by_kind: dict[str, set[int]] = {}
     for record in records:
-        by_kind.setdefault(record.interruption.name, []).append(record.rank)
-    return {name: _runs((rank,) for rank in sorted(ranks)) for name, ranks in by_kind.items()}
+        by_kind.setdefault(record.interruption.name, set()).add(record.rank)
+    return "".join(f"{name}:{format_ranks(ranks)}{_END}" for name, ranks in by_kind.items())
 
 
-def _parse_record_fields(fields: Any) -> tuple[InterruptionRecord, ...]:
-    return tuple(
-        InterruptionRecord(rank, Interruption[name])
-        for name, runs in fields.items()
-        for (rank,) in _spread(runs, 1)
-    )
+def parse_records(text: str, key: str = "interruption_records") -> list[InterruptionRecord]:
+    """Return the records of a list; a ForeignValueError for anything else."""
+    records: list[InterruptionRecord] = []
+    for entry in entries_of(text, key):
+        name, _, ranks = entry.partition(":")
+        try:
+            kind, numbers = Interruption[name], parse_ranks(ranks)
+        except (KeyError, ValueError):
+            raise ForeignValueError(key, entry) from None
+        if not numbers or len(records) + len(numbers) > _MOST_RANKS:
+            raise ForeignValueError(key, entry)
+        records += (InterruptionRecord(rank, kind) for rank in numbers)
+    return records
+
+
+def entries_of(text: str, key: str) -> list[str]:
+    """Return the entries of a list, each of which ends in `;`."""
+    if not text:
+        return []
+    if not text.endswith(_END):
+        raise ForeignValueError(key, text)
+    return text[: -len(_END)].split(_END)
 
 
 def _parse_hang(value: Any) -> Hang:
@@ -224,27 +219,6 @@ def _parse_hang(value: Any) -> Hang:
     return Hang(" ".join(text.split()), tuple(culprits))
 
 
-def _runs(values: Iterable[tuple[int, ...]]) -> list[list[int]]:
-    """Join values that follow each other in every place: [*first, how many]."""
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and all(runs[-1][place] + runs[-1][-1] == n for place, n in enumerate(value)):
-            runs[-1][-1] += 1
-        else:
-            runs.append([*value, 1])
-    return runs
-
-
-def _spread(runs: Sequence[Sequence[int]], places: int) -> Iterator[tuple[int, ...]]:
-    total = 0
-    for run in runs:
-        _require(isinstance(run, list) and len(run) == places + 1 and all(map(_is_count, run)))
-        total += run[-1]
-        _require(total <= _MOST_RANKS)
-        for step in range(run[-1]):
-            yield tuple(first + step for first in run[:-1])
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MOST_RANKS
 
@@ -252,3 +226,154 @@ def _is_count(value: Any) -> bool:
 def _require(holds: bool) -> None:
     if not holds:
         raise ValueError
+
+
+_LEFT = "-"
+_ENDED = "?"
+_ARRIVAL = re.compile(r"(\d{1,9}):(?:([-?])|(\d{1,9}):(\d{1,9}))(?::([^:]*))?", re.ASCII)
+_MOST_RANKS_OF_A_NODE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """A node as its monitor has announced it; its number is its smallest initial rank.
+
+    `processes` has by rank the process and its start in clock ticks, 0 once the rank has left.
+    """
+
+    node_id: int
+    processes: Mapping[int, tuple[int, int]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self.processes)
+
+
+def format_arrival(arrival: Arrival) -> str:
+    if arrival.goes_on:
+        reported = f"{arrival.rank}:{arrival.world_size}"
+    else:
+        reported = _LEFT if arrival.is_out else _ENDED
+    observed = "" if arrival.observed is None else f":{arrival.observed.to_text()}"
+    return f"{arrival.initial_rank}:{reported}{observed};"
+
+
+def parse_arrivals(text: str, key: str = "arrivals") -> list[Arrival]:
+    """Return the arrivals of a list; a ForeignValueError for anything else."""
+    return [_parse_arrival(entry, key) for entry in entries_of(text, key)]
+
+
+def _parse_arrival(entry: str, key: str) -> Arrival:
+    found = _ARRIVAL.fullmatch(entry)
+    if found is None:
+        raise ForeignValueError(key, entry)
+    initial_rank, how, *numbers, observed = found.groups()
+    rank, world_size = (None if number is None else int(number) for number in numbers)
+    try:
+        activity = None if observed is None else ObservedActivity.from_text(observed)
+    except ValueError:
+        raise ForeignValueError(key, entry) from None
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ForeignValueError(key, entry)
+    return Arrival(int(initial_rank), rank, world_size, how == _LEFT, activity)
+
+
+def is_whole(arrivals: Iterable[Arrival], participants: frozenset[int]) -> bool:
+    """Return whether every participant stands in the list, in whatever form."""
+    return participants <= {arrival.initial_rank for arrival in arrivals}
+
+
+def is_complete(completions: Iterable[Arrival]) -> bool:
+    """Return whether every rank of the world that the entries name has completed."""
+    ranks: dict[int, set[int]] = {}
+    for entry in completions:
+        if entry.rank is not None and entry.world_size is not None:
+            ranks.setdefault(entry.world_size, set()).add(entry.rank)
+    return any(len(found) == world_size for world_size, found in ranks.items())
+
+
+def have_all_reported(
+    records: Iterable[InterruptionRecord], silent: Iterable[Arrival], participants: frozenset[int]
+) -> bool:
+    """Return whether every participant has reported or has nothing to report."""
+    reported = {record.rank for record in records}
+    return participants <= reported.union(entry.initial_rank for entry in silent)
+
+
+def decide(
+    arrivals: Sequence[Arrival], participants: frozenset[int], records: Iterable[InterruptionRecord]
+) -> Decision:
+    """Return what follows from a whole list.
+
+    Who stands in it in several forms does not go on: it has ended after it had arrived. Neither do
+    those who contradict a smaller initial rank in the size of the world or in a number: were they
+    to go on, two ranks would take themselves for the same.
+    """
+    reported: dict[int, Arrival] = {}
+    for arrival in arrivals:
+        known = reported.get(arrival.initial_rank, arrival)
+        if arrival.initial_rank in participants:
+            reported[arrival.initial_rank] = _both(known, arrival)
+    world_size: int | None = None
+    taken: set[int] = set()
+    for initial_rank, arrival in sorted(reported.items()):
+        if arrival.rank is not None:
+            world_size = arrival.world_size if world_size is None else world_size
+            if arrival.world_size != world_size or arrival.rank in taken:
+                reported[initial_rank] = _out(arrival)
+            else:
+                taken.add(arrival.rank)
+    numbers = {each.initial_rank: each.rank for each in reported.values() if each.rank is not None}
+    lost = tuple(sorted(reported.keys() - numbers.keys()))
+    records = _in_order(records)
+    observed = {rank: each.observed for rank, each in reported.items() if each.observed is not None}
+    hang = find_hang(records, observed, len(reported))
+    return Decision(world_size or 0, numbers, lost, records, hang)
+
+
+def _both(known: Arrival, arrival: Arrival) -> Arrival:
+    if arrival == known or not known.goes_on:
+        return known
+    return _out(arrival) if arrival.goes_on else arrival
+
+
+def _out(arrival: Arrival) -> Arrival:
+    return Arrival(arrival.initial_rank, None, None, is_out=True)
+
+
+def _in_order(records: Iterable[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
+    return tuple(sorted(set(records), key=lambda record: (record.interruption.value, record.rank)))
+
+
+def format_node(node: NodeEntry) -> str:
+    """Return a node as a line of the list of nodes."""
+    fields = [node.node_id, [[rank, *process] for rank, process in node.processes.items()]]
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def parse_nodes(text: str, key: str = "nodes") -> list[NodeEntry]:
+    """Return the nodes of the list, by number; the last entry of a number counts."""
+    found: dict[int, NodeEntry] = {}
+    for line in text.splitlines():
+        node = _parse_node(line, key)
+        found[node.node_id] = node
+    return [found[node_id] for node_id in sorted(found)]
+
+
+def _parse_node(line: str, key: str) -> NodeEntry:
+    match require_json(key, line):
+        case [node_id, [*processes]] if (
+            _is_number(node_id)
+            and len(processes) <= _MOST_RANKS_OF_A_NODE
+            and all(map(_is_process, processes))
+        ):
+            return NodeEntry(node_id, {rank: (pid, start) for rank, pid, start in processes})
+    raise ForeignValueError(key, line)
+
+
+def _is_process(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))  # noqa: PLR2004
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0

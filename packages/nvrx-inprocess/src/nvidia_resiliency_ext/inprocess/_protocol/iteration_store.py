@@ -23,14 +23,10 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 from .decision import (
     Arrival,
     Decision,
-    decode_decision,
-    decode_records,
-    encode_decision,
-    encode_records,
-)
-from .lists import (
     NodeEntry,
     decide,
+    decode_decision,
+    encode_decision,
     format_arrival,
     format_node,
     format_records,
@@ -125,7 +121,7 @@ class IterationStore:
             self._count_reported(iteration, 1, participants)
 
     def look(self, iteration: int, participants: frozenset[int]) -> Decision | None:
-        """Do what others would have done had they not ended; for a monitor that waits in vain."""
+        """Decide what a monitor that has ended would have decided; for one that waits in vain."""
         keys = self._keys(iteration)
         self._settle_completion(keys)
         return self._settle_decision(keys, participants)
@@ -150,7 +146,7 @@ class IterationStore:
         text = self._access.get(key, timeout_s)
         if text is None:
             return False
-        self._all_reported = iteration, decode_records(text, key)
+        self._all_reported = iteration, tuple(parse_records(text, key))
         return True
 
     def records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
@@ -173,12 +169,12 @@ class IterationStore:
         key = self._keys(iteration).decision
         text = self._access.get(key, timeout_s)
         if text is None:
-            return Decision((), (), ()) if self._is_forgotten(iteration) else None
+            return Decision(0, {}, (), ()) if self._is_forgotten(iteration) else None
         return decode_decision(text, key)
 
     def register_node(self, node: NodeEntry) -> None:
         """Announce a node and its lease, or a new monitor of it."""
-        # The lease first: whoever reads of the node may then ask for it.
+        # The lease first: a monitor that reads of the node may then ask for it.
         self.renew_lease(node.node_id)
         self._access.append(f"{self._prefix}nodes", format_node(node))
 
@@ -203,8 +199,10 @@ class IterationStore:
 
     def forget(self, iteration: int) -> None:
         """Remove the lists of an iteration that has been decided; outcome and decision stay."""
-        for key in self._keys(iteration).lists():
-            self._access.delete(key)
+        keys = self._keys(iteration)
+        for key in keys:
+            if key not in (keys.outcome, keys.decision):
+                self._access.delete(key)
 
     def _forget_old(self, iteration: int) -> None:
         """Remove the lists of the last iteration, outcome and decision of a much older one."""
@@ -238,7 +236,7 @@ class IterationStore:
         for key in (keys.arrivals, keys.completions):
             silent += parse_arrivals(self._access.peek(key) or "", key)
             if have_all_reported(records, silent, participants):
-                self._access.set(keys.all_reported, encode_records(records))
+                self._access.set(keys.all_reported, format_records(records))
                 return
 
     def _read_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:

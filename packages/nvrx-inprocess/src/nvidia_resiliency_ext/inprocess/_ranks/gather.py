@@ -137,7 +137,7 @@ _passes: weakref.WeakKeyDictionary[Any, dict[int, _Pass]] = weakref.WeakKeyDicti
 
 
 def can_gather(store: object) -> bool:
-    """Tell whether this is a store with torch's operations, and not a stand-in."""
+    """Return whether this is a store with torch's operations, and not a stand-in."""
     return all(callable(getattr(type(store), name, None)) for name in _OPERATIONS)
 
 
@@ -160,7 +160,7 @@ def gather(
     while not gathering.wait(deadline):
         if not gathering.conclude() and time.monotonic() >= deadline:
             raise RestartTimeoutError(
-                f"ranks {format_rank_set(gathering.missing())} have not told their keys within"
+                f"ranks {format_rank_set(gathering.missing())} have not sent their keys within"
                 f" {timeout.total_seconds():g} s"
             )
     return gathering.read()

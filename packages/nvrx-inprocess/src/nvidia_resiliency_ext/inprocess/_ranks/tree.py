@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
-from typing import ClassVar
 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
@@ -152,7 +151,7 @@ class TreePlan:
         return bisect_left(self.order, position) if self.alive[position] else None
 
     def is_reserve(self, position: int) -> bool:
-        """Tell whether the rank lives and is not active."""
+        """Return whether the rank lives and is not active."""
         return bool(self.alive[position]) and self.numbers[position] < 0
 
     def _moves(
@@ -216,7 +215,7 @@ class TreePlan:
         return gaps
 
     def _close(self, gaps: list[int]) -> None:
-        """Move everybody up over the gaps."""
+        """Close the gaps: later active ranks get smaller numbers."""
         if not gaps:
             return
         for gap in gaps:
@@ -275,10 +274,6 @@ class TreeView:
 class Leaf:
     """One rank in the tree."""
 
-    is_leaf: ClassVar[bool] = True
-    children: ClassVar[tuple[Node, ...]] = ()
-    layer: ClassVar[None] = None
-
     _view: TreeView
     _position: int
 
@@ -292,10 +287,6 @@ class Leaf:
         """The branch above."""
         return Node(self._view, self._view.plan.layout.bottom[self._position])
 
-    def iter_leaves(self) -> Iterator[Leaf]:
-        """Yield the leaf itself."""
-        yield self
-
     def __repr__(self) -> str:
         return f"Leaf({self.state!r})"
 
@@ -303,8 +294,6 @@ class Leaf:
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Node:
     """One branch of the tree."""
-
-    is_leaf: ClassVar[bool] = False
 
     _view: TreeView
     _branch: Branch
@@ -354,17 +343,15 @@ class Node:
 class LeafMap(Mapping[int, Leaf]):
     """Leaves by number; read only."""
 
-    def __init__(self, view: TreeView, positions: Mapping[int, int] | Sequence[int]) -> None:
+    def __init__(self, view: TreeView, positions: Mapping[int, int]) -> None:
         self._view = view
         self._positions = positions
 
     def __getitem__(self, number: int) -> Leaf:
-        if not isinstance(self._positions, Mapping) and not 0 <= number < len(self._positions):
-            raise KeyError(number)
         return Leaf(self._view, self._positions[number])
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._positions if isinstance(self._positions, Mapping) else range(len(self)))
+        return iter(self._positions)
 
     def __len__(self) -> int:
         return len(self._positions)

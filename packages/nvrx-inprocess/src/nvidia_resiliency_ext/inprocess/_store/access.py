@@ -185,7 +185,7 @@ class StoreAccess:
 
 
 def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
-    """Tell an expired wait from the network's own timeouts, which use the same words."""
+    """Return whether a wait expired; the network's own timeouts use the same words."""
     if isinstance(error, (WaitExpiredError, ConnectionError)):
         return isinstance(error, WaitExpiredError)
     name = type(error).__name__
@@ -197,7 +197,7 @@ def is_expiry(error: BaseException, elapsed_s: float, limit_s: float) -> bool:
 
 
 def _is_extended(store: Any) -> bool:
-    """Return whether a store appends by itself and waits in `get` as long as it is told to."""
+    """Return whether a store appends by itself and heeds its timeout in `get`."""
     try:
         return bool(store.has_extended_api())
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -65,35 +65,6 @@ def pass_barrier(  # noqa: PLR0913 - as the mixin has them
         raise _too_late(group_name, access.add(arrived, 0), rendezvous_count, timeout)
 
 
-def pass_reentrant_barrier(
-    access: StoreAccess,
-    ranks: Collection[int],
-    group_name: str,
-    rendezvous_count: int,
-    timeout: timedelta | None,
-    timeout_chunk: timedelta | None,
-) -> None:
-    """Arrive for `ranks`, perhaps not for the first time, and wait until all have arrived."""
-    arrived, count, done = _barrier_keys("reentrant_barrier", group_name)
-
-    def look() -> bool:
-        number = len(_read_ranks(access, arrived))
-        if number > rendezvous_count:
-            raise _overflow(group_name, number, rendezvous_count)
-        if number == rendezvous_count:
-            access.set(done, _DONE)
-        return number == rendezvous_count
-
-    access.append(arrived, "".join(f"{rank}," for rank in ranks))
-    if access.add(count, len(ranks)) >= rendezvous_count and look():
-        return
-    # Who only arrives, for another rank say, asks the store nothing more.
-    if _is_no_wait(timeout):
-        raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
-    if not _wait(access, done, timeout, timeout_chunk, look):
-        raise _too_late(group_name, len(_read_ranks(access, arrived)), rendezvous_count, timeout)
-
-
 def _barrier_keys(kind: str, group_name: str) -> tuple[str, str, str]:
     base = f"{_PREFIX}:{kind}:{group_name}"
     return f"{base}:arrived", f"{base}:count", f"{base}:last_worker_arrived"
@@ -147,9 +118,9 @@ _TERMINATED = "terminated_ranks"
 
 
 class StoreMixin:
-    """Barriers, and what ranks tell each other; mix it into any torch Store, before torch's class.
+    """Barriers and exchanges between ranks; mix it into any torch Store, before torch's class.
 
-    Ranks write plain text and JSON. What somebody else wrote raises `ForeignValueError`, a store
+    Ranks write plain text and JSON. Any other value raises `ForeignValueError`, a store
     that does not answer `StoreLostError`. Waits raise `torch.distributed.DistStoreError` when time
     is over.
 
@@ -196,29 +167,36 @@ class StoreMixin:
         timeout: timedelta | None,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Pass a barrier at which a rank that arrives again counts once.
+        """Arrive and wait as at `barrier`; a rank that arrives again counts once.
 
-        Args:
-            ranks: The ranks that arrive.
-            group_name: Name of the barrier.
-            rendezvous_count: Number of ranks to wait for.
-            timeout: Longest wait; None: no limit.
-            timeout_chunk: Longest single wait in the store; None: chosen here.
+        `ranks`, `group_name`, `rendezvous_count`, `timeout` and `timeout_chunk` are as there.
 
         Raises:
             BarrierTimeout: Not all ranks arrived in time.
         """
-        pass_reentrant_barrier(
-            self._access(), ranks, group_name, rendezvous_count, timeout, timeout_chunk
-        )
+        access = self._access()
+        arrived, count, done = _barrier_keys("reentrant_barrier", group_name)
+
+        def look() -> bool:
+            number = len(_read_ranks(access, arrived))
+            if number > rendezvous_count:
+                raise _overflow(group_name, number, rendezvous_count)
+            if number == rendezvous_count:
+                access.set(done, _DONE)
+            return number == rendezvous_count
+
+        access.append(arrived, "".join(f"{rank}," for rank in ranks))
+        if access.add(count, len(ranks)) >= rendezvous_count and look():
+            return
+        # A caller that only arrives, as for another rank, asks the store nothing more.
+        if _is_no_wait(timeout):
+            raise BarrierTimeout(f"{group_name}: not all of {rendezvous_count} ranks have arrived")
+        if not _wait(access, done, timeout, timeout_chunk, look):
+            number = len(_read_ranks(access, arrived))
+            raise _too_late(group_name, number, rendezvous_count, timeout)
 
     def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
-        """Return whether a rank has arrived, by itself or through another process.
-
-        Args:
-            rank: The rank.
-            group_name: Name of the barrier.
-        """
+        """Return whether `rank` has arrived at `group_name`, itself or by another process."""
         arrived, _, _ = _barrier_keys("reentrant_barrier", group_name)
         return rank in _read_ranks(self._access(), arrived)
 
@@ -270,12 +248,7 @@ class StoreMixin:
     # Ranks.
 
     def set_initial_rank(self, rank: int, initial_rank: int) -> None:
-        """Store the initial rank of a rank.
-
-        Args:
-            rank: Number in the current iteration.
-            initial_rank: `RANK` at the call.
-        """
+        """Store the `initial_rank` of `rank`."""
         self._access().set(f"initial_rank_{rank}", str(initial_rank))
 
     def get_initial_ranks(self, ranks: Iterable[int]) -> list[int]:
@@ -284,20 +257,11 @@ class StoreMixin:
         return [require_number(key, text) for key, text in found]
 
     def set_active_rank(self, rank: int, active_rank: int | None) -> None:
-        """Store the active rank of a rank.
-
-        Args:
-            rank: Number in the current iteration.
-            active_rank: Its active rank; None: it is a reserve.
-        """
+        """Store the `active_rank` of `rank`; None for a reserve."""
         self._access().set(f"active_rank_{rank}", json.dumps(active_rank))
 
     def get_all_active_ranks(self, world_size: int) -> list[int | None]:
-        """Return the active rank of each rank; waits until all are known.
-
-        Args:
-            world_size: Number of ranks in the current iteration.
-        """
+        """Return the active rank of each of `world_size` ranks; waits until all are known."""
         found = self._texts(f"active_rank_{rank}" for rank in range(world_size))
         return [None if text == "null" else require_number(key, text) for key, text in found]
 
@@ -316,12 +280,7 @@ class StoreMixin:
     # What ranks tell each other for the assignment of ranks.
 
     def send_state(self, state: State, rank: int) -> None:
-        """Store the state of a rank, without its exception.
-
-        Args:
-            state: The state.
-            rank: The rank.
-        """
+        """Store `state`, without its exception, for `rank`."""
         fields = {
             field.name: getattr(state, field.name)
             for field in dataclasses.fields(state)
@@ -335,12 +294,7 @@ class StoreMixin:
         return [_state(key, text) for key, text in self._texts(f"state_{r}" for r in ranks)]
 
     def send_key(self, key: Any, rank: int) -> None:
-        """Store the key of a rank.
-
-        Args:
-            key: Any value that JSON can represent.
-            rank: The rank.
-        """
+        """Store `key`, any value that JSON can represent, for `rank`."""
         self._access().set(f"key_{rank}", json.dumps(key))
 
     def get_keys(self, ranks: Iterable[int]) -> list[Any]:
@@ -352,19 +306,14 @@ class StoreMixin:
     # What happens to an iteration.
 
     def record_interrupted(self, records: Sequence[InterruptionRecord] | None = None) -> None:
-        """Record that the iteration is interrupted.
-
-        Args:
-            records: What happened to which rank; ignored once the records are locked. Default:
-                none.
-        """
+        """Record that the iteration is interrupted; `records` are ignored once they are locked."""
         access = self._access()
         if records and access.add(_RECORDS_LOCK, 0) == 0:
             access.append(_RECORDS, "".join(f"{record};" for record in records))
         access.set(_INTERRUPTED, _DONE)
 
     def lock_interruption_records(self) -> None:
-        """Let records that come from now on not count."""
+        """Ignore records that are written from now on."""
         self._access().add(_RECORDS_LOCK, 1)
 
     def get_interruption_records(self) -> list[InterruptionRecord]:
@@ -379,14 +328,7 @@ class StoreMixin:
         return records
 
     def wait_for_interrupted(self, timeout: timedelta) -> None:
-        """Wait until the iteration is interrupted.
-
-        Args:
-            timeout: Longest wait.
-
-        Raises:
-            torch.distributed.DistStoreError: It was not interrupted in time.
-        """
+        """Wait until the iteration is interrupted, for `timeout` at most."""
         self._wait_for(_INTERRUPTED, timeout)
 
     def record_completed(self) -> None:
@@ -394,14 +336,7 @@ class StoreMixin:
         self._access().set(_COMPLETED, _DONE)
 
     def wait_for_completed(self, timeout: timedelta) -> None:
-        """Wait until a rank has completed.
-
-        Args:
-            timeout: Longest wait.
-
-        Raises:
-            torch.distributed.DistStoreError: No rank completed in time.
-        """
+        """Wait until a rank has completed, for `timeout` at most."""
         self._wait_for(_COMPLETED, timeout)
 
     def record_terminated_ranks(self, ranks: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,28 +124,14 @@ def _plain(name: str) -> str:
     return f"{plain[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
-@dataclass(frozen=True, slots=True)
-class IterationKeys:
-    """Keys of one iteration; outcome, all_reported and decision are set once.
-
-    `outcome` is `completed`, or `interrupted;` and the first records; `reported` counts ranks that
-    have reported, or arrived and do not go on; `all_reported` has all records.
-    """
-
-    outcome: str
-    completions: str
-    completed: str
-    interruption_records: str
-    reported: str
-    all_reported: str
-    arrivals: str
-    arrived: str
-    decision: str
-
-    def lists(self) -> tuple[str, ...]:
-        """Return every key but those of the values that are set once."""
-        kept = ("outcome", "decision")
-        return tuple(getattr(self, name) for name in self.__slots__ if name not in kept)
+# `outcome` is `completed`, or `interrupted;` and the first records; `reported` counts ranks that
+# have reported, or arrived and do not go on; `all_reported` has all records. Outcome, all_reported
+# and decision are set once.
+IterationKeys = namedtuple(  # noqa: PYI024 - all are texts
+    "IterationKeys",
+    "outcome completions completed interruption_records reported all_reported arrivals arrived"
+    " decision",
+)
 
 
 def iteration_prefix(iteration: int) -> str:
@@ -155,7 +142,7 @@ def iteration_prefix(iteration: int) -> str:
 def iteration_keys(prefix: str, iteration: int) -> IterationKeys:
     """Return the keys of an iteration of the call whose keys begin with `prefix`."""
     below = f"{prefix}{iteration_prefix(iteration)}/"
-    return IterationKeys(*(below + name for name in IterationKeys.__slots__))
+    return IterationKeys(*(below + name for name in IterationKeys._fields))
 
 
 _SHOWN = 200

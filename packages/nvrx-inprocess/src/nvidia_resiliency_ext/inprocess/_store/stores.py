@@ -140,11 +140,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
         return TCPStore.connect(endpoint, _timeout_of(self), use_libuv=self._use_libuv)
 
     def limit_answers(self, timeout_s: float) -> None:
-        """Limit how long this process's connections to the store's port wait for a reply.
-
-        Args:
-            timeout_s: The limit in seconds.
-        """
+        """Limit a wait for a reply of the store to `timeout_s`, on all connections to its port."""
         limit_answers(self.port, timeout_s)
 
     def _host(self, endpoint: Endpoint, options: dict[str, Any]) -> bool:

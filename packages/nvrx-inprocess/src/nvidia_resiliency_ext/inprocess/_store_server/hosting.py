@@ -36,17 +36,12 @@ class StoreInUseError(NvrxError):
 
 def claim(store: Any, job: str) -> None:
     """Write the job's name into a store; a StoreInUseError if another job's stands there."""
-    owner = owner_of(StoreAccess(store).swap(_KEY, "", json.dumps(job)))
+    text = StoreAccess(store).swap(_KEY, "", json.dumps(job))
+    owner = require_json(_KEY, text)
+    if not isinstance(owner, str):
+        raise ForeignValueError(_KEY, text)
     if owner != job:
         raise StoreInUseError(f"it serves job {owner!r}, this is job {job!r}")
-
-
-def owner_of(text: str) -> str:
-    """Return the job's name that a store holds; a ForeignValueError for anything else."""
-    name = require_json(_KEY, text)
-    if not isinstance(name, str):
-        raise ForeignValueError(_KEY, text)
-    return name
 
 
 logger = logging.getLogger("nvrx")
@@ -55,7 +50,7 @@ PROGRAM = os.path.join(_PACKAGE, "_monitor", "boot.py")
 """What the process runs."""
 
 
-# torch asks the name server for the name of whoever connects, and serves nobody meanwhile.
+# torch resolves the address of each client that connects, and serves no other client meanwhile.
 _RESOLVER = "RES_OPTIONS"
 _QUICK = "timeout:1 attempts:1"
 _PROBE_S = 5.0
@@ -124,9 +119,6 @@ def host_store(  # noqa: PLR0913 - one of each part
     report = None if beside is None else beside.ask(order, start_s)
     if report is None:
         started, report = _start(order, start_s, idle_s)
-    if "exit_code" in report:
-        # This torch cannot be imported in part.
-        started, report = _start(order, start_s, idle_s, "--whole-torch")
     if "port" in report:
         return replace(started, endpoint=Endpoint(endpoint.host, report["port"], is_served=True))
     if started.channel is not None and started.process is not None:
@@ -156,7 +148,7 @@ def _join(endpoint: Endpoint, job: str, connect: Connect) -> None:
 
 
 def _start(
-    order: dict[str, Any], start_s: float, idle_s: float, *flags: str
+    order: dict[str, Any], start_s: float, idle_s: float
 ) -> tuple[StoreServer, dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
@@ -166,7 +158,7 @@ def _start(
             "--idle-s": idle_s,
             "--channel-fd": theirs.fileno(),
         }
-        arguments = (*(f"{name}={value}" for name, value in options.items()), *flags)
+        arguments = [f"{name}={value}" for name, value in options.items()]
         try:
             process = subprocess.Popen(
                 [sys.executable, PROGRAM, "--store", *arguments],
@@ -189,11 +181,10 @@ def _start(
         return store_server, {"error": f"its report cannot be read: {error}"}
     if report is None:
         process.kill()
-        return store_server, {"error": f"nothing was heard of it within {start_s:g} s"}
+        return store_server, {"error": f"it has not reported within {start_s:g} s"}
     if not report:
         ours.close()
-        code = _wait_for_end(process, _END_S)
-        return store_server, {"error": f"it ended with exit code {code}", "exit_code": code}
+        return store_server, {"error": f"it ended with exit code {_wait_for_end(process, _END_S)}"}
     return store_server, report
 
 

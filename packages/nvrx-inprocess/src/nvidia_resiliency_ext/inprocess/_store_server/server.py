@@ -44,7 +44,7 @@ _DEPENDENCIES = os.path.join("lib", "libtorch_global_deps.so")
 
 
 class PartialImportError(ImportError):
-    """This torch is of another kind; what was imported can only be got rid of with the process."""
+    """This torch cannot be imported in part; what was imported stays until the process ends."""
 
 
 def tcp_store_class(*, whole: bool = False) -> Any:
@@ -77,8 +77,7 @@ def _store_class(folder: str) -> Any:
     return sys.modules[_C10D].TCPStore
 
 
-# Exit code of one that needs all of torch, and says nothing else: its starter starts it again.
-NEEDS_WHOLE = 4
+_WHOLE_TORCH = "--whole-torch"
 _OWN_CONNECTIONS = 1
 _PERIOD_S = 0.25
 _LONGEST_WAIT_S = 3600.0
@@ -100,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _threads_without(signal.SIGTERM):
                 stores, report = _host(duty.address, duty.port, duty.job, whole=duty.whole_torch)
         except PartialImportError:
-            return NEEDS_WHOLE
+            # Begin again in the same process, with all of torch.
+            os.set_inheritable(channel.fileno(), True)
+            os.execv(sys.executable, [*sys.orig_argv, _WHOLE_TORCH])  # noqa: S606 - ourselves
         # Its starter may have ended.
         with contextlib.suppress(OSError):
             _send_report(channel, report)
@@ -199,7 +200,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--channel-fd", type=int, required=True, help="socket for the report and for orders"
     )
-    parser.add_argument("--whole-torch", action="store_true", help="import all of torch")
+    parser.add_argument(_WHOLE_TORCH, action="store_true", help="import all of torch")
     return parser.parse_args(arguments)
 
 

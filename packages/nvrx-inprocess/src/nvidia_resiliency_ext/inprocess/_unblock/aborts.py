@@ -13,17 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess import _inputs
-from nvidia_resiliency_ext.inprocess._bounded import call_bounded
-from nvidia_resiliency_ext.inprocess._inputs import check_duration, check_path
+from nvidia_resiliency_ext.inprocess._inputs import call_bounded, check_duration, check_path
 from nvidia_resiliency_ext.inprocess.compose import Compose, members_of
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as AbortTimeoutError
 from nvidia_resiliency_ext.inprocess.state import FrozenState
-from nvidia_resiliency_ext.inprocess.utils import format_exc
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -44,33 +41,14 @@ class Abort(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Unblock the main thread of this rank; subclasses implement it.
-
-        Args:
-            state: The rank's state when the fault was seen.
-
-        Returns:
-            The state, unchanged.
-        """
+        """Unblock this rank's main thread, and return `state`; subclasses implement it."""
         raise NotImplementedError
 
 
 logger = logging.getLogger("nvrx")
 
 
-@dataclass(frozen=True, slots=True)
-class AbortStep:
-    """How one member ended: its error as text, which keeps no frames, or late and abandoned."""
-
-    name: str
-    duration_s: float
-    error: str | None = None
-    is_late: bool = False
-
-
-def run_abort(
-    abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float
-) -> tuple[AbortStep, ...]:
+def run_abort(abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float) -> None:
     """Call an abort, or the members of a `Compose` of aborts, the last one first.
 
     A member that raises, or is late, does not keep the others from running: it may use half of the
@@ -78,36 +56,31 @@ def run_abort(
     """
     deadline = Deadline.after(deadline_s)
     members = list(members_of(abort))[::-1]
-    steps = []
-    given: object = (state,)
-    for index, member in enumerate(members):
-        is_last = index == len(members) - 1
-        patience_s = deadline.remaining() * (1.0 if is_last else 0.5)
-        step, returned = _run(member, given, patience_s)
-        steps.append(step)
+    given: tuple[object, ...] = (state,)
+    for left, member in zip(range(len(members), 0, -1), members, strict=True):
+        returned = _run(member, given, deadline.remaining() * (1.0 if left == 1 else 0.5))
         # After a failure the next one gets what this one got.
         if returned is not None:
             given = returned if isinstance(returned, tuple) else (returned,)
-    return tuple(steps)
 
 
-def _run(member: Any, given: Any, patience_s: float) -> tuple[AbortStep, object]:
+def _run(member: Any, given: tuple[object, ...], patience_s: float) -> object:
+    """Run one member and log how it ended; return its result, None where there is none."""
     name = _name_of(member)
     start = time.monotonic()
     # `Compose` knows which members take no arguments.
     call = AbandonableCall(f"nvrx-abort-{name}", lambda: Compose(member)(*given))
-    is_late = not call.ended.wait(patience_s)
-    duration_s = time.monotonic() - start
-    if is_late:
-        logger.error("abort %s has not ended in %.3f s; it is abandoned", name, duration_s)
-        return AbortStep(name, duration_s, is_late=True), None
+    if not call.ended.wait(patience_s):
+        waited_s = time.monotonic() - start
+        logger.error("abort %s has not ended in %.3f s; it is abandoned", name, waited_s)
+        return None
     try:
-        returned = call.result()
-    except BaseException as error:
-        logger.exception("abort %s failed after %.3f s", name, duration_s)
-        return AbortStep(name, duration_s, error=format_exc(error)), None
-    logger.info("abort %s took %.3f s", name, duration_s)
-    return AbortStep(name, duration_s), returned
+        returned: object = call.result()
+    except BaseException:
+        logger.exception("abort %s failed after %.3f s", name, time.monotonic() - start)
+        return None
+    logger.info("abort %s took %.3f s", name, time.monotonic() - start)
+    return returned
 
 
 def _name_of(member: Any) -> str:
@@ -131,11 +104,7 @@ class AbortTransformerEngine(Abort):
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Free Transformer Engine's communication buffers and reset its FP8 state.
-
-        Args:
-            state: The rank's state when the fault was seen.
-        """
+        """Free Transformer Engine's communication buffers, reset its FP8 state, return `state`."""
         if importlib.util.find_spec(_ENGINE) is None:
             return state
         try:
@@ -153,14 +122,7 @@ class AbortPersistentCheckpointProcesses(Abort):
     """Ends the workers of asynchronous checkpoints: runs the abort hooks that are registered."""
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Run all registered abort hooks.
-
-        Args:
-            state: The rank's state when the fault was seen.
-
-        Raises:
-            Exception: Raised by the first hook that failed, after all hooks ran.
-        """
+        """Run all registered abort hooks, raise the first failure, return `state`."""
         failures = run_abort_hooks()
         if failures:
             raise failures[0]
@@ -186,19 +148,20 @@ def _import(name: str) -> Any:
 def take_flight_record(folder: str) -> Callable[[], None]:
     """Keep what torch's flight recorder knows now, in memory; return what writes it."""
 
-    def take() -> Callable[[], None]:
+    def take() -> tuple[TorchFRTraceCollector, Any]:
         # The collector is made here, too: it looks at devices, which may be what hangs.
         collector = TorchFRTraceCollector(folder)
-        return functools.partial(_save_flight_record, collector, collector.take())
+        return collector, collector.take()
 
-    return call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
+    collector, dump = call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
 
+    def save() -> None:
+        try:
+            logger.info("flight record saved as %s", collector.save(dump))
+        except Exception:
+            logger.exception("the flight record could not be saved")
 
-def _save_flight_record(collector: TorchFRTraceCollector, dump: Any) -> None:
-    try:
-        logger.info("flight record saved as %s", collector.save(dump))
-    except Exception:
-        logger.exception("the flight record could not be saved")
+    return save
 
 
 _TIMEOUT = dt.timedelta(seconds=10)
@@ -217,7 +180,7 @@ class AbortTorchDistributed(Abort):
         torch_fr_trace_path: Folder for what torch's flight recorder knows at that moment, as
             `iter_<iteration>/_dump_<rank>.json`; default: `NVRX_FR_TRACE_PATH`, else none. It is
             saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
-            `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is told of once.
+            `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is logged once.
         timeout: How long all of it may take.
 
     Raises:
@@ -232,10 +195,7 @@ class AbortTorchDistributed(Abort):
     """
 
     def __init__(
-        self,
-        torch_fr_trace_path: str | None = None,
-        *,
-        timeout: dt.timedelta = _TIMEOUT,
+        self, torch_fr_trace_path: str | None = None, *, timeout: dt.timedelta = _TIMEOUT
     ) -> None:
         if torch_fr_trace_path is not None:
             check_path("torch_fr_trace_path", torch_fr_trace_path)
@@ -245,14 +205,7 @@ class AbortTorchDistributed(Abort):
         self._has_no_recorder = False
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Abort all process groups and destroy them.
-
-        Args:
-            state: The rank's state when the fault was seen.
-
-        Raises:
-            Exception: The first failure, after everything was tried.
-        """
+        """Abort and destroy all process groups, raise the first failure, return `state`."""
         deadline = Deadline.after(self.timeout.total_seconds())
         failures = _Failures()
         save_record = failures.of("flight recorder", lambda: self._take_record(state))
@@ -288,11 +241,7 @@ class AbortTorchDistributed(Abort):
 
     @staticmethod
     def shutdown_all_process_group_backends() -> None:
-        """Abort the backends of all groups, all at once; the groups stay.
-
-        Raises:
-            Exception: The first thing that failed, after all was done.
-        """
+        """Abort the backends of all groups at once, raise the first failure; the groups stay."""
         failures = _Failures()
         failures.of("gloo", end_gloo_connections)
         failures.of_all(_tasks(), Deadline.after(_TIMEOUT.total_seconds()))
@@ -300,13 +249,9 @@ class AbortTorchDistributed(Abort):
 
     @staticmethod
     def shutdown_process_group_backend(group: Any, device: Any) -> None:
-        """Abort the backend of a group for one device; do nothing if it has none.
+        """Abort the backend that `group` has for `device`; do nothing if it has none.
 
-        Connections of gloo are not ended here, because they cannot be told apart by group.
-
-        Args:
-            group: The process group.
-            device: The device, such as `torch.device("cuda")`.
+        Connections of gloo are not ended here, because nothing tells to which group they belong.
         """
         backend = groups.backend_of(group, device)
         if backend is not None:
@@ -340,7 +285,7 @@ class _Failures:
             return None
 
     def of_all(self, tasks: list[Task], deadline: Deadline) -> None:
-        """Call functions all at once; those that are late are left to themselves."""
+        """Call functions all at once; those that are late are abandoned."""
         calls = [
             AbandonableCall(f"nvrx-abort-{task[0]}", functools.partial(self.of, *task))
             for task in tasks

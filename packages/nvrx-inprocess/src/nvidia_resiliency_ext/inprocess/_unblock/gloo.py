@@ -58,8 +58,8 @@ class UnreadConnections:
                 self._kept[name] = connection
                 stack.pop_all()
 
-    def let_go(self) -> None:
-        """End them for their peers, too: these have stopped, or have had their time."""
+    def release(self) -> None:
+        """End them for their peers, too, which have stopped or have had their time."""
         with self._lock:
             kept, self._kept = self._kept, {}
             timer, self._timer = self._timer, None
@@ -71,10 +71,10 @@ class UnreadConnections:
             timer.join()
 
     def _arm_timer(self) -> bool:
-        """See to it that they are let go of in time; `False` where that cannot be."""
+        """Start the timer that releases them; `False` where no thread can be started."""
         # In a forked process the parent's thread is not alive.
         if self._timer is None or not self._timer.is_alive():
-            timer = threading.Timer(self._linger_s, self.let_go)
+            timer = threading.Timer(self._linger_s, self.release)
             timer.name = "nvrx-unread"
             timer.daemon = True
             try:
@@ -95,7 +95,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _LOOP_NAMES = frozenset({"gloo_tcp_loop", "gloo_tls_loop"})
 _WAIT_CALLS = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}  # epoll_wait, _pwait, _pwait2
 
-# How gloo's loop waits: room for so many events, for so many milliseconds. For versions (before
+# How gloo's loop waits: space for so many events, for so many milliseconds. For versions (before
 # 2026) in which the thread has no name.
 _LOOP_WAIT = (64, 10)
 _SEQUENCE_NUMBER = struct.Struct("=q")
@@ -107,7 +107,7 @@ _OTHERS_S = 0.05
 _LOOK_S = 0.0005
 
 # The aborts of a job begin within milliseconds of each other, on a busy host within some hundred. A
-# rank that is told of none, as in an atomic block, waits so long for one that was.
+# rank that does not abort yet, as in an atomic block, waits so long for one that does.
 _LINGER_S = 1.0
 
 # By thread and its start: a loop keeps its descriptor. One that never rests, as when a connection
@@ -120,7 +120,7 @@ def end_gloo_connections() -> int:
     """End every connection of every gloo device of this process; return how many there were.
 
     The sockets stay open: they are gloo's to close. The other side can write until
-    `let_go_of_gloo_connections`, or for a second.
+    `release_gloo_connections`, or for a second.
     """
     ended = 0
     for descriptor in _watched_sockets():
@@ -129,9 +129,9 @@ def end_gloo_connections() -> int:
     return ended
 
 
-def let_go_of_gloo_connections() -> None:
+def release_gloo_connections() -> None:
     """End for their peers, too, the connections that were ended for this process."""
-    _ended.let_go()
+    _ended.release()
 
 
 def end_gloo_rendezvous(world_size: int) -> int:
@@ -222,12 +222,12 @@ def _likely_epolls() -> set[int]:
 
 
 def _wait(task: str) -> _Wait | None:
-    """Return descriptor, room and timeout of the epoll call in which a thread is, if it is."""
+    """Return descriptor, event limit and timeout of the epoll call that a thread is in, if any."""
     call = system_call(task)
     if not call or call[0] not in _WAIT_CALLS.get(platform.machine(), ()):
         return None
-    _, descriptor, _, room, timeout = call[:5]
-    return descriptor, room, timeout
+    _, descriptor, _, most_events, timeout = call[:5]
+    return descriptor, most_events, timeout
 
 
 def _is_like_gloos(epoll: int) -> bool:
@@ -256,7 +256,7 @@ def _targets(epoll: int) -> list[int]:
 
 
 def _end(descriptor: int) -> bool:
-    """End a connection, if it is one; the number may be anything's by now."""
+    """End the connection of a descriptor; by now the number may belong to something else."""
     found = tcp_socket(descriptor)
     if found is None:
         return False

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._bounded import call_bounded
+from nvidia_resiliency_ext.inprocess._inputs import call_bounded
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as ReleaseTimeoutError
+from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
 
 from .gloo import end_gloo_connections
 from .waits import is_in_untimed_condition, thread_name
@@ -94,7 +95,6 @@ _REGISTERS = (
     "tags_to_pg",
     "pg_coalesce_state",
 )
-_DESTROY = "destroy_process_group"
 _TASKS = "/proc/self/task"
 _WORKER_NAME = "pt_gloo_runloop"
 _LOOK_S = 0.0005
@@ -133,8 +133,8 @@ class DestroyedGroups:
     def release(self, within_s: float = _IDLE_S) -> bool:
         """Drop the references once gloo's workers are idle; return whether none is held any more.
 
-        Where they are not idle in time, or cannot be told from other threads, the groups of the
-        last restarts stay until the next call.
+        Where they are not idle in time, or cannot be distinguished from other threads, the groups
+        of the last restarts stay until the next call.
         """
         is_idle = are_gloo_workers_idle(within_s)
         with self._lock:
@@ -164,35 +164,29 @@ def patient_destruction() -> Iterator[None]:
     """
     from torch import distributed
 
-    places = (distributed, distributed.distributed_c10d)
-    destroy: Any = getattr(distributed, _DESTROY, None)
+    def make(wrapped: WrappedAttribute) -> Any:
+        @functools.wraps(wrapped.original)
+        def destroy_patiently(*args: Any, **kwargs: Any) -> Any:
+            destroyed_groups.hold(all_groups())
+            try:
+                return wrapped.original(*args, **kwargs)
+            finally:
+                destroyed_groups.release()
 
-    def destroy_patiently(*args: Any, **kwargs: Any) -> Any:
-        destroyed_groups.hold(all_groups())
-        try:
-            return destroy(*args, **kwargs)
-        finally:
-            destroyed_groups.release()
+        return destroy_patiently
 
-    if destroy is None:
-        yield  # a torch without process groups
-        return
-    functools.update_wrapper(destroy_patiently, destroy)
-    for place in places:
-        setattr(place, _DESTROY, destroy_patiently)
-    try:
+    with contextlib.ExitStack() as stack:
+        for place in (distributed, distributed.distributed_c10d):
+            stack.callback(WrappedAttribute(place, "destroy_process_group", make).restore)
         yield
-    finally:
-        for place in places:
-            if getattr(place, _DESTROY, None) is destroy_patiently:
-                setattr(place, _DESTROY, destroy)
 
 
 def forget_unfinished() -> None:
     """Let a creation of groups that was cut short leave nothing behind; for the main thread.
 
-    torch counts groups, and the count stands in the keys by which ranks meet: a rank that had begun
-    would never meet one that had not. A group that was finished after the abort is destroyed.
+    torch counts groups, and the count is part of the keys through which ranks connect: a rank that
+    had begun would wait forever for one that had not. A group that was finished after the abort
+    is destroyed.
     """
     from torch import distributed
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import importlib
 import logging
 import os
@@ -29,6 +30,7 @@ from typing import Any
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint
 from nvidia_resiliency_ext.inprocess._store.stores import connect_client
 from nvidia_resiliency_ext.shared_utils import procfs
+from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, handshake
 from nvidia_resiliency_ext.shared_utils.store_sockets import tcp_socket
 
@@ -218,26 +220,25 @@ def patient_rendezvous() -> Iterator[None]:
     """Make torch's rendezvous interruptible inside."""
     # As an attribute of the package it is the function of the same name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    make = getattr(rendezvous, _NAME, None)
-    if make is None:
+    if not hasattr(rendezvous, _NAME):
         yield  # a torch that does it in another way
         return
 
-    def make_patiently(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        kwargs |= dict(zip(_POSITIONS, args, strict=False))
-        kwargs["wait_for_workers"] = False
-        if kwargs.get("is_master", False):
-            return make(host_name, port, **kwargs)
-        limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
-        endpoint = Endpoint(host_name, port, is_served=True)
-        try:
-            return connect_client(lambda: make(host_name, port, **kwargs), endpoint, limit_s)
-        except StoreLostError as error:
-            raise RendezvousError(str(error)) from None
+    def make(wrapped: WrappedAttribute) -> Any:
+        def connect_patiently(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
+            kwargs |= dict(zip(_POSITIONS, args, strict=False))
+            kwargs["wait_for_workers"] = False
+            connect = functools.partial(wrapped.original, host_name, port, **kwargs)
+            if kwargs.get("is_master", False):
+                return connect()
+            limit_s = (kwargs.get("timeout") or _LIMIT).total_seconds()
+            try:
+                return connect_client(connect, Endpoint(host_name, port, is_served=True), limit_s)
+            except StoreLostError as error:
+                raise RendezvousError(str(error)) from None
 
-    setattr(rendezvous, _NAME, make_patiently)
-    try:
+        return connect_patiently
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(WrappedAttribute(rendezvous, _NAME, make).restore)
         yield
-    finally:
-        if getattr(rendezvous, _NAME, None) is make_patiently:
-            setattr(rendezvous, _NAME, make)
