@@ -10,11 +10,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import messages, session
-from .acceptor import Acceptor
 from .hang_report import Evidence, inspect_process, save_evidence
 from .node_watch import Unfit
 from .session import change_limits, policy_of
@@ -24,13 +23,16 @@ from .timeout_rules import Verdict, evaluate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .acceptor import Connection
+    from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Connection
+
     from .server import MonitorServer
     from .session import RestartLines
 
 
 logger = logging.getLogger("nvrx")
 
+HELLO_LIMIT_S = 5.0
+MAX_PENDING = 8
 MAX_STACKS_BYTES = 1 << 20
 _NO_PIDFD_POLL_S = 0.1
 LATE_MARGIN_S = 0.5
@@ -100,13 +102,20 @@ class RankPort:
         self._pending: _Client | None = None
         self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
-        self._acceptor = Acceptor(path, server.loop, self._request_session, self._record_refusal)
+        self._acceptor = Acceptor(
+            path,
+            server.loop,
+            messages.RANK_MESSAGES,
+            most=MAX_PENDING,
+            limit_s=HELLO_LIMIT_S,
+            on_received=self._receive_hello,
+            on_refused=self._record_refusal,
+        )
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
         times = [
             self._state.wake_at,
-            self._acceptor.next_expiry(),
             self._lines.next_check,
             self._refusals.next_check,
         ]
@@ -116,7 +125,6 @@ class RankPort:
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        self._acceptor.expire(now)
         client = self._client
         if client is not None and client.process.fileno() is None and not client.process.alive():
             self._process(session.Happened.DIED)
@@ -199,6 +207,15 @@ class RankPort:
         self._lines.finish()
         self._refusals.finish()
         self.memory.close()
+
+    def _receive_hello(self, connection: Connection, received: list[object]) -> None:
+        """Take the first words of a connection: only one well-formed `Hello` reaches a session."""
+        hello = received[0] if len(received) == 1 else None
+        if isinstance(hello, messages.Hello) and not connection.channel.is_over:
+            self._acceptor.release(connection)
+            self._request_session(connection, hello)
+        elif received:
+            self._acceptor.drop(connection)
 
     def _request_session(self, connection: Connection, hello: messages.Hello) -> None:
         # The end of the present client may be in the queue behind this hello.
