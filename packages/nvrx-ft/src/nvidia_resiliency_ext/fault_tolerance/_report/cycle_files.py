@@ -9,10 +9,10 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
@@ -73,10 +73,10 @@ def current_name(job_id: str) -> str:
     return f"cycle_info.{job_id}.current"
 
 
-def iso_utc(unix_s: float) -> str:
-    """Return a time as the files have it."""
-    when = datetime.fromtimestamp(unix_s, timezone.utc)
-    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def utc_iso_now() -> str:
+    """Return the time as the files have it: ISO 8601, UTC, with Z."""
+    now = datetime.now(timezone.utc)
+    return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def attempt_of(text: str | None) -> int:
@@ -175,9 +175,9 @@ class CycleInfoWriter:
             Whether it was taken over: not after `shutdown`, nor when the file system has hung.
         """
         info = CycleInfo(
-            job_id,
-            attempt_index,
-            cycle_number,
+            job_id=job_id,
+            attempt_index=attempt_index,
+            cycle_number=cycle_number,
             cycle_start_time=cycle_start_time,
             cycle_log_file=cycle_log_file,
             active_nodes=active_nodes,
@@ -203,9 +203,9 @@ class CycleInfoWriter:
         written as `write_cycle_start` does, which see for arguments and answer.
         """
         info = CycleInfo(
-            job_id,
-            attempt_index,
-            cycle_number,
+            job_id=job_id,
+            attempt_index=attempt_index,
+            cycle_number=cycle_number,
             cycle_start_time=cycle_start_time,
             cycle_log_file=cycle_log_file,
             active_nodes=active_nodes,
@@ -223,14 +223,14 @@ class CycleInfoWriter:
     ) -> bool:
         """Write the end of a cycle into its file; returns as `write_cycle_start`."""
         name = file_name(job_id, attempt_index, cycle_number)
-        return self._hand_over(lambda: self._end(name, cycle_end_time))
+        return self._hand_over(lambda: self._end(name, cycle_end_time, once=False))
 
     def end_cycle_once(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
         """Write the end of a cycle into its file, unless the file is missing or has an end."""
         name = file_name(job_id, attempt_index, cycle_number)
-        return self._hand_over(lambda: self._end_once(name, cycle_end_time))
+        return self._hand_over(lambda: self._end(name, cycle_end_time, once=True))
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
         """End an open cycle and write what waits, for 2 s at most; harmless when repeated.
@@ -238,7 +238,7 @@ class CycleInfoWriter:
         Args:
             ends_cycle: False leaves an open cycle open, for a writer that takes it up.
         """
-        now = iso_utc(time.time())
+        now = utc_iso_now()
         with self._lock:
             if not self._is_ending:
                 if ends_cycle:
@@ -314,21 +314,17 @@ class CycleInfoWriter:
         link = os.path.join(self._directory, current_name(info.job_id))
         _replace_link(_name_of(info), link)
 
-    def _end(self, name: str, at: str) -> None:
-        if self._open is not None and _name_of(self._open) == name:
-            self._end_open(at)
-        else:
-            self._save(self._read(name).ended(at))
-
-    def _end_once(self, name: str, at: str) -> None:
+    def _end(self, name: str, at: str, *, once: bool) -> None:
         if self._open is not None and _name_of(self._open) == name:
             self._end_open(at)
             return
         try:
             known = self._read(name)
         except FileNotFoundError:
-            return
-        if not known.cycle_end_time:
+            if once:
+                return
+            raise
+        if not (once and known.cycle_end_time):
             self._save(known.ended(at))
 
     def _end_open(self, at: str) -> None:
@@ -358,11 +354,6 @@ def _replace_link(target: str, path: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def utc_iso_now() -> str:
-    """Return the time as the files have it: ISO 8601, UTC, with Z."""
-    return iso_utc(time.time())
 
 
 @dataclass(frozen=True)
@@ -434,7 +425,7 @@ class CycleInfoReporter:
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
-        return self._writer.write_cycle_start(*self._fields(snapshot))
+        return self._writer.write_cycle_start(**self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
         """Report that this reporter continues a cycle that another one began.
@@ -446,25 +437,25 @@ class CycleInfoReporter:
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
-        return self._writer.take_up_cycle(*self._fields(snapshot))
+        return self._writer.take_up_cycle(**self._fields(snapshot))
 
-    def _fields(
-        self, snapshot: CycleInfoRoundSnapshot
-    ) -> tuple[str, int, int, str, str, str, str, str]:
+    def _fields(self, snapshot: CycleInfoRoundSnapshot) -> dict[str, Any]:
+        """Return the arguments of `CycleInfoWriter.write_cycle_start`."""
         log_file = snapshot.cycle_log_file
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        return (
-            self._job_id,
-            self._attempt_index,
-            snapshot.cycle_number,
-            utc_iso_now(),
-            log_file,
-            hostnames_to_slurm_nodelist(nodes),
-            hostnames_to_slurm_nodelist(short_host_names(list(snapshot.standby_node_addrs or ()))),
-            ranks_to_range_str(ranks),
-        )
+        standby = short_host_names(list(snapshot.standby_node_addrs or ()))
+        return {
+            "job_id": self._job_id,
+            "attempt_index": self._attempt_index,
+            "cycle_number": snapshot.cycle_number,
+            "cycle_start_time": utc_iso_now(),
+            "cycle_log_file": log_file,
+            "active_nodes": hostnames_to_slurm_nodelist(nodes),
+            "standby_nodes": hostnames_to_slurm_nodelist(standby),
+            "active_ranks": ranks_to_range_str(ranks),
+        }
 
     def report_cycle_end(self) -> bool:
         """Report that the present cycle is over; False when there is none."""
