@@ -206,7 +206,7 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
         def close(self, _timeout_s: float = 0.0) -> bool:
             return True
 
-    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, None))
+    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, Spill("/nowhere", 0)))
     outlet.put(outlet.open("x"), b"a\n")
     started = time.monotonic()
     assert not outlet.close(0.2)
