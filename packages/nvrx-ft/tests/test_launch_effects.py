@@ -493,8 +493,10 @@ def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
     out = output.Target(str(tmp_path / "stdout.log"))
     streams = output.WorkerOutput(out, output.Target(str(tmp_path / "no" / "stderr.log")), "")
     spec = workers.WorkerSpec(0, 0, ("true",), {}, streams, "")
-    tee, listener = output.Tee(), workers.Listener(print, print, print)
-    group = workers.WorkerGroup(loop, SystemClock(), tee, listener=listener)
+    tee = output.Tee()
+    group = workers.WorkerGroup(
+        loop, SystemClock(), tee, exited=print, stopped=print, started_again=print
+    )
     before = os.listdir("/proc/self/fd")
     with pytest.raises(output.LogDirectoryError):
         group.start([spec], workers.Starter())

@@ -45,7 +45,6 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Tee
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
-    Listener,
     Starter,
     WorkerGroup,
     WorkerSpec,
@@ -145,11 +144,9 @@ class NodeAgent:
             parts.loop,
             parts.clock,
             parts.tee,
-            listener=Listener(
-                self._worker_exited,
-                lambda given_up: self.post(machine.GroupStopped(given_up)),
-                self._started_again,
-            ),
+            exited=self._worker_exited,
+            stopped=lambda given_up: self.post(machine.GroupStopped(given_up)),
+            started_again=self._started_again,
             reports_leftovers=parts.reports_leftovers,
         )
         self._events: collections.deque[Event] = collections.deque()

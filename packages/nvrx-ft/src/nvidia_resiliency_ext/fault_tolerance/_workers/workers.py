@@ -166,37 +166,31 @@ class Starter:
         return self.start(spec, stdout_fd, stderr_fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Callbacks for the events of a group.
+class WorkerGroup:
+    """The workers of one cycle on one event loop; restarted cycle after cycle.
 
-    Attributes:
-        exited: Called with (local rank, exit status) once per worker.
-        stopped: Called with the local ranks given up, once per `stop`.
-        started_again: Called with a local rank whose worker had to be started anew.
+    `exited` is called with (local rank, exit status) once per worker, `stopped` with the local
+    ranks given up, once per `stop`, `started_again` with a local rank whose worker had to be
+    started anew.
     """
 
-    exited: Callable[[int, ExitStatus], None]
-    stopped: Callable[[tuple[int, ...]], None]
-    started_again: Callable[[int], None]
-
-
-class WorkerGroup:
-    """The workers of one cycle on one event loop; restarted cycle after cycle."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
         self,
         loop: EventLoop,
         clock: Clock,
         tee: Tee,
         *,
-        listener: Listener,
+        exited: Callable[[int, ExitStatus], None],
+        stopped: Callable[[tuple[int, ...]], None],
+        started_again: Callable[[int], None],
         reports_leftovers: bool = False,
     ) -> None:
         self._loop = loop
         self._clock = clock
         self._tee = tee
-        self._listener = listener
+        self._on_exited = exited
+        self._on_stopped = stopped
+        self._on_started_again = started_again
         self._reports_leftovers = reports_leftovers
         self._starter = Starter()
         self._specs: dict[int, WorkerSpec] = {}
@@ -246,7 +240,7 @@ class WorkerGroup:
             return False
         self._started[local_rank].child.close()
         self._add(spec, started)
-        self._listener.started_again(local_rank)
+        self._on_started_again(local_rank)
         return True
 
     def _follow(self, spec: WorkerSpec) -> None:
@@ -272,7 +266,7 @@ class WorkerGroup:
         self._running.discard(local_rank)
         if self._stopping is not None:
             self._stopping.exited(local_rank)
-        self._listener.exited(local_rank, status)
+        self._on_exited(local_rank, status)
         self._check_stopped()
 
     def reap_exited(self) -> None:
@@ -325,7 +319,7 @@ class WorkerGroup:
             # Children that a worker left in its group would hold its memory and devices.
             started.child.signal_group(signal.SIGKILL)
         self._tee.end_cycle()
-        self._listener.stopped(given_up)
+        self._on_stopped(given_up)
 
     def _report_leftovers(self) -> None:
         groups = [started.child.pid for started in self._started.values()]
