@@ -109,10 +109,13 @@ class BadNodeHook:
             if self._is_closed or not self._limit.allows(cause.host, now):
                 return
             reports = [text]
+
+            def job() -> None:
+                for report in reports:
+                    self._notify(cause, report)
+
             try:
-                self._thread.submit(
-                    lambda: [self._notify(cause, report) for report in reports], lambda _: None
-                )
+                self._thread.submit(job, lambda _: None)
             except RuntimeError as error:
                 reports.clear()  # the thread of a later report finds this job, too
                 logger.warning("bad node %s is not reported: %s", cause.host, error)

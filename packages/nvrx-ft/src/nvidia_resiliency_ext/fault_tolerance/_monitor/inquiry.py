@@ -68,12 +68,12 @@ class Inquiries:
         self._server = server
         self._open: list[_Inquiry] = []
 
-    def accuse(self, port: RankPort, verdict: Verdict) -> None:
+    def accuse(self, port: RankPort, verdict: Verdict | None) -> None:
         """Begin an inquiry: a rank broke a limit, or its device is unfit.
 
         That rank has been looked at by now: a stopped one is not held up by the others' stacks.
         """
-        if not port.is_looked_into:
+        if verdict is None or not port.is_looked_into:
             return  # It was found dead.
         inquiry = self._begin(port, verdict)
         if verdict.rule in HEALTH_RULES:

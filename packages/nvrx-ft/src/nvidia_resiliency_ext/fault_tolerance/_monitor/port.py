@@ -15,7 +15,6 @@ from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import messages, session
 from .hang_report import Evidence, inspect_process, save_evidence
-from .node_watch import Unfit
 from .session import change_limits, policy_of
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
 from .timeout_rules import Verdict, evaluate
@@ -140,17 +139,18 @@ class RankPort:
         self._look_now()
         return problem
 
-    def condemn(self, unfit: Unfit) -> None:
+    def condemn(self, rule: str, reason: str) -> None:
         """End the rank because its device is unfit; nothing happens without a session."""
         if self._client is None:
             return
+        interval_s = float(self._config["node_health_check_interval"])
         verdict = Verdict(
-            rule=unfit.rule,
+            rule=rule,
             section=None,
-            since=time.monotonic() - unfit.interval_s,
-            limit_s=unfit.interval_s,
+            since=time.monotonic() - interval_s,
+            limit_s=interval_s,
             iteration=self._look().iteration,
-            reason=unfit.reason,
+            reason=reason,
         )
         self._process(session.Condemned(verdict))
 
@@ -230,7 +230,7 @@ class RankPort:
         client = self._client
         self._pending = _Client(connection, hello, process)
         is_alive = client is not None and client.process.alive()
-        self._process(session.Joined(connection.number, is_alive))
+        self._process(session.Joined(is_alive))
 
     def _record_refusal(self, text: str) -> None:
         self._refusals.record(time.monotonic(), text)
@@ -246,7 +246,7 @@ class RankPort:
         if channel.is_over:
             self._server.loop.unwatch(channel)
             channel.close()
-            self._process(session.Closed(client.connection.number))
+            self._process(session.Happened.CLOSED)
         else:
             self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
 
@@ -260,10 +260,6 @@ class RankPort:
                 channel.send(messages.Answer(request))
             case messages.HeldForSave(request):
                 self._hold(client, request)
-            case messages.StepBegun(t):
-                self._report_step(client, t)
-            case messages.FirstActivity():
-                self._report_life(client)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
 
@@ -286,20 +282,20 @@ class RankPort:
         for effect in effects:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: session.Effect) -> None:
+    def _carry_out(self, effect: session.Do) -> None:
         match effect:
-            case session.Accept(_, session_id):
-                self._accept(session_id)
-            case session.Refuse(_, reason):
-                self._refuse(reason)
+            case session.Do.ACCEPT:
+                self._accept()
+            case session.Do.REFUSE:
+                self._refuse("another live process has the session of this rank")
             case session.Do.END:
                 self._end()
             case session.Do.LOOK:
                 self._process(session.Looked(self._look()))
             case session.Do.SAVE_EVIDENCE:
                 self._save()
-            case session.Accuse(verdict):
-                self._server.inquiries.accuse(self, verdict)
+            case session.Do.ACCUSE:
+                self._server.inquiries.accuse(self, self._state.verdict)
             case session.Do.TESTIFY:
                 self._server.inquiries.testify(self)
             case session.Do.REPORT_UNKILLABLE:
@@ -307,7 +303,7 @@ class RankPort:
             case _:
                 self._act_on_process(effect)
 
-    def _act_on_process(self, effect: session.Effect) -> None:
+    def _act_on_process(self, effect: session.Do) -> None:
         client = self._client
         assert client is not None
         match effect:
@@ -322,26 +318,28 @@ class RankPort:
             case session.Do.KILL:
                 client.process.signal(signal.SIGKILL)
 
-    def _accept(self, session_id: int) -> None:
+    def _accept(self) -> None:
         client, self._pending = self._pending, None
         assert client is not None
         self._client = client
         self._renew_policy()
         try:
-            self._open_session(client, session_id)
+            self._open_session(client)
         except OSError as exc:
             # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
             rank, pid = client.hello.rank, client.process.pid
             logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
-            self._process(session.Closed(client.connection.number))
+            self._process(session.Happened.CLOSED)
 
-    def _open_session(self, client: _Client, session_id: int) -> None:
+    def _open_session(self, client: _Client) -> None:
         client.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             os.set_blocking(client.dump_fd, False)
             self._take_slot(client)
             self.memory.words[W_SAVE] = self._save_word
-            accepted = messages.Accepted(session_id, self._config, list(self._layout.sections))
+            accepted = messages.Accepted(
+                self._state.session_id, self._config, list(self._layout.sections)
+            )
             channel = client.connection.channel
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
@@ -399,7 +397,7 @@ class RankPort:
             self._process(session.Happened.WOKE)
 
     def _look(self, client: _Client | None = None) -> SlotView:
-        """Read the slot, and pass on what a message of the rank may have failed to tell."""
+        """Read the slot, and pass on the first signs of life and of a step in it."""
         client = client or self._client
         view = read_slot(self.memory.words, self._layout)
         if client is not None and view.session_id:

@@ -18,7 +18,7 @@ from . import messages
 from .handle import sweep
 from .hang_report import HEALTH_RULES, fault_fields
 from .inquiry import Inquiries
-from .node_watch import NodeWatch, Unfit
+from .node_watch import NodeWatch
 from .port import RankPort
 from .session import RestartLines
 
@@ -113,14 +113,10 @@ class MonitorServer:
         finally:
             self._close()
 
-    def _record_unfit(self, unfit: Unfit) -> None:
+    def _record_unfit(self, local_rank: int, rule: str, reason: str) -> None:
         """Take a finding of the node watch, in its thread."""
-        self.loop.post(partial(self._condemn, unfit))
-
-    def _condemn(self, unfit: Unfit) -> None:
-        for port in self.ports:
-            if port.local_rank == unfit.local_rank:
-                port.condemn(unfit)
+        [port] = [port for port in self.ports if port.local_rank == local_rank]
+        self.loop.post(partial(port.condemn, rule, reason))
 
     def leave(self) -> None:
         """End `run` soon; from any thread and from a signal handler."""
