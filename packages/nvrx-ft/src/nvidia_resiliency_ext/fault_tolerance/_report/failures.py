@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause, signal_name
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import MAX_ERROR_FILE_BYTES, ErrorFile
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import (
     cause_kind,
     describe_evidence,
     found_in_words,
 )
-from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus, signal_name
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
 
