@@ -31,7 +31,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     UnhealthyNodeException,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Request, request_event
+from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
@@ -44,6 +44,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import G
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed, SessionEvent
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
+from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -280,12 +281,14 @@ class StoreRendezvousHandler(RendezvousHandler):
             event = request_event(message)
             if event is not None:
                 asked[event.request] = event.description
-        if Request.SHUTDOWN in asked:
-            what = f"a rank asked to shut the workload down: {asked[Request.SHUTDOWN]}"
+        if WorkloadAction.ShutdownWorkload in asked:
+            what = (
+                f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
+            )
             self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise RendezvousClosedError(what)
-        if Request.EXCLUDE_NODE in asked:
-            what = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
+        if WorkloadAction.ExcludeThisNode in asked:
+            what = f"a rank asked to exclude this node: {asked[WorkloadAction.ExcludeThisNode]}"
             self._leave_unfit(what)
             raise UnhealthyNodeException(what)
 
