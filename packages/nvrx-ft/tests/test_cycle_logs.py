@@ -469,7 +469,7 @@ def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> No
         def close(self, deadline_s: float | None) -> None:
             limits.put(deadline_s)
 
-    sinks.RemoteFile(Target(), []).close()  # type: ignore[arg-type]
+    sinks.RemoteFile(Target()).close()  # type: ignore[arg-type]
     assert limits.get(timeout=DEADLINE_S) is None
 
 

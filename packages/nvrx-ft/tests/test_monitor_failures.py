@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import messages as control
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as rank_messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
-from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
+from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import LineHandler
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -118,7 +118,7 @@ def test_a_port_that_cannot_be_closed_does_not_keep_the_sweep_away(stray):
         start = control.Start(config=CONFIG, socket_paths=[], run_id=stray.run_id)
         server = MonitorServer(start, theirs)
         server.ports.append(BrokenPort())
-        server._is_leaving, server._last_order = True, _Order.LEAVE
+        server._is_leaving = server._is_told_to_leave = True
         server.run()
     assert stray.wait(timeout=150) == -signal.SIGKILL
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvrx")
 
 
-class _Order(Enum):
-    """Why the monitor leaves."""
-
-    NONE = "none"
-    LEAVE = "leave"
-    LAUNCHER_GONE = "launcher gone"
-
-
 class MonitorServer:
     """Watches the ranks of one node until the launcher's end of the socket closes.
 
@@ -67,7 +58,8 @@ class MonitorServer:
         self._pgids: set[int] = set()
         self._lease_until: float | None = None
         self._is_leaving = False
-        self._last_order = _Order.NONE
+        self._is_told_to_leave = False
+        self._is_launcher_gone = False
         self.loop = EventLoop(call=self._guard)
         self.slow = WorkerThread()
         self.loop.watch(self.slow, self.slow.collect)
@@ -86,7 +78,7 @@ class MonitorServer:
     @property
     def is_dismissed(self) -> bool:
         """Whether the launcher is gone or said `Leave`: nobody needs the run directory any more."""
-        return self._last_order is not _Order.NONE
+        return self._is_told_to_leave or self._is_launcher_gone
 
     def announce(self) -> None:
         """Tell the launcher that ranks may connect, and begin to listen to it."""
@@ -198,8 +190,7 @@ class MonitorServer:
             self._obey(message)
         if channel.is_over:
             self._is_leaving = True
-            if self._last_order is _Order.NONE and not channel.is_garbled:
-                self._last_order = _Order.LAUNCHER_GONE
+            self._is_launcher_gone = not channel.is_garbled
             self.loop.unwatch(channel)
         else:
             self._watch_launcher()
@@ -227,7 +218,7 @@ class MonitorServer:
                 self.notify_launcher(messages.SaveAcknowledged(word))
             case messages.Leave():
                 self._is_leaving = True
-                self._last_order = _Order.LEAVE
+                self._is_told_to_leave = True
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
@@ -248,7 +239,7 @@ class MonitorServer:
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():
-            spared = {os.getppid()} if self._last_order is _Order.LEAVE else set()
+            spared = {os.getppid()} if self._is_told_to_leave else set()
             left = sweep(self._start.run_id, self._pgids, spared=spared)
             if left:
                 logger.error("still there after SIGKILL: %s", left)
@@ -264,6 +255,6 @@ class MonitorServer:
         # Not without an order: a monitor that fails must not take healthy ranks with it.
         if not self._start.run_id:
             return False
-        if self._last_order is _Order.LAUNCHER_GONE:
-            return bool(self._start.config["orphan_workers"] != "keep")
-        return self._last_order is _Order.LEAVE
+        if self._is_told_to_leave:
+            return True
+        return self._is_launcher_gone and self._start.config["orphan_workers"] != "keep"

@@ -239,22 +239,18 @@ def _loaded_at_start(command: WorkerCommand) -> set[str]:
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:
     """Return the path of a program that can be executed, or None."""
-    paths = _paths_of(name, environ)
-    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+    import shutil
 
-
-def _paths_of(name: str, environ: Mapping[str, str]) -> list[str]:
-    if "/" in name:
-        return [name]
-    folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
-    return [os.path.join(folder or ".", name) for folder in folders]
+    return shutil.which(name, path=environ.get("PATH") or os.defpath)
 
 
 def missing_program(name: str, environ: Mapping[str, str]) -> str:
     """Return what keeps `name` from being executed, or an empty text."""
+    import shutil
+
     if find_program(name, environ) is not None:
         return ""
-    if any(os.path.isfile(path) for path in _paths_of(name, environ)):
+    if shutil.which(name, os.F_OK, environ.get("PATH") or os.defpath) is not None:
         return f"program {name!r} is not executable; change its permissions"
     return f"program {name!r} does not exist or is not on PATH"
 
