@@ -435,7 +435,7 @@ def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, capl
         shown.append(min(len(data), 1000))
         return shown[-1]
 
-    monkeypatch.setattr(output, "offer", take_slowly)
+    monkeypatch.setattr(output.ConsoleStream, "write", take_slowly)
     tee = output.Tee()
     paths = [tmp_path / "0.log", tmp_path / "1.log"]
     for path in paths:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -75,47 +75,38 @@ class Connection:
     expiry: Timer | None = None
 
 
+@dataclass(eq=False)
 class Acceptor:
     """Listens at a path and reads what clients of the same user send.
 
     `on_received` gets the messages of a client whenever something came from it, its end included;
     a client whose channel is over is dropped afterwards. `on_refused` gets a sentence.
+    `most` clients are kept, each for `limit_s` seconds unless it is released before.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        path: str,
-        loop: EventLoop,
-        messages: MessageSet,
-        *,
-        most: int,
-        limit_s: float | None = None,
-        on_received: Callable[[Connection, list[object]], None],
-        on_refused: Callable[[str], None],
-    ) -> None:
-        """Bind and listen; a path that cannot be bound raises ValueError or OSError.
+    path: str
+    loop: EventLoop
+    messages: MessageSet
+    _: KW_ONLY
+    most: int
+    limit_s: float | None = None
+    on_received: Callable[[Connection, list[object]], None]
+    on_refused: Callable[[str], None]
 
-        `most` clients are kept, each for `limit_s` seconds unless it is released before.
-        """
-        self.path = path
-        self._loop = loop
-        self._messages = messages
-        self._most = most
-        self._limit_s = limit_s
-        self._on_received = on_received
-        self._on_refused = on_refused
+    def __post_init__(self) -> None:
+        """Bind and listen; a path that cannot be bound raises ValueError or OSError."""
         self._clients: dict[int, Connection] = {}
         self._count = 0
         self._pause: Timer | None = None
-        self._listener = listen(path)
-        status = os.stat(path)
+        self._listener = listen(self.path)
+        status = os.stat(self.path)
         self._identity = (status.st_dev, status.st_ino)
         self._listen()
 
     def release(self, connection: Connection) -> None:
         """Let the caller have a client: it is read here no longer."""
         del self._clients[connection.number]
-        self._loop.unwatch(connection.channel)
+        self.loop.unwatch(connection.channel)
         if connection.expiry is not None:
             connection.expiry.cancel()
 
@@ -128,7 +119,7 @@ class Acceptor:
         """Stop listening, drop all clients, unlink the path if it is still ours."""
         if self._pause is not None:
             self._pause.cancel()
-        self._loop.unwatch(self._listener)
+        self.loop.unwatch(self._listener)
         self._listener.close()
         for connection in list(self._clients.values()):
             self.drop(connection)
@@ -140,7 +131,7 @@ class Acceptor:
             return
 
     def _listen(self) -> None:
-        self._loop.watch(self._listener, self._accept)
+        self.loop.watch(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -149,28 +140,28 @@ class Acceptor:
             # Gone before we got to it: the next one may do. Out of descriptors: it stays in the
             # queue, and the listener readable, so that watching it would make the loop spin.
             if error.errno in _EXHAUSTED:
-                self._loop.unwatch(self._listener)
-                self._pause = self._loop.call_at(monotonic() + ACCEPT_PAUSE_S, self._listen)
+                self.loop.unwatch(self._listener)
+                self._pause = self.loop.call_at(monotonic() + ACCEPT_PAUSE_S, self._listen)
             return
         try:
             peer = require_same_user(sock)
         except (PeerRefusedError, OSError) as exc:
-            self._on_refused(f"a connection to {self.path} was refused: {exc}")
+            self.on_refused(f"a connection to {self.path} was refused: {exc}")
             sock.close()
             return
         self._count += 1
-        connection = Connection(self._count, Channel(sock, self._messages), peer.pid)
-        if self._limit_s is not None:
-            at = monotonic() + self._limit_s
-            connection.expiry = self._loop.call_at(at, lambda: self.drop(connection))
-        if len(self._clients) >= self._most:
+        connection = Connection(self._count, Channel(sock, self.messages), peer.pid)
+        if self.limit_s is not None:
+            at = monotonic() + self.limit_s
+            connection.expiry = self.loop.call_at(at, lambda: self.drop(connection))
+        if len(self._clients) >= self.most:
             oldest = next(iter(self._clients.values()))
-            self._on_refused(f"{self.path}: too many clients, dropped pid {oldest.pid}")
+            self.on_refused(f"{self.path}: too many clients, dropped pid {oldest.pid}")
             self.drop(oldest)
         self._clients[connection.number] = connection
-        self._loop.watch(connection.channel, lambda: self._read(connection))
+        self.loop.watch(connection.channel, lambda: self._read(connection))
 
     def _read(self, connection: Connection) -> None:
-        self._on_received(connection, connection.channel.receive())
+        self.on_received(connection, connection.channel.receive())
         if connection.channel.is_over and connection.number in self._clients:
             self.drop(connection)

@@ -9,21 +9,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance.data import (
-    AuthkeyMsg,
-    ErrorMsg,
-    HeartbeatMsg,
-    HeartbeatTimeouts,
-    InitMsg,
-    OkMsg,
-    RankInfo,
-    SectionAction,
-    SectionMsg,
-    SectionTimeouts,
-    UpdateConfigMsg,
-    WorkloadAction,
-    WorkloadControlRequest,
-)
+from nvidia_resiliency_ext.fault_tolerance import data
+from nvidia_resiliency_ext.fault_tolerance.data import OkMsg
 from nvidia_resiliency_ext.shared_utils.errors import FrameTooLargeError, PeerClosedError, WireError
 from nvidia_resiliency_ext.shared_utils.wire import MAX_FRAME_BYTES, MessageSet
 
@@ -53,21 +40,11 @@ class FtMessageSet(MessageSet):
 
     def __init__(self, *extra: type) -> None:
         super().__init__(
-            AuthkeyMsg,
-            ErrorMsg,
-            HeartbeatMsg,
-            HeartbeatTimeouts,
-            InitMsg,
-            OkAttributes,
-            RankInfo,
-            SectionAction,
-            SectionMsg,
-            SectionTimeouts,
-            UpdateConfigMsg,
-            WorkloadAction,
-            WorkloadControlRequest,
-            *extra,
-        )
+            data.AuthkeyMsg, data.ErrorMsg, data.HeartbeatMsg, data.HeartbeatTimeouts,
+            data.InitMsg, OkAttributes, data.RankInfo, data.SectionAction, data.SectionMsg,
+            data.SectionTimeouts, data.UpdateConfigMsg, data.WorkloadAction,
+            data.WorkloadControlRequest, *extra,
+        )  # fmt: skip
 
     def encode(self, message: object) -> bytes:
         """Return the whole frame of a message, length included.

@@ -15,11 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    hostnames_to_slurm_nodelist,
-    ranks_to_range_str,
-    slurm_sort_addrs,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
@@ -452,9 +448,9 @@ class CycleInfoReporter:
             "cycle_number": snapshot.cycle_number,
             "cycle_start_time": utc_iso_now(),
             "cycle_log_file": log_file,
-            "active_nodes": hostnames_to_slurm_nodelist(nodes),
-            "standby_nodes": hostnames_to_slurm_nodelist(standby),
-            "active_ranks": ranks_to_range_str(ranks),
+            "active_nodes": infra.hostnames_to_slurm_nodelist(nodes),
+            "standby_nodes": infra.hostnames_to_slurm_nodelist(standby),
+            "active_ranks": infra.ranks_to_range_str(ranks),
         }
 
     def report_cycle_end(self) -> bool:
@@ -500,5 +496,5 @@ def _in_order(snapshot: CycleInfoRoundSnapshot) -> tuple[list[str], list[int]]:
     if len(nodes) != len(ranks) or len(set(nodes)) != len(nodes):
         return nodes, ranks
     rank_of = dict(zip(nodes, ranks, strict=True))
-    ordered = slurm_sort_addrs(nodes)
+    ordered = infra.slurm_sort_addrs(nodes)
     return ordered, [rank_of[node] for node in ordered]

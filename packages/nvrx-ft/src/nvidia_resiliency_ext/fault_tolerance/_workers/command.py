@@ -14,13 +14,6 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import NUMA_MODES
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
-from nvidia_resiliency_ext.fault_tolerance._env import (
-    CURRENT_CYCLE_INFO,
-    FT_LAUNCHER_IPC_SOCKET,
-    FT_RANK_MONITOR_IPC_SOCKET,
-    INPROCESS_STORE,
-    RUN_ID,
-)
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
@@ -257,8 +250,13 @@ def missing_program(name: str, environ: Mapping[str, str]) -> str:
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    (CURRENT_CYCLE_INFO, FT_RANK_MONITOR_IPC_SOCKET, "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
-)
+    (
+        _env.CURRENT_CYCLE_INFO,
+        _env.FT_RANK_MONITOR_IPC_SOCKET,
+        "NVRX_CYCLE_START_TIME",
+        "NVRX_INFRA_RANK",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +283,9 @@ class JobEnvironment:
 def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return what every worker of the node has, whatever its rank and cycle."""
     added = {
-        RUN_ID: job.run_id,
+        _env.RUN_ID: job.run_id,
         "NVRX_MEMBERSHIP": "active",
-        FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
+        _env.FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
         "LOCAL_WORLD_SIZE": str(job.nproc),
         "ROLE_NAME": job.role,
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
@@ -299,7 +297,7 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
     }
     if job.inprocess_store is not None:
         # Ranks that restart in their processes meet there: it outlives them all.
-        added[INPROCESS_STORE] = inherited.get(INPROCESS_STORE, job.inprocess_store)
+        added[_env.INPROCESS_STORE] = inherited.get(_env.INPROCESS_STORE, job.inprocess_store)
     if job.omp_num_threads is not None:
         added["OMP_NUM_THREADS"] = job.omp_num_threads
     return added
@@ -342,7 +340,7 @@ def rank_variables(
         variables["LOCAL_RANK"] = "0"
         variables["CUDA_VISIBLE_DEVICES"] = job.virtual_devices[local_rank]
     if job.monitor_sockets:
-        variables[FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
+        variables[_env.FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
     if stamp.cycle_start_time is not None:
         variables["NVRX_CYCLE_START_TIME"] = repr(stamp.cycle_start_time)
     if stamp.infra_rank is not None and stamp.infra_rank >= 0:
