@@ -160,10 +160,7 @@ class RankMonitorClient(HotPath):
             self._release()
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
-        """Ask the launcher to exclude this node or to end the job, before the next rendezvous.
-
-        Args:
-            req: What is asked for, and why.
+        """Ask the launcher by `req` to exclude this node or to end the job, at the next rendezvous.
 
         Raises:
             RuntimeError: The environment names no launcher.
@@ -255,11 +252,7 @@ class RankMonitorClient(HotPath):
         return {self.CURRENT_TIMEOUTS_STATE_KEY: state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take timeouts out of a checkpoint; in a session they count at once.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Take the `state` that `state_dict` returned; in a session its timeouts count at once."""
         self._check_process()
         current = state.get(self.CURRENT_TIMEOUTS_STATE_KEY) or {}
         self.loaded_hb_timeouts, self.loaded_section_timeouts = _read_state(current)

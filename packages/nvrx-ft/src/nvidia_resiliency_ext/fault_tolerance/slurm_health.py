@@ -48,8 +48,7 @@ class SlurmAnswerError(RuntimeError):
 def unavailable_nodes(sinfo: str) -> dict[str, str]:
     """Return what is wrong with each node that must not work.
 
-    Args:
-        sinfo: What `sinfo` printed, lines of `NODE|STATE|REASON`.
+    `sinfo` is what that command printed, lines of `NODE|STATE|REASON`.
 
     Raises:
         SlurmAnswerError: A line is none of these.
@@ -181,10 +180,9 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program and exit: 0, 1 where a single look failed, 2 for a wrong command line.
+    """Run the program with `argv` (None: the process's arguments without its name) and exit.
 
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
+    The exit code is 0, 1 where a single look failed, 2 for a wrong command line.
     """
     open_missing_streams()
     parser = get_args_parser()

@@ -181,11 +181,9 @@ class TimeoutsCalc:
     def can_get_section_timeouts(
         self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
     ) -> bool:
-        """Return whether all requested times were measured.
+        """Return whether `get_section_timeouts` of the same arguments has all that it needs.
 
-        Args:
-            selected_sections: Names of the sections; None: all.
-            calc_out_of_section: Whether the time outside all sections is requested, too.
+        `selected_sections` and `calc_out_of_section` are described there.
 
         Raises:
             TimeoutsCalcError: A selected section is unknown.

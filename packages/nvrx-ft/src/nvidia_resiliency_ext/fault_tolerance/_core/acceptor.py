@@ -37,7 +37,6 @@ class RefusalLog:
     """Logs the first refusals of a period, and how many more there were when it is over."""
 
     def __init__(self, socket_name: str) -> None:
-        """Begin without a period; the first refusal begins one."""
         self._socket_name = socket_name
         self._count = 0
         self.next_check: float | None = None
@@ -53,12 +52,10 @@ class RefusalLog:
             logger.warning("%s", text)
 
     def check(self, now: float) -> None:
-        """End the period if it is over."""
         if self.next_check is not None and self.next_check <= now:
             self.finish()
 
     def finish(self) -> None:
-        """End the period."""
         more = self._count - LINES_PER_PERIOD
         if more > 0:
             logger.warning("%d more refusals at %s", more, self._socket_name)
@@ -111,7 +108,6 @@ class Acceptor:
             connection.expiry.cancel()
 
     def drop(self, connection: Connection) -> None:
-        """Close a client's connection."""
         self.release(connection)
         connection.channel.close()
 

@@ -75,11 +75,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def recv_all(sock: socket.socket, n: int) -> bytes:
-    """Return exactly `n` bytes from a blocking socket.
-
-    Args:
-        sock: The socket.
-        n: Number of bytes.
+    """Return exactly `n` bytes from the blocking socket `sock`.
 
     Raises:
         PeerClosedError: The peer closed the connection before (a `ConnectionError`).
@@ -94,14 +90,10 @@ def recv_all(sock: socket.socket, n: int) -> bytes:
 
 
 def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> object:
-    """Return the next object from a blocking socket.
+    """Return the next object from the blocking socket `sock`.
 
-    A lost connection and malformed data give None and a log line at DEBUG, or are raised; the
-    stream cannot be used after that.
-
-    Args:
-        sock: The socket.
-        raise_exc: Raise instead of returning None. Default False.
+    A lost connection and malformed data give None and a log line at DEBUG, or are raised with
+    `raise_exc`; the stream cannot be used after that.
     """
     try:
         size = _checked_size(recv_all(sock, _LENGTH.size))
@@ -114,11 +106,7 @@ def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> ob
 
 
 def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
-    """Send one object over a blocking socket.
-
-    Args:
-        obj: A message of the closed set in `data`.
-        sock: The socket.
+    """Send `obj`, of the closed set in `data`, over the blocking socket `sock`.
 
     Raises:
         WireError: The message holds an object that may not be sent, or is over 1 MiB.
@@ -128,10 +116,7 @@ def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
 
 
 async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
-    """Return the next object from a stream.
-
-    Args:
-        reader: The stream.
+    """Return the next object from the stream `reader`.
 
     Raises:
         EOFError: The stream ended (asyncio's `IncompleteReadError`).
@@ -142,11 +127,7 @@ async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
 
 
 async def write_obj_to_ipc_stream(obj: object, writer: StreamWriter) -> None:
-    """Send one object over a stream and wait until the stream's buffer has drained.
-
-    Args:
-        obj: A message of the closed set in `data`.
-        writer: The stream.
+    """Send `obj`, of the closed set in `data`, over `writer`, and wait until its buffer is empty.
 
     Raises:
         WireError: The message holds an object that may not be sent, or is over 1 MiB.

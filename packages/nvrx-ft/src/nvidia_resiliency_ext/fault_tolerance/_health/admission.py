@@ -198,8 +198,7 @@ _service: NodeHealthCheck | None = None
 def init_node_health_check(endpoint: str | None) -> None:
     """Name the service that judges this node, for all launches of this process.
 
-    Args:
-        endpoint: Path of its Unix socket, or the same as `unix://...`; None forgets it.
+    `endpoint` is the path of its Unix socket, also as `unix://...`; None forgets it.
     """
     global _service  # noqa: PLW0603 - the one object of the process
     _service = _service_at(endpoint) if endpoint else None

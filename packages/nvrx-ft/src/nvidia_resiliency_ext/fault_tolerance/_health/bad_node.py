@@ -73,7 +73,6 @@ class RunLimit:
         return not is_known and len(self._runs) < MOST_PER_HOUR
 
     def count(self, node: str, now: float) -> None:
-        """Count a run."""
         self._runs.append((node, now))
 
 

@@ -44,12 +44,7 @@ class Record:
 
 
 class Spill:
-    """Lines in files, one for each record; they have no names, so nothing is left behind.
-
-    Args:
-        directory: Where the files are made.
-        limit_bytes: How much all files may hold.
-    """
+    """Lines in files, one for each record; they have no names, so nothing is left behind."""
 
     def __init__(self, directory: str, limit_bytes: int) -> None:
         self._directory = directory
@@ -58,11 +53,9 @@ class Spill:
 
     @property
     def used_bytes(self) -> int:
-        """What the files hold."""
         return sum(record.size for record in self._records)
 
     def append(self, data: bytes, lines: int) -> Record:
-        """Store lines."""
         if self.used_bytes + len(data) > self._limit_bytes or len(self._records) == MOST_FILES:
             raise OSError(errno.ENOSPC, "the limit of the spill files is reached")
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
@@ -85,12 +78,10 @@ class Spill:
         return data
 
     def forget(self, record: Record) -> None:
-        """Give a file back."""
         self._records.remove(record)
         os.close(record.fd)
 
     def close(self) -> None:
-        """Give all files back."""
         for record in list(self._records):
             self.forget(record)
 
@@ -143,7 +134,6 @@ class Backlog:
         self._queues: list[Queue] = []
 
     def open(self) -> Queue:
-        """Return a new queue."""
         queue = Queue()
         self._queues.append(queue)
         return queue
@@ -154,7 +144,6 @@ class Backlog:
 
     @property
     def memory_bytes(self) -> int:
-        """What is in memory."""
         return sum(queue.cost for queue in self._queues)
 
     def put(self, queue: Queue, data: bytes) -> None:

@@ -117,7 +117,6 @@ class LogServers:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes by name."""
         return {name: child.pid for name, child in self._running.items()}
 
     def expect_nodes(self) -> None:

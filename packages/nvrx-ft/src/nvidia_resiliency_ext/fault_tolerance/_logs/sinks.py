@@ -41,7 +41,6 @@ class LocalFile:
         return os.write(self._fd, data)
 
     def close(self) -> None:
-        """Give the descriptor back."""
         with contextlib.suppress(OSError):  # NFS tells late that something was not written.
             os.close(self._fd)
 

@@ -124,10 +124,6 @@ class MonitorHandle:
     """A running monitor: its process, its socket and the slots of its ranks.
 
     Closing the socket (or dying) makes the monitor sweep and leave. Not thread-safe.
-
-    Attributes:
-        child: The process.
-        layout: Layout of the slots.
     """
 
     def __init__(

@@ -106,13 +106,10 @@ class HotPath:
             self._ask()
 
     def start_section(self, section: str) -> None:
-        """Open a section; sections may nest and overlap.
+        """Open `section`; sections may nest and overlap.
 
         A name that has no configured timeout is ignored; the first use of one is logged, as a
         warning when it looks like a misspelt one.
-
-        Args:
-            section: Name of the section.
 
         Raises:
             RankMonitorClientError: The client is not initialised, or the section is open.
@@ -145,10 +142,7 @@ class HotPath:
             self._ask()
 
     def end_section(self, section: str) -> None:
-        """Close a section.
-
-        Args:
-            section: Name of the section.
+        """Close `section`.
 
         Raises:
             RankMonitorClientError: The client is not initialised, or the section is not open.
@@ -208,11 +202,7 @@ class HotPath:
 
     @contextmanager
     def section(self, section: str) -> Iterator[None]:
-        """Open a section for the length of a block; it is closed also if the block raises.
-
-        Args:
-            section: Name of the section.
-        """
+        """Open `section` for the length of a block; it is closed also if the block raises."""
         self.start_section(section)
         try:
             yield

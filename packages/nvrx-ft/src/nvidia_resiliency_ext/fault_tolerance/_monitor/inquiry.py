@@ -58,7 +58,6 @@ class Inquiries:
     """The inquiries of one monitor, one after another. The loop's thread only."""
 
     def __init__(self, server: MonitorServer) -> None:
-        """Begin none."""
         self._server = server
         self._open: list[_Inquiry] = []
 

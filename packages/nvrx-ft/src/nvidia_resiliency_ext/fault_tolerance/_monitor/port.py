@@ -86,7 +86,6 @@ class RankPort:
         config: Mapping[str, Any],
         lines: RestartLines,
     ) -> None:
-        """Make the slot and listen."""
         self.local_rank = local_rank
         self._server = server
         self._config = dict(config)
@@ -123,7 +122,6 @@ class RankPort:
         return min((at for at in times if at is not None), default=None)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
         client = self._client
         if client is not None and client.process.fileno() is None and not client.process.alive():
             self._process(session.Happened.DIED)

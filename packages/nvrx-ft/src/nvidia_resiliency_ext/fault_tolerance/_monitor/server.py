@@ -47,7 +47,6 @@ class MonitorServer:
         lines: SimpleQueue[messages.LogLine] | None = None,
         restarter: RestarterEventLogger | None = None,
     ) -> None:
-        """Listen for ranks."""
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
         self.run_dir = start.run_dir
@@ -122,7 +121,6 @@ class MonitorServer:
             self._watch_launcher()
 
     def log_restarter_event(self, message: str) -> None:
-        """Write a line of the layered-restart protocol."""
         logger.info("%s", message)
 
     def record_fault(self, report: Mapping[str, Any]) -> None:

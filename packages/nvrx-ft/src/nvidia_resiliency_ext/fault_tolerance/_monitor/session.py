@@ -38,7 +38,6 @@ class RestartLines:
             self.next_check = None
 
     def lost(self, now: float) -> None:
-        """Record the end of the session."""
         if self._machine is not None:
             self._machine.handle_ipc_connection_lost()
             self.next_check = now + self._interval_s if self._machine.is_restarting() else None
@@ -51,7 +50,6 @@ class RestartLines:
         self.next_check = now + self._interval_s
 
     def finish(self) -> None:
-        """Record that the monitor ends in order."""
         if self._machine is not None:
             self._machine.handle_signal()
 

@@ -58,7 +58,6 @@ class CycleInfo:
 
 
 def file_name(job_id: str, attempt_index: int, cycle_number: int) -> str:
-    """Return the name of a cycle's file."""
     _check_job_id(job_id)
     return f"cycle_info.{job_id}.{attempt_index}.{cycle_number}"
 
@@ -145,11 +144,7 @@ class CycleInfoWriter:
         return self._directory
 
     def get_current_cycle_info_path(self, job_id: str) -> str:
-        """Return the path of the link to the current cycle's file.
-
-        Args:
-            job_id: The job.
-        """
+        """Return the path of the link to the file of the current cycle of `job_id`."""
         return os.path.join(self._directory, current_name(job_id))
 
     def write_cycle_start(  # noqa: PLR0913, PLR0917 - the fields of the file
@@ -231,8 +226,7 @@ class CycleInfoWriter:
     def shutdown(self, *, ends_cycle: bool = True) -> None:
         """End an open cycle and write what waits, for 2 s at most; harmless when repeated.
 
-        Args:
-            ends_cycle: False leaves an open cycle open, for a writer that takes it up.
+        Without `ends_cycle` an open cycle stays open, for a writer that takes it up.
         """
         now = utc_iso_now()
         with self._lock:
@@ -400,12 +394,7 @@ class CycleInfoReporter:
 
     @staticmethod
     def current_cycle_info_path(cycle_info_dir: str, job_id: str) -> str:
-        """Return the path of the link to the current cycle's file.
-
-        Args:
-            cycle_info_dir: Directory of the files.
-            job_id: The job.
-        """
+        """Return the link to the file of the current cycle of `job_id` in `cycle_info_dir`."""
         return os.path.join(os.path.abspath(cycle_info_dir), current_name(job_id))
 
     @property
@@ -414,22 +403,15 @@ class CycleInfoReporter:
         return self._job_id
 
     def report_cycle_start(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that a cycle begins; return whether its file will be written.
-
-        Args:
-            snapshot: The cycle, its nodes and its log.
-        """
+        """Report that the cycle of `snapshot` begins; return whether its file will be written."""
         with self._lock:
             self._open_cycle = snapshot.cycle_number
         return self._writer.write_cycle_start(**self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that this reporter continues a cycle that another one began.
+        """Report that this reporter continues the cycle of `snapshot`, which another one began.
 
         An existing file of the cycle stays as it is; a missing one is written.
-
-        Args:
-            snapshot: The cycle, its nodes and its log.
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
@@ -464,23 +446,14 @@ class CycleInfoReporter:
         )
 
     def report_end_of(self, cycle: int) -> bool:
-        """Report the end of a cycle, whichever reporter began it; a second end changes nothing.
-
-        Args:
-            cycle: Number of the cycle.
-        """
+        """Report the end of `cycle`, whichever reporter began it; a second end changes nothing."""
         with self._lock:
             if self._open_cycle == cycle:
                 self._open_cycle = None
         return self._writer.end_cycle_once(self._job_id, self._attempt_index, cycle, utc_iso_now())
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
-        """Write what is queued, for 2 s at most.
-
-        Args:
-            ends_cycle: Also end the open cycle. Default True; False if another reporter continues
-                it.
-        """
+        """Write what is queued, for 2 s at most; with `ends_cycle` also the open cycle's end."""
         with self._lock:
             self._open_cycle = None
         if ends_cycle:

@@ -111,7 +111,6 @@ class EventReporter:
         self._restart_complete()
 
     def worker_started(self, local_rank: int, started: Started) -> None:
-        """Record how one worker was started."""
         event = events.WorkerStart(
             warm=started.warm, cold_reason=started.cold_reason, saved_s=started.saved_s or None
         )
@@ -135,7 +134,6 @@ class EventReporter:
         self._record_at(now.last_at, event, 0)
 
     def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
-        """Record one exit."""
         if status.code == 0:
             self._done.append(self._rank_offset + local_rank)
         self._record(
@@ -145,7 +143,6 @@ class EventReporter:
     def prewarm_changed(
         self, slot: int, state: str, seconds: float | None, private_bytes: int | None
     ) -> None:
-        """Record a prewarmed worker's change of state."""
         private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
         self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
@@ -236,7 +233,6 @@ class EventReporter:
                 logger.error("stacks of rank %s:\n%s", rank["rank"], text)
 
     def workers_stopped(self) -> None:
-        """Record that the cycle's workers are gone."""
         now = self._times.stopped = self.clock.monotonic()
         if self._times.fault is not None:
             self._record(events.Phase(name="stop", dur_s=round(now - self._times.fault, 6)))
@@ -256,7 +252,6 @@ class EventReporter:
         self._record(events.Phase(name="reclaim", dur_s=round(seconds, 6)))
 
     def cycle_ended(self, result: str) -> None:
-        """Record the end of a cycle."""
         self._record(events.CycleEnd(result=result))
         self.on_cycle_ended(self._fault[0] if self._fault else None)
 

@@ -68,7 +68,6 @@ def worker_command(
     is_python: bool = True,
     is_run_path: bool = False,
 ) -> WorkerCommand:
-    """Return the command that runs a script."""
     python = environ.get(_env.PYTHON_EXEC) or sys.executable
     if is_run_path:
         argv = (python, "-u", "-m", _RUN_PATH_MODULE, script, *script_args)
@@ -381,7 +380,6 @@ class PortReservation:
         self.port: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Give the port back."""
         self._socket.close()
 
 

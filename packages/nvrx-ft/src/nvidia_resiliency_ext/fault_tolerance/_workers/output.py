@@ -294,7 +294,6 @@ class FilteredFile:
         return len(lines)
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
