@@ -23,7 +23,7 @@ from slurm_cluster import why_no_slurm
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-HOSTS_LIMIT_S = 150.0
+HOSTS_LIMIT_S = 300.0
 
 _has_failed = pytest.StashKey[bool]()
 

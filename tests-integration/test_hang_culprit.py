@@ -47,5 +47,5 @@ def test_the_rank_that_hangs_is_blamed_and_not_one_that_waits(folder: Path) -> N
 @pytest.mark.timeout(LIMIT_S)
 def test_the_rank_of_another_host_is_blamed_by_all(folder: Path) -> None:
     """With a rank on each of three hosts every host's record blames the one that hangs."""
-    trials = plan(11, 2, RANKS, ("stop", "deadlock"))
+    trials = plan(11, 3, RANKS, ("stop", "deadlock", "exit-slowly"))
     check(run_on_hosts, folder, trials, RANKS)

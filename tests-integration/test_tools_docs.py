@@ -2,6 +2,8 @@
 """`tools/check_docs.py` on small pages: which blocks it runs, and how they can fail."""
 
 import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from nvidia_resiliency_ext.fault_tolerance._agent import many_nodes
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._control import plan as control
 
+OURS = "nvidia_resiliency_ext"
 TOOL = Path(__file__).parents[1] / "tools" / "check_docs.py"
 
 
@@ -278,6 +281,131 @@ def test_blocks_that_do_not_run_here_are_well_formed() -> None:
                     problems += [f"{page}: {program} {flag}" for flag in flags if flag not in known]
     assert not problems
     assert commands > 10
+
+
+def flags_of_programs() -> dict[str, set[str]]:
+    """Return the flags that the reference lists for each program: it is made from the parsers."""
+    page = (ROOT / "docs/reference/programs.md").read_text()
+    found: dict[str, set[str]] = {}
+    for title, text in re.findall(r"^## `(.*?)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL):
+        found[title] = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | {"--help", "--version"}
+    found["nvrx-report"] |= found.pop("nvrx-report bundle") | {"--print-completion"}
+    found[f"python -m {OURS}.attribution"] = found["nvrx-attribution"]
+    return found
+
+
+def wrong_flags(text: str, programs: dict[str, set[str]]) -> list[str]:
+    """Return the flags in a shell program that its programs do not have, and programs not known."""
+    problems: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        for command in re.split(r"[|;&>]", line):
+            called = re.match(
+                rf"\s*(?:exec )?(nvrx-[a-z-]+|python -m {OURS}[\w.]*)(?= |$)", command
+            )
+            if called is None or called[1] in ("nvrx-control", "nvrx-smonsvc"):
+                continue
+            if called[1] not in programs:
+                problems.append(f"{called[1]} is no program of the reference")
+                continue
+            flags = re.findall(r"(?<!\S)(--[a-z][\w-]*)", command)
+            problems += [f"{called[1]} {flag}" for flag in flags if flag not in programs[called[1]]]
+    return problems
+
+
+def test_flags_of_other_programs_in_examples_exist() -> None:
+    """Shell examples take flags of nvrx-report and the others that the reference lists."""
+    programs, problems = flags_of_programs(), []
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md"), ROOT / "README.md"]
+    for page in [*pages, *ROOT.glob("packages/*/README.md")]:
+        for text in re.findall(
+            r"^```sh[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            problems += [f"{page}: {problem}" for problem in wrong_flags(text, programs)]
+    assert not problems
+    text = f"nvrx-report logs --htm x | cat\npython -m {OURS}.nowhere\nnvrx-report a --html b\n"
+    assert wrong_flags(text, programs) == [
+        "nvrx-report --htm",
+        f"python -m {OURS}.nowhere is no program of the reference",
+    ]
+
+
+def resolve(name: str, module: str = "") -> object:
+    """Return what a dotted name means, from a module if one is given."""
+    found: object = importlib.import_module(module or name)
+    for part in name.split(".") if module else ():
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = importlib.import_module(f"{module}.{part}")
+    return found
+
+
+def calls_of_missing_names(text: str) -> list[str]:
+    """Return what a program takes from nvrx, or passes to it, that nvrx does not have."""
+    known: dict[str, object] = {}
+    problems: list[str] = []
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        try:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(OURS):
+                for each in node.names:
+                    known[each.asname or each.name] = resolve(each.name, str(node.module))
+            elif isinstance(node, ast.Import):
+                for each in node.names:
+                    if each.name.startswith(OURS):
+                        known[each.asname or OURS] = resolve(each.name if each.asname else OURS)
+        except ImportError as error:
+            problems.append(str(error))
+    for node in ast.walk(tree):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        first, *rest = name.split(".")
+        if first not in known or not all(part.isidentifier() for part in rest):
+            continue
+        called = known[first]
+        for part in rest:
+            called = getattr(called, part, None)
+        if called is None:
+            problems.append(f"{name} does not exist")
+            continue
+        parameters = inspect.signature(called).parameters  # type: ignore[arg-type]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        problems += [
+            f"{name} takes no {keyword.arg}"
+            for keyword in node.keywords
+            if keyword.arg is not None and keyword.arg not in parameters and not takes_any
+        ]
+    return problems
+
+
+def test_examples_that_do_not_run_here_call_what_there_is() -> None:
+    """Each name that such an example takes from nvrx exists, and so does each argument's name."""
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md"), ROOT / "README.md"]
+    pages += ROOT.glob("packages/*/README.md")
+    problems, count = [], 0
+    for page in pages:
+        for text in re.findall(
+            r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            count += 1
+            problems += [f"{page}: {problem}" for problem in calls_of_missing_names(text)]
+    assert not problems
+    assert count > 10
+
+
+def test_an_example_with_a_name_that_is_gone_is_found() -> None:
+    """A module, a name, an attribute and an argument that do not exist are each named."""
+    text = f"""
+from {OURS}.fault_tolerance import Nothing
+from {OURS}.nowhere import something
+from {OURS}.shared_utils.events import EventLog
+import {OURS}.shared_utils.rank_sets as rank_sets
+rank_sets.no_function([1])
+log = EventLog.join(source="train")
+"""
+    found = calls_of_missing_names(text)
+    assert len(found) == 4
+    assert "rank_sets.no_function does not exist" in found
+    assert "EventLog.join takes no source" in found
 
 
 CODE = """<link rel=stylesheet href="{static}/nvrx.css">

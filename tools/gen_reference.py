@@ -211,9 +211,10 @@ def exit_codes() -> str:
 
 def events() -> str:
     """Return a section for each kind of event, with a table of its fields."""
-    kinds: dict[str, Any] = importlib.import_module(f"{SHARED}._events.kinds").KINDS
+    classes = vars(importlib.import_module(f"{SHARED}._events.kinds")).values()
+    kinds: list[Any] = [e for e in classes if isinstance(e, type) and vars(e).get("kind")]
     parts = []
-    for kind, each in kinds.items():
+    for each in kinds:
         summary, entries = documented(each)
         types: dict[str, str] = {}
         for base in reversed(each.__mro__):
@@ -221,7 +222,9 @@ def events() -> str:
         if set(entries) != set(each.field_names()):
             raise DriftError(f"{each.__name__}: `Args:` and fields differ: {', '.join(entries)}")
         rows = [(f"`{name}`", type_in_words(types[name]), text) for name, text in entries.items()]
-        parts.append(f"### `{kind}`\n\n{summary}\n\n" + table(("field", "type", "meaning"), rows))
+        parts.append(
+            f"### `{each.kind}`\n\n{summary}\n\n" + table(("field", "type", "meaning"), rows)
+        )
     return "\n".join(parts)
 
 

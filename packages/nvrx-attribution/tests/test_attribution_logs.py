@@ -362,6 +362,40 @@ def test_healthy_lines_accuse_nobody(line):
         assert (found.reason_code, found.action) == ("nccl.timeout", "RESTART")
 
 
+def _written(name):
+    """Return logs that were written, with labels, by people who had not seen the rules."""
+    lines = (Path(__file__).parent / name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_failures_written_without_knowing_the_rules():
+    """Of 490 failing logs in 53 kinds nearly all get the right code, action and rank."""
+    cases = _written("written_failures.jsonl")
+    right = {"code": 0, "action": 0, "rank": 0}
+    stopped = []
+    for case in cases:
+        found = verdict_of("\n".join(case["lines"]) + "\n")
+        rank = found.first_fault and found.first_fault.rank
+        right["code"] += found.reason_code == case["code"]
+        right["action"] += found.action == case["action"]
+        right["rank"] += case["rank"] in {None, rank}
+        if (case["action"], found.action) == ("RESTART", "STOP"):
+            stopped.append(case["id"])
+    shares = {name: count / len(cases) for name, count in right.items()}
+    assert shares["code"] >= 0.95, shares
+    assert shares["action"] >= 0.98, shares
+    assert shares["rank"] >= 0.93, shares
+    # A progress bar that is past its end (4000/1000) does not count as a completed step.
+    assert stopped == ["fc089"]
+
+
+@pytest.mark.parametrize("case", _written("written_healthy.jsonl"), ids=lambda case: case["id"])
+def test_healthy_logs_written_without_knowing_the_rules(case):
+    """Pieces of healthy runs that speak of errors accuse nobody and stop nothing."""
+    found = verdict_of("\n".join(case["lines"]) + "\n")
+    assert (found.first_fault, found.action == "STOP") == (None, False)
+
+
 @pytest.mark.parametrize("end", [TIMEOUT, "srun: error: node7: task 3: Killed\n"])
 def test_steps_after_the_end_take_it_back(end):
     """A job that makes steps after a line about its end, and then fails, was not done."""

@@ -105,11 +105,9 @@ def test_other_verdicts_free_the_slot(action) -> None:
     assert (state.stop_count, state.poll_path) == (0, None)
 
 
-def test_candidate_counts_only_when_trusted() -> None:
-    """A STOP of an analysis that still runs is a verdict only on request."""
-    running = LogReply("in_flight", candidate=Recommendation("STOP"))
-    assert pending().polled(running) is None
-    assert pending(trust_candidate=True).polled(running).action == "STOP"
+def test_an_analysis_that_runs_has_no_verdict() -> None:
+    """What an analysis says before its end is no verdict."""
+    assert pending().polled(LogReply("in_flight", Recommendation("STOP"))) is None
 
 
 def test_submission_is_tried_again_but_not_for_ever() -> None:

@@ -58,7 +58,7 @@ def test_facilities_are_named() -> None:
     """Each facility that may be missing has its finding."""
     topics = {finding.topic for finding in doctor.findings()}
     assert topics >= {
-        "pidfd_open", "memfd_create", "openat2", "PDEATHSIG", "/dev/shm", "XDG_RUNTIME_DIR",
+        "pidfd_open", "memfd_create", "PDEATHSIG", "/dev/shm", "XDG_RUNTIME_DIR",
         "run directory", "temporary files", "home", "python",
     }  # fmt: skip
 

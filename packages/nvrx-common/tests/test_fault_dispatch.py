@@ -19,7 +19,7 @@ import pytest
 
 from nvidia_resiliency_ext.shared_utils import inject_fault as faults
 from nvidia_resiliency_ext.shared_utils._faults import dispatch, resources
-from nvidia_resiliency_ext.shared_utils._faults.kinds import _added, draw_plan
+from nvidia_resiliency_ext.shared_utils._faults.kinds import draw_plan
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 from nvidia_resiliency_ext.shared_utils.inject_fault import Fault, dispatch_fault_injection
 
@@ -38,7 +38,10 @@ def _forget_registered() -> Iterator[None]:
     for thread in threading.enumerate():
         if thread.name.startswith("nvrx-fault-"):
             thread.join(20)
-    _added.clear()
+    for name in Fault._member_names_[len(_NUMBERS) :]:
+        del Fault._value2member_map_[Fault._member_map_.pop(name).value]
+        delattr(Fault, name)
+    del Fault._member_names_[len(_NUMBERS) :]
     dispatch._handlers.clear()
     faults.clear_workload_exception()
 

@@ -43,7 +43,7 @@ def nvml(monkeypatch):
         answers[f"field.{gpu}.{LINK_COUNT}"] = 2
         answers |= {f"link.{gpu}.{link}": 1 for link in range(2)}
     fake = FakeNvml(answers)
-    checking.forget_logged()
+    checking._logged.clear()
     health_check.set_nvml(fake)
     yield fake
     fake.released.set()

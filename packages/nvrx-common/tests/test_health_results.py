@@ -15,10 +15,7 @@ from nvidia_resiliency_ext.shared_utils._health.check import (
     Finding,
     HealthResult,
     PeriodicCheck,
-    healthy,
     run_checks,
-    skipped,
-    unhealthy,
 )
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
@@ -44,7 +41,11 @@ class Given(PeriodicCheck):
 
 @pytest.mark.parametrize(
     ("finding", "is_true"),
-    [(healthy(), True), (skipped("no hardware"), True), (unhealthy("broken"), False)],
+    [
+        (Finding("healthy"), True),
+        (Finding("skipped", "no hardware"), True),
+        (Finding("unhealthy", "broken"), False),
+    ],
 )
 def test_only_unhealthy_is_false(finding, is_true) -> None:
     """The bool of a result and of a call says whether the check is not unhealthy."""
@@ -65,10 +66,10 @@ def test_a_check_that_breaks_is_skipped(caplog) -> None:
 
 def test_skipping_is_logged_once(caplog) -> None:
     """However often a check is skipped, the process has one line about it."""
-    checking.forget_logged()
+    checking._logged.clear()
     with caplog.at_level(logging.INFO, "nvrx"):
         for _ in range(3):
-            Given(skipped("no hardware"))()
+            Given(Finding("skipped", "no hardware"))()
     assert [record.getMessage() for record in caplog.records] == [
         "health check given is skipped: no hardware"
     ]
@@ -86,7 +87,7 @@ def test_coroutine_awaits_on_failure_each_time() -> None:
             if len(calls) == 3:
                 done.set()
 
-        check = Given(unhealthy("broken"))
+        check = Given(Finding("unhealthy", "broken"))
         check.on_failure = on_failure
         task = asyncio.create_task(check.async_check())
         await asyncio.wait_for(done.wait(), 30)
@@ -101,7 +102,7 @@ def test_coroutine_leaves_the_loop_alone() -> None:
     release = threading.Event()
 
     async def main() -> None:
-        task = asyncio.create_task(Given(healthy(), release).async_check())
+        task = asyncio.create_task(Given(Finding("healthy"), release).async_check())
         turns = 0
         while turns < 50:
             await asyncio.sleep(0)
@@ -127,8 +128,12 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
             clock.advance(29.8)
             return super()._examine()
 
-    checks = [Given(healthy()), Given(unhealthy("broken")), NearlyTooLate(healthy())]
-    stuck = Given(healthy(), release)
+    checks = [
+        Given(Finding("healthy")),
+        Given(Finding("unhealthy", "broken")),
+        NearlyTooLate(Finding("healthy")),
+    ]
+    stuck = Given(Finding("healthy"), release)
     stuck.name = "stuck"
     start = time.monotonic()
     results = run_checks([*checks, stuck], 30.0)
@@ -136,7 +141,7 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
     release.set()
     assert [result.status for result in results] == ["healthy", "unhealthy", "healthy", "unhealthy"]
     assert results[1].reason == "broken"
-    silent = Given(healthy(), release)
+    silent = Given(Finding("healthy"), release)
     silent.late_status = "skipped"
     release.clear()
     monkeypatch.setattr(checking, "time", time)
@@ -148,7 +153,7 @@ def test_many_checks_share_one_deadline(monkeypatch) -> None:
 
 def test_a_check_that_ends_its_thread_does_not_end_the_caller() -> None:
     """`sys.exit` in a check is an unhealthy result, and the other checks count as before."""
-    ended, other = run_checks([Given(SystemExit(3)), Given(healthy())], 30.0)
+    ended, other = run_checks([Given(SystemExit(3)), Given(Finding("healthy"))], 30.0)
     assert (ended.status, other.status) == ("unhealthy", "healthy")
     assert "SystemExit: 3" in ended.reason
 

@@ -12,7 +12,6 @@ import pytest
 from nvidia_resiliency_ext.shared_utils._health import probes, storage
 from nvidia_resiliency_ext.shared_utils._health.probes import Probe, abandoned_probes
 from nvidia_resiliency_ext.shared_utils._health.storage import (
-    Limits,
     Mount,
     evaluate_mount,
     evaluate_paths,
@@ -120,7 +119,7 @@ def test_full_file_system(tmp_path) -> None:
 )
 def test_judge_mount(answer, problem) -> None:
     """What a probe says is judged by the limits; file systems that count nothing pass."""
-    assert evaluate_mount(answer, Limits(0.1, 0.05)) == problem
+    assert evaluate_mount(answer, 0.1, 0.05) == problem
 
 
 def test_judge_paths() -> None:

@@ -96,34 +96,34 @@ def test_environment_finds_exactly_the_processes_that_carry_it() -> None:
         deadline = time.monotonic() + 20.0
         found: list[int] = []
         while len(found) < 2 and time.monotonic() < deadline:
-            found = procfs.pids_with_environ("NVRX_RUN_ID", value)
+            found = [each.pid for each in procfs.processes_with_environ("NVRX_RUN_ID", value)]
         assert child.pid in found
         assert sorted(found) == sorted(procfs.pids_in_groups([child.pid]))
         assert procfs.environ_value(child.pid, "NVRX_RUN_ID") == value
         assert procfs.environ_value(child.pid, "NVRX_RUN") is None
         child.stop(0.0)
         # The end of the grandchild, which was killed with its group, is not ours to wait for.
-        while procfs.pids_with_environ("NVRX_RUN_ID", value):
+        while procfs.processes_with_environ("NVRX_RUN_ID", value):
             assert time.monotonic() < deadline
 
 
-def test_scan_can_skip_or_include_this_process() -> None:
-    """The caller itself is left out unless it asks to be included."""
+def test_scan_leaves_this_process_out() -> None:
+    """The caller itself is not among the processes that are found by its own environment."""
     # The environment may have changed since the start, which /proc does not show.
     name, value = next(
         (name, value)
         for name, value in os.environ.items()
         if value and procfs.environ_value(os.getpid(), name) == value
     )
-    assert os.getpid() not in procfs.pids_with_environ(name, value)
-    assert os.getpid() in procfs.pids_with_environ(name, value, skip_self=False)
+    found = procfs.processes_with_environ(name, value)
+    assert os.getpid() not in [each.pid for each in found]
 
 
 def test_scan_survives_processes_that_come_and_go() -> None:
     """Processes that vanish during a scan are simply not found."""
     with start_child(["sh", "-c", "while :; do /bin/true; done"], die_with_parent=True):
         for _ in range(100):
-            procfs.pids_with_environ("NVRX_NOBODY_SETS_THIS", "1")
+            procfs.processes_with_environ("NVRX_NOBODY_SETS_THIS", "1")
             procfs.pids_in_groups([1])
 
 

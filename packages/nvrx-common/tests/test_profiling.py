@@ -147,8 +147,8 @@ def test_file_that_cannot_be_written(
 
 
 def test_shared_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of the module use one profiler, made when it is first needed."""
-    monkeypatch.setattr(profiling, "_profiler", None)
+    """The functions of the module use one profiler, that of the process."""
+    monkeypatch.setattr(profiling, "_profiler", FaultToleranceProfiler())
     assert profiling.get_profiling_cycle() == 0
     profiling.set_profiling_cycle(2)
     records: list[ProfilingRecord] = []

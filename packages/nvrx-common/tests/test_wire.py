@@ -416,7 +416,7 @@ def test_frames_are_found_however_the_stream_is_cut() -> None:
             if largest == 1 and position > 3000:
                 break
         assert found == payloads[: len(found)]
-        assert largest == 1 or (found == payloads and reader.pending_bytes == 0)
+        assert largest == 1 or found == payloads
 
 
 def test_oversize_frame_is_refused_at_its_length() -> None:

@@ -217,6 +217,28 @@ def test_a_rank_that_failed_and_does_not_exit_is_an_exception():
     assert faults.cause_of(failure(2, hang=hang)).kind == "exception"
 
 
+def test_the_table_names_no_file_that_goes_with_the_launch(tmp_path):
+    """Stacks and error files in the run directory are not offered; those that are kept are."""
+    run_dir, kept = tmp_path / "run", tmp_path / "stacks-r0.txt"
+    run_dir.mkdir()
+    gone, error = run_dir / "stacks-r1.txt", run_dir / "error.json"
+    for path in (kept, gone, error):
+        path.touch()
+    ranks = [
+        {"rank": number, "words": "sleeps", "stacks": str(path)}
+        for number, path in enumerate([kept, gone])
+    ]
+    failures = [
+        failure(1, hang=hang_of(1, ranks=ranks)),
+        failure(2, ExitStatus(1), error=ErrorFile(str(error), "E: x", "", 17.0)),
+    ]
+    table = faults.failure_table("job", failures, str(run_dir))
+    assert f"rank 0 sleeps, stacks: {kept}" in table
+    assert "rank 1 sleeps\n" in table
+    assert str(run_dir) not in table
+    assert str(error) in faults.failure_table("job", failures)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -299,6 +299,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "restarts": (["--max-restarts=-1", "s"], "--max-restarts: '-1' is not an integer >= 0"),
     "backend": (["--rdzv-backend=etcd", "s"], "'etcd' is not one of c10d"),
     "endpoint": (["--rdzv-endpoint=h:p", "s"], "'h:p' is not HOST:PORT"),
+    "high port": (
+        ["--rdzv-endpoint=h:99999", "s"],
+        "'h:99999' is not HOST:PORT with a port up to 65535",
+    ),
     "configuration": (["--rdzv-conf=x", "s"], "'x' is not a list like key=value"),
     "streams": (["-r", "4", "s"], "--redirects: '4' is not 0, 1 (stdout), 2 (stderr)"),
     "ranks": (["--local-ranks-filter=a", "s"], "'a' is not a comma separated list of local"),

@@ -606,7 +606,7 @@ def test_a_monitor_for_each_rank_under_the_launcher(tmp_path, clean_environment,
     assert log.count("name=[InJob] state=initialize") == 1, "one monitor speaks for the node"
     run_ids = {line.split()[-1] for line in result.stdout.splitlines() if "run " in line}
     assert len(run_ids) == 1
-    assert procfs.pids_with_environ("NVRX_RUN_ID", run_ids.pop()) == []
+    assert procfs.processes_with_environ("NVRX_RUN_ID", run_ids.pop()) == []
     assert list(temporary.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.inprocess.health_check import (
 )
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils import health_check as shared
-from nvidia_resiliency_ext.shared_utils._health.check import forget_logged
+from nvidia_resiliency_ext.shared_utils._health.check import _logged
 from nvidia_resiliency_ext.testing_utils.fake_hardware import FakeNvml
 
 LONG = timedelta(seconds=30)
@@ -223,7 +223,7 @@ def test_host_without_hardware_passes(kind, monkeypatch, caplog) -> None:
 def test_checks_that_nobody_asked_for_are_silent_without_hardware(caplog) -> None:
     """What each restart looks at by itself says only at DEBUG that there is nothing to look at."""
     caplog.set_level(logging.DEBUG, "nvrx")
-    forget_logged()
+    _logged.clear()
     shared.set_nvml(FakeNvml({"return.nvmlInit": 9}))
     try:
         for check in checks_of_each_restart(0):

@@ -140,16 +140,11 @@ void KernelTable::append(Entry& entry, float duration_ns) {
 }
 
 uint32_t KernelTable::take_chunk() {
-  uint32_t number = free_chunk_;
-  if (number != kNone) {
-    free_chunk_ = chunk(number).next;
-  } else {
-    number = used_chunks_;
-    if (number / kPageChunks == pages_.size()) {
-      pages_.push_back(std::unique_ptr<Chunk[]>(new Chunk[kPageChunks]));
-    }
-    ++used_chunks_;
+  const uint32_t number = used_chunks_;
+  if (number / kPageChunks == pages_.size()) {
+    pages_.push_back(std::unique_ptr<Chunk[]>(new Chunk[kPageChunks]));
   }
+  ++used_chunks_;
   chunk(number).next = kNone;
   return number;
 }
@@ -188,7 +183,6 @@ void KernelTable::reset() {
     entry.total_calls = entry.total_ns = 0;
   }
   used_chunks_ = 0;
-  free_chunk_ = kNone;
   untracked_ = 0;
   if (has_idle) {
     const auto is_idle = [](const Entry& e) { return e.idle_windows >= kIdleWindows; };

@@ -97,7 +97,7 @@ class KernelTable {
   std::vector<uint32_t> index_;   // open addressing by text and shape
   std::vector<CacheSlot> cache_;  // direct-mapped by name pointer and shape
   std::vector<std::unique_ptr<Chunk[]>> pages_;
-  uint32_t used_chunks_ = 0, free_chunk_ = kNone;
+  uint32_t used_chunks_ = 0;
   uint64_t untracked_ = 0;
 };
 

@@ -49,8 +49,12 @@ bool without_gil(Body body) {
     PyErr_NoMemory();
     return false;
   }
-  if (!error.empty()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
-  return error.empty();
+  if (error.empty()) return true;
+  // With the name of a file, which may be any bytes.
+  PyObject* text = PyUnicode_DecodeUTF8(error.data(), error.size(), "replace");
+  if (text != nullptr) PyErr_SetObject(PyExc_RuntimeError, text);
+  Py_XDECREF(text);
+  return false;
 }
 
 void notice(const char* text) { std::fprintf(stderr, "nvrx_cupti_module: %s\n", text); }

@@ -21,6 +21,15 @@ def test_slow_ranks_are_named(slowdown, threshold, scope):
     assert found["recall"] >= 0.99
 
 
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_small_jobs_of_gpus_that_differ_have_a_threshold(ranks):
+    """Where GPUs differ by a percent, the suggestion names ranks 10 % slower in small jobs, too."""
+    job = Job(largest=ranks, least=ranks, spread=0.01)
+    found = campaign(seed=11, trials=60, slowdown=0.10, job=job)
+    assert found["precision"] >= 0.99
+    assert found["recall"] >= 0.99
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.01])
 def test_healthy_jobs_name_nobody(spread):
     """A healthy job has no straggler, in any trial, also where GPUs differ by a percent."""

@@ -83,6 +83,32 @@ def test_status_and_changes(job, capsys):
 
 
 @pytest.mark.parametrize(
+    ("option", "name", "value"),
+    [
+        ("--report-interval", "report_time_interval", 30.5),
+        ("--profiling-interval", "profiling_interval", 7),
+        ("--ranks", "ranks", "0"),
+        ("--gpu-rel-threshold", "gpu_rel_threshold", 0.93),
+        ("--section-rel-threshold", "section_rel_threshold", 0.9),
+        ("--gpu-indiv-threshold", "gpu_indiv_threshold", 0.95),
+        ("--section-indiv-threshold", "section_indiv_threshold", 0.85),
+    ],
+)
+def test_each_setting_takes_effect(job, option, name, value):
+    """Whatever `set` changes, and nothing else, is in force on the rank after the next report."""
+    session = Detector._session
+    expected = {**session.settings.to_dict(), "version": 1, name: value}
+    assert main(["set", "--run-dir", job, option, str(value)]) == 0
+    Detector.generate_report()
+    assert session.settings.to_dict() == expected
+    assert session.tracker.time_interval == expected["report_time_interval"]
+    assert session.registry.interval == session.tracker.profiling_interval
+    assert session.registry.interval == expected["profiling_interval"]
+    thresholds = Detector.generate_report().thresholds
+    assert thresholds == {key: expected[key] for key in thresholds}
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["set", "--ranks", "3-1"], "ranks"),

@@ -215,9 +215,21 @@ def test_records_without_times_are_skipped(fake, profiler):
     assert profiler.get_stats() == {}
 
 
-@pytest.mark.parametrize("call", ["get_stats", "reset", "shutdown"])
-def test_other_threads_run_during_a_slow_flush(fake, profiler, call):
-    """While CUPTI flushes, other Python threads go on."""
+@pytest.mark.parametrize(
+    ("call", "slow"),
+    [
+        ("get_stats", "flush"),
+        ("reset", "flush"),
+        ("shutdown", "flush"),
+        ("start", "switch"),
+        ("stop", "switch"),
+    ],
+)
+def test_other_threads_run_during_a_slow_call(fake, profiler, call, slow):
+    """While CUPTI flushes or switches capture, other Python threads go on."""
+    if call == "stop":
+        profiler.start()
+    make_slow = getattr(fake, f"fake_{slow}_ms")
     ticks, ended = [], threading.Event()
 
     def tick():
@@ -226,11 +238,11 @@ def test_other_threads_run_during_a_slow_flush(fake, profiler, call):
 
     thread = threading.Thread(target=tick)
     thread.start()
-    fake.fake_flush_ms(1000)
+    make_slow(1000)
     begin = time.monotonic()
     getattr(profiler, call)()
     end = time.monotonic()
-    fake.fake_flush_ms(0)
+    make_slow(0)
     ended.set()
     thread.join()
     assert end - begin >= 1.0
@@ -378,17 +390,18 @@ def test_library_is_that_of_torch(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(200)
-def test_missing_library_is_a_clear_error(tmp_path):
-    """A library that is not there is an error that names it and the variable."""
+@pytest.mark.parametrize("name", [b"absent.so", b"absent-\xff.so"], ids=["text", "bytes"])
+def test_missing_library_is_a_clear_error(tmp_path, name):
+    """A library that is not there is an error that names it and the variable, whatever its name."""
     program = "import nvrx_cupti_module as m; m.CuptiProfiler().initialize()"
-    env = {**os.environ, "NVRX_CUPTI_LIBRARY": str(tmp_path / "absent.so")}
+    env = {**os.environ, "NVRX_CUPTI_LIBRARY": str(tmp_path / os.fsdecode(name))}
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True, text=True, timeout=180, env=env, check=False,
     )  # fmt: skip
     last = result.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError: no usable libcupti was found")
-    assert "absent.so" in last
+    assert "absent" in last
     assert "NVRX_CUPTI_LIBRARY" in last
 
 
@@ -566,3 +579,82 @@ def test_core_under_sanitizers(tmp_path, sanitizer):
 def test_callbacks_without_memory(tmp_path):
     """No allocation that fails in a callback ends the process; its record counts as dropped."""
     assert run_native(tmp_path, "no_memory.cpp", "-fsanitize=address").startswith("done")
+
+
+EXERCISES = """
+import ctypes, os, sys, threading
+sys.path[:0] = sys.argv[1:]
+import nvrx_cupti_module
+library = ctypes.CDLL(os.environ["NVRX_CUPTI_LIBRARY"])
+library.fake_run.argtypes = [ctypes.c_int] * 3 + [ctypes.c_int64] * 2
+library.fake_error.argtypes = [ctypes.c_char_p, ctypes.c_int]
+found = []
+
+def read():
+    for _ in range(50):
+        found.extend(profiler.get_stats().items())
+        profiler.reset()
+
+def launch():
+    for number in range(50):
+        library.fake_run(number % 7, 40, 300, 1000, 1)
+        library.fake_foreign()
+
+for life in range(2):
+    profiler = nvrx_cupti_module.CuptiProfiler(bufferSize=1 << 14, numBuffers=2)
+    library.fake_error(b"enable", 15)
+    try:
+        profiler.initialize()
+    except RuntimeError:
+        library.fake_error(b"enable", 0)
+    profiler.initialize()
+    profiler.start()
+    threads = [threading.Thread(target=run) for run in (read, read, launch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    library.fake_run(0, 3, 10, 1000, 1)
+    found.extend(profiler.get_stats().items())
+    print(found[-1][1].num_calls > 0, profiler.memory_bytes > 0, os.path.dirname(profiler.library))
+    if os.fork() == 0:
+        os._exit(bool(profiler.library))
+    assert os.wait()[1] == 0
+    if life == 0:
+        del profiler
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_extension_in_python_under_sanitizers(build_hook, tmp_path, sanitizer):
+    """Threads, errors, a fork and an exit with capture on are clean under a sanitizer in Python.
+
+    Python takes each object from malloc, so that the sanitizer sees what is used after its end.
+    """
+    flag = f"-fsanitize={sanitizer}"
+    build_hook.compile_extension(
+        fake_cupti.SOURCES.parent, tmp_path / build_hook.NAME, (flag, "-g")
+    )
+    library = fake_cupti.build(tmp_path / "libcupti_fake.so", "-shared", flag)
+    preloaded = [
+        subprocess.run(
+            ["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in (f"lib{sanitizer[0]}san.so", "libstdc++.so.6")
+    ]
+    folders = [str(Path(folder).parent) for folder in nvidia_resiliency_ext.__path__]
+    env = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(preloaded),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+        "NVRX_CUPTI_LIBRARY": str(library),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", EXERCISES, str(tmp_path), *folders],
+        capture_output=True, text=True, timeout=280, env=env, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [f"True True {tmp_path}"] * 2

@@ -3,9 +3,12 @@
 
 import itertools
 import math
+import sys
 
 from nvidia_resiliency_ext.attribution.straggler import interval_tracker
+from nvidia_resiliency_ext.attribution.straggler._session.settings import Settings
 from nvidia_resiliency_ext.attribution.straggler.interval_tracker import (
+    NEVER,
     ReportIntervalTracker,
     iterations_in,
 )
@@ -60,6 +63,15 @@ def test_zero_step_time_gives_a_number(monkeypatch):
     tracker = ReportIntervalTracker(time_interval=1.0)
     run_steps(tracker, monkeypatch, [0.0] * 17)
     assert tracker.iter_interval == 1_000_000
+
+
+def test_an_interval_beyond_all_numbers_is_never_over(monkeypatch):
+    """The longest time between reports gives a number of iterations, at first and corrected."""
+    longest = sys.float_info.max
+    tracker = ReportIntervalTracker(time_interval=longest)
+    run_steps(tracker, monkeypatch, [0.01 * i for i in range(17)])
+    assert tracker.iter_interval == NEVER
+    assert Settings(report_time_interval=longest).iterations_between_reports(0.01) == NEVER
 
 
 def test_period_follows_the_step_time(monkeypatch):

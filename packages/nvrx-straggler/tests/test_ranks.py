@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of several ranks over gloo."""
 
+import itertools
 import math
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import straggler_ranks as ranks
 import torch
@@ -139,6 +141,7 @@ def test_rank_with_broken_data_does_not_hold_up_the_others(tmp_path, part):
         ({"reference_scope": "present"}, [1.0, 1.0, None, 2.0], [1.0, 1.0, None, 0.5]),
         ({"peer_groups": [[0, 1], [2, 3]]}, [1.0, 2.0, 8.0, 16.0], [1.0, 0.5, 1.0, 0.5]),
         ({"peer_groups": [[2, 3]]}, [1.0, 2.0, 8.0, None], [1.0, 0.5, None, None]),
+        ({"peer_groups": np.array([[0, 1], [2, 3]])}, [1.0, 2.0, 8.0, 16.0], [1.0, 0.5, 1.0, 0.5]),
     ],
 )
 def test_reference_options(tmp_path, options, medians, expected):
@@ -152,6 +155,18 @@ def test_more_names_than_one_collective_carries(tmp_path):
     """Five thousand kernels with names beyond ASCII are compared."""
     found = ranks.run(ranks.many_names, 2, tmp_path, 5000)
     assert found[0] == {0: 1.0, 1: 0.5}
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_full_tables_begin_anew(tmp_path, own):
+    """Names that change without end fill no memory, and scores stay right when tables begin anew.
+
+    With names that one rank has alone, and without.
+    """
+    for scores, counts in ranks.run(ranks.names_without_end, 2, tmp_path, own):
+        assert max(counts) <= 20 + 15 + own
+        assert any(later < before for before, later in itertools.pairwise(counts))
+        assert scores in ([{0: 1.0, 1: 0.5}] * 6, [None] * 6)
 
 
 def test_malformed_names_are_refused_by_all(tmp_path):

@@ -4,6 +4,7 @@
 import json
 import math
 import resource
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from nvidia_resiliency_ext.attribution.straggler import Report, Statistic, Strag
 from nvidia_resiliency_ext.attribution.straggler._scores.scoring import BestTimes, ScoringOptions
 from nvidia_resiliency_ext.attribution.straggler._scores.views import RankScores
 from nvidia_resiliency_ext.attribution.straggler.reporting import ReportGenerator
+from nvidia_resiliency_ext.shared_utils.errors import MissingExtraError
 
 NAN = float("nan")
 
@@ -276,6 +278,27 @@ def test_picture_is_written(tmp_path):
     assert (tmp_path / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     report.plot(tmp_path / "without")
     assert (tmp_path / "without").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_picture_names_the_slow_ranks(tmp_path):
+    """The picture names ranks below the threshold with their nodes, and its sections, no others."""
+    pytest.importorskip("matplotlib")
+    scores = {0: 1.0, 1: 0.5, 2: 0.9, 3: NAN}
+    nodes = {rank: f"node{rank}" for rank in scores}
+    Report(scores, {"fw": scores}, {}, {}, nodes, {}, {}, 1.0, True).plot(tmp_path / "r.svg")
+    drawn = (tmp_path / "r.svg").read_text()  # texts are in it as comments
+    assert "<!-- rank 1 on node1 -->" in drawn
+    assert "<!-- threshold 0.75 -->" in drawn
+    assert "<!-- fw -->" in drawn
+    assert drawn.count(" on node") == 1
+
+
+def test_a_picture_needs_its_extra(tmp_path, monkeypatch):
+    """Without matplotlib the error names what to install, and no file is made."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"'nvrx-straggler\[plot\]'"):
+        report_of({0: 1.0}).plot(tmp_path / "r.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

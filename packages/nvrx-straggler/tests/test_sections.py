@@ -206,6 +206,23 @@ def test_one_name_at_two_places_is_said_once(start, caplog):
     assert [r.levelname for r in caplog.records if "'s' is entered at" in r.message] == ["WARNING"]
 
 
+def test_sections_are_bounded(start, caplog, monkeypatch):
+    """Names that change with every step share one section beyond a number, with one warning."""
+    monkeypatch.setattr(sections, "MAX_SECTIONS", 3)
+    start()
+    for _ in range(2):
+        for step in range(6):
+            with Detector.detection_section(f"step {step}"):
+                pass
+    names = ["step 0", "step 1", "step 2", "<other sections>"]
+    assert [(name, len(samples(name))) for name in Detector.custom_sections] == [
+        (name, 2 if name.startswith("step") else 6) for name in names
+    ]
+    said = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "more than 3 sections, such as 'step 3'" in said[0]
+
+
 @pytest.fixture
 def often_switching():
     """Let threads take turns after a few instructions."""
@@ -409,6 +426,8 @@ def test_what_cannot_be_wrapped_is_refused(start):
         Detector.wrap_callables([CallableId(Slotted(), "step")])
     with pytest.raises(TypeError, match="cannot be called"):
         Detector.wrap_callables([CallableId(types.SimpleNamespace(n=1), "n")])
+    with pytest.raises(TypeError, match=r"wrap_callables: 'step' is no CallableId"):
+        Detector.wrap_callables(["step"])
 
 
 def test_callables_are_wrapped_all_or_none(start, caplog):

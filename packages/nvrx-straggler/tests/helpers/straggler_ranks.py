@@ -292,6 +292,23 @@ def many_names(rank, count):
     return None if report is None else dict(report.gpu_relative_perf_scores)
 
 
+def names_without_end(rank, own):
+    """Report windows of 15 new kernels each, and `own` ones of rank 0, where 20 names are many."""
+    from nvidia_resiliency_ext.attribution.straggler import name_mapper
+    from nvidia_resiliency_ext.attribution.straggler._exchange import generator as generator_module
+
+    name_mapper.MAX_NAMES = generator_module.MAX_NAMES = 20
+    generator = ReportGenerator("all", node_name="n")
+    scores, counts = [], []
+    for window in range(6):
+        names = [f"w{window}k{i}" for i in range(15)]
+        names += [f"w{window}own{i}" for i in range(own if rank == 0 else 0)]
+        report = generator.generate_report({}, {name: summary(1.0 + rank) for name in names})
+        scores.append(None if report is None else dict(report.gpu_relative_perf_scores))
+        counts.append(generator.name_mapper.kernel_counter)
+    return scores if rank == 0 else [None] * 6, counts
+
+
 def malformed_names(rank):
     """Rank 1 sends bytes that are no names; both ranks refuse them alike."""
     from nvidia_resiliency_ext.attribution.straggler import name_mapper
@@ -403,7 +420,7 @@ def late_at(rank, late_step, steps, in_step):
             store.wait([f"{step}/{1 - rank}"])
     store.set(f"rank{rank}-waited", "1")
     worker._last._done.wait(DEADLINE_S)
-    keys = worker._peers._keys()
+    keys = worker._peers._store
     Detector.shutdown()
     stages = range(1, worker._number + 1)
     left = [stage for stage in stages if keys.check([f"{stage}/{rank}"])]

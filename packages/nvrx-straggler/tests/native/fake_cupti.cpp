@@ -27,7 +27,7 @@ struct State {
   size_t size = 0, used = 0;
   size_t record_size = 208;
   size_t dropped = 0;
-  int flush_ms = 0, flushes = 0, forced = 0;
+  int flush_ms = 0, switch_ms = 0, flushes = 0, forced = 0;
   std::map<std::string, int> errors;
   std::deque<std::string> names;
   std::deque<uint8_t*> held;
@@ -96,6 +96,7 @@ EXPORT int cuptiActivityRegisterCallbacks(Requested requested, Completed complet
 
 EXPORT int cuptiActivityEnable(int32_t) {
   if (int error = error_of("enable")) return error;
+  std::this_thread::sleep_for(std::chrono::milliseconds(state().switch_ms));
   std::lock_guard<std::mutex> guard(state().lock);
   state().enabled = true;
   return 0;
@@ -103,6 +104,7 @@ EXPORT int cuptiActivityEnable(int32_t) {
 
 EXPORT int cuptiActivityDisable(int32_t) {
   if (int error = error_of("disable")) return error;
+  std::this_thread::sleep_for(std::chrono::milliseconds(state().switch_ms));
   std::lock_guard<std::mutex> guard(state().lock);
   state().enabled = false;
   return 0;
@@ -156,7 +158,7 @@ EXPORT void fake_reset() {
   State& s = state();
   std::lock_guard<std::mutex> guard(s.lock);
   s.errors.clear();
-  s.flush_ms = s.flushes = s.forced = 0;
+  s.flush_ms = s.switch_ms = s.flushes = s.forced = 0;
   s.dropped = 0;
   s.record_size = 208;
 }
@@ -165,6 +167,7 @@ EXPORT void fake_error(const char* call, int code) {
   state().errors[call] = code;
 }
 EXPORT void fake_flush_ms(int ms) { state().flush_ms = ms; }
+EXPORT void fake_switch_ms(int ms) { state().switch_ms = ms; }
 EXPORT void fake_dropped(int count) { state().dropped = count; }
 EXPORT int fake_is_enabled() {
   std::lock_guard<std::mutex> guard(state().lock);

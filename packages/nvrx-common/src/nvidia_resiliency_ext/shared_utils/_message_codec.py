@@ -75,12 +75,6 @@ def _check(annotation: object) -> Check:
         return lambda value: any(
             type(value) is type(allowed) and value == allowed for allowed in arguments
         )
-    if origin is typing.Annotated:
-        return _check(arguments[0])
-    if hasattr(annotation, "__supertype__"):  # typing.NewType
-        return _check(annotation.__supertype__)
-    if hasattr(annotation, "__value__"):  # the type statement
-        return _check(annotation.__value__)
     return _check_class(origin if origin is not None else annotation, arguments)
 
 

@@ -50,10 +50,7 @@ def child_setup(*, death_signal: int | None) -> Callable[[], None] | None:
 
 
 def end_with_parent(signum: int = signals.SIGTERM) -> None:
-    """Let the kernel send this process a signal when its parent dies.
-
-    Args:
-        signum: The signal. Default SIGTERM.
+    """Let the kernel send this process `signum` (default SIGTERM) when its parent dies.
 
     Raises:
         OSError: The kernel refuses.
@@ -179,19 +176,10 @@ def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
 
 @final
 class PidHandle:
-    """A hold on a process that is not our child: it never acts on a recycled number.
-
-    Attributes:
-        pid: Its number.
-        start_ticks: Its start since boot in clock ticks.
-    """
+    """A hold on process `pid`, not our child, that never acts on a recycled number."""
 
     def __init__(self, pid: int, start_ticks: int | None = None) -> None:
-        """Take hold of a running process.
-
-        Args:
-            pid: Its number.
-            start_ticks: Its start, where the caller knows it from before.
+        """Take hold of a running process that, if the caller knows it, started at `start_ticks`.
 
         Raises:
             ProcessLookupError: No such process runs, or one that started at another time.
@@ -225,11 +213,7 @@ class PidHandle:
         return stat is not None and stat.running and stat.start_ticks == self.start_ticks
 
     def signal(self, sig: int) -> bool:
-        """Send a signal; return whether the process still existed.
-
-        Args:
-            sig: Number of the signal.
-        """
+        """Send signal `sig`; return whether the process still existed."""
         try:
             if self._descriptor is not None:
                 signals.pidfd_send_signal(self._descriptor, sig)
@@ -242,12 +226,9 @@ class PidHandle:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the process has ended; return whether it has.
+        """Wait `timeout_s` seconds at most for the process to end; return whether it has.
 
         Without pidfd this looks at /proc ten times a second: the kernel tells nobody but a parent.
-
-        Args:
-            timeout_s: Seconds to wait at most.
         """
         deadline = Deadline.after(timeout_s)
         while self.alive() and not deadline.expired():

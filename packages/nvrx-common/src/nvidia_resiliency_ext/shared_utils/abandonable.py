@@ -12,9 +12,7 @@ import contextlib
 import ctypes
 import functools
 import os
-import select
 import signal
-import socket
 import threading
 import time
 import weakref
@@ -26,7 +24,6 @@ from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_sig
 
 __all__ = [
     "AbandonableCall",
-    "Attempt",
     "DeadlineCaller",
     "ParkedAtExit",
     "StuckError",
@@ -38,12 +35,7 @@ T = TypeVar("T")
 
 
 class StuckError(DeadlineExceededError):
-    """A call has not returned in time.
-
-    Args:
-        what: The call that hangs.
-        seconds: For how long.
-    """
+    """Call `what` has not returned for `seconds` seconds."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(what, seconds)
@@ -172,9 +164,10 @@ class ParkedAtExit(threading.Thread):
         self._work = work
 
     def run(self) -> None:
-        """Run the work."""
+        """Run the work, and let go of it."""
         self.begin()
-        self._work()
+        work, self._work = self._work, lambda: None
+        work()
 
     def start(self) -> None:
         """Start the thread; what parks it at exit is registered first."""
@@ -201,13 +194,10 @@ class ParkedAtExit(threading.Thread):
 
 
 def park(thread: ParkedAtExit) -> None:
-    """Stop a thread for good while it waits in the kernel; wait for that for 1 s at most.
+    """Stop `thread` for good while it waits in the kernel; wait for that for 1 s at most.
 
     A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
     ignored.
-
-    Args:
-        thread: The thread.
     """
     if thread.parking_signal is None:
         return
@@ -243,58 +233,3 @@ def _waits(thread: threading.Thread) -> bool:
             return file.read().rpartition(b")")[2].split()[0] == b"S"
     except OSError:
         return False
-
-
-_LONGEST_MS = (1 << 31) - 1  # that poll() takes
-
-
-class Attempt(ParkedAtExit):
-    """Makes a client; nothing but torch can end that.
-
-    Args:
-        make: Makes it.
-
-    Attributes:
-        client: What was made.
-        error: What was raised instead.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__("nvrx-store-connect")
-        self._make = make
-        self._lock = threading.Lock()
-        self._is_given_up = False
-        self._end, self._ends = socket.socketpair()
-        self.client: Any = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Make it; the end is told by a socket that hangs up."""
-        self.begin()
-        with self._ends:
-            try:
-                made = self._make()
-            except Exception as error:  # noqa: BLE001 - raised again by the caller
-                self.error = error
-                return
-            with self._lock:
-                if not self._is_given_up:
-                    self.client = made
-
-    def wait(self, timeout_s: float, witness: socket.socket | None = None) -> bool:
-        """Wait for the end; False after `timeout_s`, or when the store hangs up on `witness`."""
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        if witness is not None:
-            poll.register(witness, select.POLLIN)
-        ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
-        return any(number == self._end.fileno() for number, _ in ready)
-
-    def give_up(self) -> None:
-        """Wait no longer; a client that is still made is let go."""
-        with self._lock:
-            self._is_given_up, self.client = True, None
-
-    def close(self) -> None:
-        """Hear nothing more of it."""
-        self._end.close()

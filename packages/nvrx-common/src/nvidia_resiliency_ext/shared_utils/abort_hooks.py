@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AbortHookFailure", "register_abort_hook", "run_abort_hooks"]
+__all__ = ["register_abort_hook", "run_abort_hooks"]
 
 logger = logging.getLogger("nvrx")
 
@@ -23,29 +22,13 @@ _lock = threading.Lock()
 _hooks: dict[str, Callable[[], object]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class AbortHookFailure:
-    """A hook that raised.
-
-    Attributes:
-        name: Name that it was registered under.
-        error: What it raised.
-    """
-
-    name: str
-    error: Exception
-
-
 def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], None]:
-    """Have a hook run at every abort of this process, until it is unregistered.
+    """Have a hook run at every abort of this process; return what unregisters it.
 
     Args:
         name: Who it belongs to, for messages; the same name again replaces the hook in its place.
         hook: Called without arguments, from any thread, perhaps more than once; it must be quick
             and must not wait for peers that may be dead.
-
-    Returns:
-        A function that unregisters this hook; harmless when repeated or replaced.
     """
     with _lock:
         _hooks[name] = hook
@@ -58,12 +41,8 @@ def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], N
     return unregister
 
 
-def run_abort_hooks() -> list[AbortHookFailure]:
-    """Run all hooks in the order of registration; one that raises does not stop the others.
-
-    Returns:
-        The hooks that raised, which have been logged.
-    """
+def run_abort_hooks() -> list[Exception]:
+    """Run all hooks in the order of registration; return what was raised and logged."""
     with _lock:
         hooks = list(_hooks.items())
     failures = []
@@ -72,5 +51,5 @@ def run_abort_hooks() -> list[AbortHookFailure]:
             hook()
         except Exception as error:
             logger.exception("abort hook %s failed", name)
-            failures.append(AbortHookFailure(name, error))
+            failures.append(error)
     return failures

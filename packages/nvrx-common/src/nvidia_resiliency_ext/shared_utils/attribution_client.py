@@ -70,15 +70,12 @@ class Post:
 class RequestState:
     """The state of a client; its owner calls it under a lock.
 
-    Args:
-        enforce_stop: A verdict STOP is the last thing that is asked for.
-        trust_candidate: A candidate STOP of an analysis that still runs counts as a verdict.
+    With `enforce_stop` a verdict STOP is the last thing that is asked for.
     """
 
-    def __init__(self, *, enforce_stop: bool, trust_candidate: bool = False) -> None:
+    def __init__(self, *, enforce_stop: bool) -> None:
         self.stop_count = 0
         self._enforce_stop = enforce_stop
-        self._trust_candidate = trust_candidate
         self._last: Post | None = None
         self._progressive: Post | None = None
         self._terminal: Post | None = None
@@ -164,23 +161,16 @@ class RequestState:
     def polled(self, reply: LogReply) -> Recommendation | None:
         """Take an answer to a poll; return the verdict if it holds one."""
         self._failures = 0
-        if reply.has_ended:
-            verdict = reply.recommendation
-        elif self._trust_candidate and reply.candidate.action == ACTION_STOP:
-            verdict = reply.candidate
-        else:
+        if not reply.has_ended:
             return None
+        verdict = reply.recommendation
         if verdict.action == ACTION_STOP:
             self.stop_count += 1
         self._free()
         return verdict
 
     def poll_failed(self, *, is_unknown: bool) -> bool:
-        """Take a poll without a usable answer; return whether the analysis was given up.
-
-        Args:
-            is_unknown: The service says that it does not know this log.
-        """
+        """Take a failed poll, or one of an unknown log; return whether the analysis is given up."""
         self._failures += 1
         if is_unknown or self._failures >= _MAX_POLL_FAILURES:
             self._free()
@@ -204,7 +194,6 @@ class AttributionService:
         token_file: File with a bearer token that nobody but its owner can read, read again when
             it changes; default ``NVRX_ATTRSVC_TOKEN_FILE``.
         ca_file: Certificates to trust in place of the system's.
-        trust_candidate: Take a STOP that the service's rules give while its analysis still runs.
         poll_interval_s: Seconds between two questions for a verdict; the first ones come sooner.
         job_id: Whose logs these are; default: the scheduler's number of the job, of an array that
             of the whole. Tasks that are jobs of their own: `job_metadata.task_id_from_env`.
@@ -222,7 +211,6 @@ class AttributionService:
         enforce_stop: bool = False,
         token_file: str | None = None,
         ca_file: str | None = None,
-        trust_candidate: bool = False,
         poll_interval_s: float = _POLL_INTERVAL_S,
         job_id: str | None = None,
         log_complete: bool = True,
@@ -246,7 +234,7 @@ class AttributionService:
         self._node_id: str | None = None
         # Guards what follows; waited on by the thread.
         self._changed = threading.Condition()
-        self._state = RequestState(enforce_stop=enforce_stop, trust_candidate=trust_candidate)
+        self._state = RequestState(enforce_stop=enforce_stop)
         self._not_before_s = 0.0
         # When the thread looks again without being woken; 0: it is not waiting.
         self._looks_at_s = 0.0
@@ -263,10 +251,7 @@ class AttributionService:
             self._wake()
 
     def request_terminal_analysis(self, evidence: tuple[str, ...] = ()) -> bool:
-        """The last log is complete: ask for a verdict on it.
-
-        Args:
-            evidence: What the caller knows of the end, as lines of a log.
+        """The last log is complete: ask for a verdict; `evidence` holds lines about its end.
 
         Returns:
             Whether it was asked for: while another verdict is pending nothing is done.
@@ -289,22 +274,14 @@ class AttributionService:
         return self.request_terminal_analysis()
 
     def start_poller(self, node_id: str | None = None) -> None:
-        """Ask for verdicts from now on; harmless when repeated.
-
-        Args:
-            node_id: Name of this node in profiling events.
-        """
+        """Ask for verdicts from now on; profiling events call this node `node_id`."""
         with self._changed:
             self._node_id = node_id
             self._is_polling = True
             self._wake()
 
     def stop_poller(self, timeout: float = 5.0) -> None:
-        """Send what is still to be submitted, and end the thread.
-
-        Args:
-            timeout: Seconds to wait; a thread that has not ended by then is abandoned.
-        """
+        """Send what is still to be submitted; end the thread, or abandon it after `timeout` s."""
         with self._changed:
             self._is_polling = False
             self._is_closing = True

@@ -8,7 +8,7 @@ raises, and what makes no sense counts as no recommendation.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = [
@@ -74,22 +74,11 @@ class LogSubmission:
 
     def to_payload(self) -> dict[str, Any]:
         """Return the JSON object, without what is not known."""
-        payload: dict[str, Any] = {
-            "log_path": self.log_path,
-            "user": self.user,
-            "analysis_intent": self.analysis_intent,
+        payload = asdict(self) | {
+            "log_complete": self.log_complete or None,
+            "evidence": list(self.evidence) or None,
         }
-        if self.job_id is not None:
-            payload["job_id"] = self.job_id
-        if self.cycle_id is not None:
-            payload["cycle_id"] = self.cycle_id
-        if self.log_complete:
-            payload["log_complete"] = True
-        if self.evidence:
-            payload["evidence"] = list(self.evidence)
-        if self.attempt_index is not None:
-            payload["attempt_index"] = self.attempt_index
-        return payload
+        return {name: value for name, value in payload.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +99,8 @@ class LogQuery:
 
     def to_params(self) -> dict[str, str]:
         """Return the parameters of the URL."""
-        params = {"log_path": self.log_path, "wait": "true" if self.wait else "false"}
-        if self.file is not None:
-            params["file"] = self.file
-        if self.wl_restart is not None:
-            params["wl_restart"] = str(self.wl_restart)
-        return params
+        params = asdict(self) | {"wait": "true" if self.wait else "false"}
+        return {name: str(value) for name, value in params.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +125,11 @@ class LogReply:
     Attributes:
         status: ``pending``, ``in_flight``, ``completed`` or ``failed``; empty when unknown.
         recommendation: Of an analysis that has ended.
-        candidate: What the rules alone say while the analysis still runs.
         exclude_nodes: Nodes that the analysis would not use any more.
     """
 
     status: str = ""
     recommendation: Recommendation = Recommendation()
-    candidate: Recommendation = Recommendation()
     exclude_nodes: tuple[str, ...] = ()
 
     @property
@@ -156,17 +139,12 @@ class LogReply:
 
 
 def parse_log_reply(payload: object) -> LogReply:
-    """Return the reply in a decoded JSON value; unknown forms give an empty reply.
-
-    Args:
-        payload: The decoded value.
-    """
+    """Return the reply in `payload`, a decoded JSON value; unknown forms give an empty reply."""
     if not isinstance(payload, dict):
         return LogReply()
     return LogReply(
         _text(payload.get("status")),
         _recommendation(payload.get("recommendation")),
-        _recommendation(payload.get("candidate_recommendation")),
         _nodes(payload.get("attribution")),
     )
 

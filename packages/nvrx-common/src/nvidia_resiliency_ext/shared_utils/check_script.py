@@ -55,13 +55,7 @@ class ScriptError(NvrxError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One use of a name that needs a look.
-
-    Attributes:
-        path: The script.
-        line: Line of the use, from 1.
-        text: What is wrong, and what to do where that is known.
-    """
+    """A use of a name that needs a look, in `line` (from 1) of script `path`; `text` says why."""
 
     path: str
     line: int
@@ -306,11 +300,7 @@ def _scripts(paths: Sequence[str]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return 1 when a line needs a look, 2 when a file cannot be read.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv`; return 1 if a line needs a look, 2 if a file cannot be read."""
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

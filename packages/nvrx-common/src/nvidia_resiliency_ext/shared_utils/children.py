@@ -93,11 +93,7 @@ class ExitStatus:
 
     @classmethod
     def from_wait_status(cls, status: int) -> ExitStatus:
-        """Return the exit status that a wait status means.
-
-        Args:
-            status: The number that `os.waitpid` returned.
-        """
+        """Return the exit status that `status`, a number of `os.waitpid`, means."""
         code = os.waitstatus_to_exitcode(status)
         return cls(None, -code) if code < 0 else cls(code)
 
@@ -115,6 +111,7 @@ class Child:
     Attributes:
         pid: Its number.
         argv: The command that was started.
+        stdin, stdout, stderr: Our ends of its streams that were started with a pipe, else None.
 
     Example:
         >>> with start_child(["/bin/sh", "-c", "exit 3"]) as child:
@@ -127,26 +124,12 @@ class Child:
     ) -> None:
         self.pid = process.pid
         self.argv = argv
+        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
         self._process = process
         self._leads_group = new_session
         self._lock = threading.Lock()
         self._status: ExitStatus | None = None
         self._watch = open_watch(process.pid)
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Our end of its input when it was started with a pipe."""
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Our end of its output when it was started with a pipe."""
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Our end of its error output when it was started with a pipe."""
-        return self._process.stderr
 
     def fileno(self) -> int:
         """Return a descriptor that is readable from the moment the process has ended.
@@ -161,11 +144,7 @@ class Child:
             return self._reap()
 
     def wait(self, timeout_s: float | None = None) -> ExitStatus | None:
-        """Wait until the process ends; return None if the time is over first.
-
-        Args:
-            timeout_s: Seconds to wait at most; None: no limit.
-        """
+        """Wait until the process ends; return None after `timeout_s` seconds (None: no limit)."""
         deadline = Deadline.after(timeout_s)
         status = self.poll()
         while status is None and not deadline.expired():
@@ -174,22 +153,16 @@ class Child:
         return status
 
     def signal(self, sig: int) -> bool:
-        """Send a signal to the process alone; return whether the process still existed.
-
-        Args:
-            sig: Number of the signal.
-        """
+        """Send signal `sig` to the process alone; return whether the process still existed."""
         with self._lock:
             return self._reap() is None and self._send(sig)
 
     def signal_group(self, sig: int) -> bool:
-        """Send a signal to the whole process group; return whether the group still had a process.
+        """Send signal `sig` to the process group; return whether the group still had a process.
 
         The group may outlive the process. It is then signalled only while /proc shows members of
         the session that the process made and no new process with its number.
 
-        Args:
-            sig: Number of the signal.
 
         Raises:
             ValueError: The process was started without a session of its own, so that its group

@@ -81,12 +81,7 @@ _SYSTEM_CLOCK = SystemClock()
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on a monotonic clock by which something must have happened.
-
-    Attributes:
-        at: Seconds of the monotonic clock; infinite for "never".
-        clock: The clock that `at` belongs to.
-    """
+    """A moment `at` (infinite: never) on the monotonic `clock` by which something must happen."""
 
     at: float
     clock: Clock = _SYSTEM_CLOCK

@@ -16,21 +16,15 @@ _STANDARD_DESCRIPTORS = (0, 1, 2)
 
 
 def plain(text: str) -> str:
-    """Return text as one line without anything on which a terminal would act.
-
-    Args:
-        text: The text; each character that is not printable becomes `?`.
-    """
+    """Return `text` as one line on which no terminal acts: `?` for what is not printable."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def write_out(text: str) -> bool:
-    """Write a program's result to stdout, if it has one.
+    """Write a program's result, `text` with its line ends, to stdout, if it has one.
 
     A reader that has seen enough (``head``) is no error, and neither is a closed stdout.
 
-    Args:
-        text: The text, with its line ends.
 
     Returns:
         False when the reader has left just now; what is written later goes nowhere.
@@ -49,11 +43,7 @@ def write_out(text: str) -> bool:
 
 
 def write_err(text: str) -> None:
-    """Write to stderr; do nothing if there is no stderr or it fails.
-
-    Args:
-        text: The text, with its line ends.
-    """
+    """Write `text` with its line ends to stderr; do nothing if there is none or it fails."""
     try:
         _write(sys.stderr, text)
     except OSError:

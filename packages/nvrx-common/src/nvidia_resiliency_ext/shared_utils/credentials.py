@@ -70,16 +70,13 @@ def is_loopback(host: str) -> bool:
 
 
 class _ChangingFile:
-    """What a file holds now; for all threads.
+    """What the file at `path`, which errors call `name`, holds now; for all threads."""
 
-    Args:
-        path: The file.
-        name: What errors call it.
-    """
+    _default_name = "file"
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str = "") -> None:
         self.path = path
-        self._name = name
+        self._name = name or self._default_name
         self._seen = self._signature()
         self._value = self._load()
 
@@ -116,16 +113,13 @@ class _ChangingFile:
 class TokenFile(_ChangingFile):
     """The token in a file, as clients show it and servers ask for it: `Bearer <token>`.
 
-    Args:
-        path: A file that nobody but its owner can read.
-        name: What errors call it.
+    Nobody but its owner can read the file.
 
     Raises:
         ConfigError: It cannot be read, others can read it, or it holds no token.
     """
 
-    def __init__(self, path: str, name: str = "token file") -> None:
-        super().__init__(path, name)
+    _default_name = "token file"
 
     def token(self) -> str:
         """Return the token that the file holds now."""
@@ -136,12 +130,9 @@ class TokenFile(_ChangingFile):
         return f"Bearer {self.token()}"
 
     def admits(self, header: str | bytes | None) -> bool:
-        """Tell whether a client's header `authorization` holds the token.
+        """Tell whether a client's `header` (`authorization`; None: not sent) holds the token.
 
         The comparison takes equally long for every wrong value.
-
-        Args:
-            header: Value of the header; None: not sent.
         """
         if header is None:
             return False
@@ -153,18 +144,13 @@ class TokenFile(_ChangingFile):
 
 
 class PemFile(_ChangingFile):
-    """A certificate, a key or a list of authorities in PEM form.
-
-    Args:
-        path: The file, of at most 1 MiB.
-        name: What errors call it.
+    """A certificate, a key or a list of authorities in PEM form, in a file of at most 1 MiB.
 
     Raises:
         ConfigError: It cannot be read, or holds nothing in PEM form.
     """
 
-    def __init__(self, path: str, name: str = "TLS file") -> None:
-        super().__init__(path, name)
+    _default_name = "TLS file"
 
     def read(self) -> bytes:
         """Return what the file holds now."""

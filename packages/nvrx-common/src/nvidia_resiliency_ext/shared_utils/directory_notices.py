@@ -61,10 +61,7 @@ class _Notices:
 
 
 class DirectoryNotices(_Notices):
-    """Report which names of a directory have changed.
-
-    Args:
-        directory: Descriptor of the directory; the caller keeps and closes it.
+    """Report which names have changed in `directory`, a descriptor that the caller closes.
 
     Example:
         >>> directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
@@ -115,14 +112,7 @@ class FileNotices(_Notices):
         self._watches: set[int] = set()
 
     def watch(self, path: str) -> bool:
-        """Watch a file, too.
-
-        Args:
-            path: The file.
-
-        Returns:
-            Whether the kernel reports that it grows; False after `close` as well.
-        """
+        """Watch the file at `path`, too; return whether the kernel will report that it grows."""
         watch = self._add(path, _IN_MODIFY)
         if watch >= 0:
             self._watches.add(watch)

@@ -23,13 +23,7 @@ Level = Literal["ok", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding of the doctor.
-
-    Args:
-        level: `error` if a person must act, else `ok`, `info` or `warning`.
-        topic: What was examined.
-        text: The finding.
-    """
+    """What was found (`text`) on a `topic`; `level` is `error` if a person must act."""
 
     level: Level
     topic: str
@@ -48,11 +42,7 @@ def package_versions() -> list[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 1 when a person must act, else 0.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` and return its exit code: 1 when a person must act, else 0."""
     from argparse import ArgumentParser
 
     parser = ArgumentParser(
@@ -117,7 +107,6 @@ def hardware_findings() -> Iterator[Finding]:
         yield Finding(_LEVELS[result.status], topic, result.reason or result.status)
 
 
-_SYS_OPENAT2 = 437
 _PR_GET_PDEATHSIG = 2
 _SMALL_SHM_BYTES = 256 * 1024 * 1024
 _TMP = "/tmp"  # noqa: S108 - looked at only
@@ -139,8 +128,6 @@ def host_findings() -> Iterator[Finding]:
         _has_memfd(),
         "files without a name in the run directory; workers may start cold",
     )
-    found = "found" if _has_openat2() else "not found"
-    yield Finding("info", "openat2", f"{found}; not used, paths are opened component by component")
     yield _facility("PDEATHSIG", _has_pdeathsig(), "the monitor's sweep alone")
     yield _shared_memory()
     yield _runtime_directory()
@@ -170,17 +157,6 @@ def _has_memfd() -> bool:
         return False
     finally:
         os.close(fd)
-    return True
-
-
-def _has_openat2() -> bool:
-    how = (ctypes.c_uint64 * 3)(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0, 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_long(_SYS_OPENAT2), ctypes.c_int(-1), ctypes.c_char_p(b"/"))
-    fd = libc.syscall(*arguments, ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
-    if fd < 0:
-        return False
-    os.close(fd)
     return True
 
 

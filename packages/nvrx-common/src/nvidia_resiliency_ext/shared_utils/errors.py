@@ -44,12 +44,7 @@ class MalformedFrameError(WireError):
 
 
 class FrameTooLargeError(WireError):
-    """A frame is larger than the protocol allows.
-
-    Args:
-        size_bytes: Size that the frame has or announces.
-        limit_bytes: Largest size allowed.
-    """
+    """A frame of `size_bytes` is larger than the protocol's `limit_bytes`."""
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(size_bytes, limit_bytes)
@@ -61,11 +56,7 @@ class FrameTooLargeError(WireError):
 
 
 class UnknownMessageError(WireError):
-    """A type is not in the closed set of this connection.
-
-    Args:
-        name: Name of the type, cut to a printable length.
-    """
+    """Type `name` (cut to 200 characters) is not in the closed set of this connection."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -80,13 +71,7 @@ class PeerClosedError(WireError, ConnectionError):
 
 
 class PeerRefusedError(NvrxError, PermissionError):
-    """The process at the other end runs as another user.
-
-    Args:
-        pid: Process at the other end, as the kernel sees it.
-        uid: Its user.
-        own_uid: The user that was expected.
-    """
+    """The process `pid` at the other end runs as user `uid`, not as `own_uid`."""
 
     def __init__(self, pid: int, uid: int, own_uid: int) -> None:
         super().__init__(pid, uid, own_uid)
@@ -114,12 +99,7 @@ class PathOutsideRootsError(UnsafePathError, ValueError):
 
 
 class ChildStartError(NvrxError):
-    """A child process could not be started.
-
-    Args:
-        argv: The command.
-        reason: What the system said.
-    """
+    """The child process `argv` could not be started; `reason` is what the system said."""
 
     def __init__(self, argv: tuple[str, ...], reason: str) -> None:
         super().__init__(argv, reason)
@@ -131,13 +111,7 @@ class ChildStartError(NvrxError):
 
 
 class MissingExtraError(NvrxError, ImportError):
-    """Something needs a package that only an extra brings.
-
-    Args:
-        what: What needs it.
-        extra: What to install.
-        reason: What the import said.
-    """
+    """`what` needs a package that only `extra` brings; `reason` is what the import said."""
 
     def __init__(self, what: str, extra: str, reason: object) -> None:
         super().__init__(what, extra, reason)
@@ -154,12 +128,7 @@ class LogFunnelClosedError(NvrxError):
 
 
 class LogTargetRefusedError(NvrxError):
-    """The log server will not write this file.
-
-    Args:
-        path: The file.
-        reason: What the server said.
-    """
+    """The log server will not write file `path`; `reason` is what it said."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)

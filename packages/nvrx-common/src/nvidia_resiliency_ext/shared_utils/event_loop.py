@@ -86,13 +86,7 @@ class WakeUp:
 
 
 class Timer:
-    """A call at a time of the clock; after `cancel` it never happens.
-
-    Args:
-        at: The time, in seconds of the loop's clock.
-        callback: The function to call.
-        on_cancel: Called when the timer is cancelled before its time.
-    """
+    """A call of `callback` at the clock's time `at`; `cancel` forgets it and calls `on_cancel`."""
 
     __slots__ = ("_callback", "_on_cancel", "at")
 
@@ -175,11 +169,7 @@ class EventLoop:
             self._selector.modify(fileobj, events, callback)
 
     def unwatch(self, fileobj: HasFileno | int) -> None:
-        """Stop watching a descriptor; unknown and closed ones are ignored.
-
-        Args:
-            fileobj: The descriptor, or an object with `fileno`.
-        """
+        """Stop watching the descriptor of `fileobj`; unknown and closed ones are ignored."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fileobj)
 
@@ -258,11 +248,7 @@ def _ignore(_signum: int, _frame: FrameType | None) -> None:
 
 
 def ignore(signum: signal.Signals) -> None:
-    """Let a signal do nothing; in a thread other than the main one nothing is changed.
-
-    Args:
-        signum: The signal.
-    """
+    """Let signal `signum` do nothing; in a thread other than the main one nothing is changed."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signum, signal.SIG_IGN)
 
@@ -332,11 +318,7 @@ class WorkerThread:
     """
 
     def __init__(self, name: str = "nvrx-slow") -> None:
-        """Start nothing yet.
-
-        Args:
-            name: The thread's name.
-        """
+        """Start nothing yet; the thread will be called `name`."""
         self._name = name
         self._wake_up = WakeUp()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]

@@ -202,12 +202,9 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def describe(finding: Finding) -> str:
-    """Return one sentence that names the culprit of a hang and the ranks that waited.
+    """Return one sentence that names the culprit in `finding` and the ranks that waited.
 
     Example: `rank 2 on host a is stopped; ranks 0, 1 and 3 waited for it`.
-
-    Args:
-        finding: The finding.
     """
     waited = ranks_in_words(r.rank for r in finding.waiting) if finding.waiting else ""
     if finding.culprits:

@@ -42,11 +42,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """Return the endpoint that a URL names; None if it has another form.
-
-    Args:
-        text: `http://HOST[:PORT]`, `https://HOST[:PORT]` or `unix:///PATH`.
-    """
+    """Return the endpoint that the URL `text` names; None if it has another form."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port
@@ -95,14 +91,7 @@ class JsonConnection:
         self._connection: http.client.HTTPConnection | None = None
 
     def post(self, route: str, payload: Mapping[str, Any]) -> tuple[int, object]:
-        """Send a JSON object.
-
-        Args:
-            route: Path of the request, such as `/logs`.
-            payload: The object.
-
-        Returns:
-            Status and decoded reply.
+        """Send JSON object `payload` to `route`, such as `/logs`; return status and decoded reply.
 
         Raises:
             OSError: The service cannot be reached, or does not answer in time.
@@ -111,15 +100,7 @@ class JsonConnection:
         return self._request("POST", route, json.dumps(payload).encode())
 
     def get(self, route: str, params: Mapping[str, str]) -> tuple[int, object]:
-        """Send a GET request; errors as for `post`.
-
-        Args:
-            route: Path of the request.
-            params: Query parameters.
-
-        Returns:
-            Status and decoded reply.
-        """
+        """Ask `route` with the query `params`; return status and decoded reply, raise as `post`."""
         return self._request("GET", f"{route}?{urlencode(params)}", None)
 
     def close(self) -> None:
@@ -152,7 +133,7 @@ class JsonConnection:
             if self._connection.sock is not None:
                 self._connection.sock.settimeout(self._timeout_s)
             self._connection.response_class = functools.partial(  # type: ignore[assignment]
-                _timed_response, deadline=deadline
+                _TimedResponse, deadline=deadline
             )
             self._connection.request(method, self._endpoint.prefix + target, body, headers)
             response = self._connection.getresponse()
@@ -191,25 +172,16 @@ class JsonConnection:
         )
 
 
-def _timed_response(
-    sock: socket.socket, deadline: float, **options: Any
-) -> http.client.HTTPResponse:
-    """Return the answer to a request; from `deadline` (monotonic) on, reading is a `TimeoutError`.
+class _TimedResponse(http.client.HTTPResponse):
+    """The answer to a request; from `deadline` (monotonic) on, reading is a `TimeoutError`.
 
     A socket counts its own limit anew at each byte.
     """
-    return http.client.HTTPResponse(_TimedSocket(sock, deadline), **options)  # type: ignore[arg-type]
 
-
-class _TimedSocket:
-    """What `HTTPResponse` uses of a socket."""
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock = sock
-        self._deadline = deadline
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_TimedReader(self._sock, self._deadline))
+    def __init__(self, sock: socket.socket, *, deadline: float, **options: Any) -> None:
+        super().__init__(sock, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_TimedReader(sock, deadline))
 
 
 class _TimedReader(io.RawIOBase):

@@ -33,10 +33,7 @@ __all__ = [
 
 
 def validate_directory(dir_path: str | os.PathLike[str]) -> None:
-    """Check that a directory, if it exists, can be trusted and read.
-
-    Args:
-        dir_path: The directory; it need not exist.
+    """Check that the directory `dir_path`, if it exists, can be trusted and read.
 
     Raises:
         UnsafePathError: It is no directory, it or a parent is a symbolic link, it cannot be read,
@@ -62,10 +59,7 @@ def validate_directory(dir_path: str | os.PathLike[str]) -> None:
 
 
 def validate_filepath(file_path: str | os.PathLike[str]) -> None:
-    """Check that a file, if it exists, is a regular file in a directory that can be trusted.
-
-    Args:
-        file_path: The file; it need not exist.
+    """Check that `file_path`, if it exists, is a regular file in a trusted directory.
 
     Raises:
         UnsafePathError: It is no regular file, it or a parent is a symbolic link, dangling or
@@ -83,11 +77,7 @@ def validate_filepath(file_path: str | os.PathLike[str]) -> None:
 def resolve_under_allowed_roots(
     path: str | os.PathLike[str], allowed_roots: Iterable[str | os.PathLike[str]]
 ) -> str:
-    """Return the real path of `path` when it is one of the roots or lies under one.
-
-    Args:
-        path: The path.
-        allowed_roots: Directories below which it may lie.
+    """Return the real path of `path` when it is one of `allowed_roots` or lies under one.
 
     Raises:
         PathOutsideRootsError: The path leads outside of all roots; this is a `ValueError`.
@@ -124,7 +114,7 @@ _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
 
 
 def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
-    """Open a regular file below a directory for appending, and create it if it is missing.
+    """Return a descriptor of a regular file below a directory, made if missing, for appending.
 
     The path is walked component by component without following symbolic links, so nobody who
     can write below the root can lead it outside.
@@ -133,9 +123,6 @@ def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int
         root_fd: Descriptor of the directory; it stays open.
         relpath: Path below it; its directories must exist.
         mode: Permissions of a new file, less the umask.
-
-    Returns:
-        A descriptor that the caller owns.
 
     Raises:
         PathOutsideRootsError: The path is absolute, empty, or has a `..`.
@@ -266,16 +253,10 @@ def read_regular_file(
 
 
 def private_dir(path: str | os.PathLike[str]) -> str:
-    """Create a directory that only we may enter, or make sure that an existing one is.
+    """Create directory `path` that only we may enter, or close an existing one; return the path.
 
     Missing parents are created likewise. An existing directory of ours that others could only
     read is closed to them.
-
-    Args:
-        path: The directory.
-
-    Returns:
-        The path.
 
     Raises:
         UnsafePathError: It is a symbolic link or no directory, belongs to somebody else, or
@@ -300,13 +281,10 @@ def private_dir(path: str | os.PathLike[str]) -> str:
 
 
 def remove_tree_at(name: str, directory_fd: int) -> None:
-    """Remove a file or a directory with all that is in it; follow no symbolic link.
+    """Remove `name` in `directory_fd` with all that is in it; follow no symbolic link.
 
     What others remove or add meanwhile is no error, as long as the end is reached.
 
-    Args:
-        name: Entry of the directory.
-        directory_fd: The directory that holds it.
 
     Raises:
         OSError: Something cannot be removed.

@@ -30,7 +30,6 @@ __all__ = [
     "pid_namespace",
     "pids",
     "pids_in_groups",
-    "pids_with_environ",
     "processes_with_environ",
     "read_stat",
     "running_in_groups",
@@ -93,13 +92,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread of a process.
-
-    Args:
-        tid: Its number.
-        state: Its state as in `ProcStat`.
-        name: Its name, 15 bytes at most.
-    """
+    """One thread of a process: number `tid`, `state` as in `ProcStat`, `name` of 15 bytes."""
 
     tid: int
     state: str
@@ -115,42 +108,26 @@ def is_available() -> bool:
 
 
 def read_stat(pid: int) -> ProcStat | None:
-    """Return the kernel's record of a process; None if it does not exist.
-
-    Args:
-        pid: The process.
-    """
+    """Return the kernel's record of process `pid`; None if it does not exist."""
     data = _read(f"/proc/{pid}/stat")
     return None if data is None else _parse_stat(pid, data)
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie.
-
-    Args:
-        pid: The process.
-    """
+    """Return whether process `pid` exists and is no zombie."""
     stat = read_stat(pid)
     return stat is not None and stat.running
 
 
 def cmdline(pid: int) -> bytes:
-    """Return the command line of a process with NUL between arguments; empty if it is gone.
-
-    Args:
-        pid: The process.
-    """
+    """Return the command line of process `pid`, NUL between arguments; empty if it is gone."""
     return (_read(f"/proc/{pid}/cmdline") or b"")[:_LARGEST_CMDLINE_BYTES]
 
 
 def environ_value(pid: int, name: str) -> str | None:
-    """Return a variable of the environment with which a process was started.
+    """Return variable `name` of the environment with which process `pid` was started.
 
     A program that changes its title can overwrite that memory; then None is returned.
-
-    Args:
-        pid: The process.
-        name: Name of the variable.
     """
     data = _read(f"/proc/{pid}/environ")
     if data is None:
@@ -162,33 +139,16 @@ def environ_value(pid: int, name: str) -> str | None:
     return None
 
 
-def pids_with_environ(name: str, value: str, *, skip_self: bool = True) -> list[int]:
-    """Return the numbers of the processes that `processes_with_environ` finds.
-
-    Args:
-        name: Name of the variable.
-        value: Its value.
-        skip_self: Leave this process out. Default True.
-    """
-    return [stat.pid for stat in processes_with_environ(name, value, skip_self=skip_self)]
-
-
-def processes_with_environ(name: str, value: str, *, skip_self: bool = True) -> list[ProcStat]:
-    """Return the processes that were started with `name` set to `value`, in one scan.
+def processes_with_environ(name: str, value: str) -> list[ProcStat]:
+    """Return the other processes that were started with `name` set to `value`, in one scan.
 
     The newest ones are looked at first: a process that forks and leaves every millisecond is
     found while it lives. Zombies are not among them: their environment is gone.
-
-    Args:
-        name: Name of the variable.
-        value: Its value.
-        skip_self: Leave this process out. Default True.
     """
     needle = b"\0" + os.fsencode(f"{name}={value}") + b"\0"
-    own_pid = os.getpid() if skip_self else -1
     found = []
     for pid in sorted(pids(), reverse=True):
-        if pid == own_pid:
+        if pid == os.getpid():
             continue
         data = _read(f"/proc/{pid}/environ")
         if data and needle in b"\0" + data + b"\0":
@@ -199,11 +159,7 @@ def processes_with_environ(name: str, value: str, *, skip_self: bool = True) -> 
 
 
 def running_in_groups(pgids: Collection[int]) -> list[ProcStat]:
-    """Return the processes of groups that are no zombies.
-
-    Args:
-        pgids: Numbers of the process groups.
-    """
+    """Return the processes of the groups `pgids` that are no zombies."""
     wanted = frozenset(pgids)
     if not wanted:
         return []
@@ -212,21 +168,12 @@ def running_in_groups(pgids: Collection[int]) -> list[ProcStat]:
 
 
 def pids_in_groups(pgids: Collection[int]) -> list[int]:
-    """Return the processes of groups that are no zombies.
-
-    Args:
-        pgids: Numbers of the process groups.
-    """
+    """Return the numbers of the processes of the groups `pgids` that are no zombies."""
     return [stat.pid for stat in running_in_groups(pgids)]
 
 
 def maps_name(pid: int, needle: str) -> bool:
-    """Return whether a process maps a file whose path contains a text.
-
-    Args:
-        pid: The process.
-        needle: The text.
-    """
+    """Return whether process `pid` maps a file whose path contains `needle`."""
     data = _read(f"/proc/{pid}/maps")
     if data is None:
         return False
@@ -251,22 +198,13 @@ def pid_namespace() -> str:
 
 
 def catches_signal(pid: int, sig: int) -> bool:
-    """Return whether a process has installed a handler for a signal.
-
-    Args:
-        pid: The process.
-        sig: Number of the signal.
-    """
+    """Return whether process `pid` has installed a handler for signal `sig`."""
     mask = _status_field(pid, b"SigCgt:")
     return mask is not None and bool(int(mask, 16) >> (sig - 1) & 1)
 
 
 def wchan(pid: int) -> str | None:
-    """Return the kernel function in which a process waits; empty if it does not wait.
-
-    Args:
-        pid: The process.
-    """
+    """Return the kernel function in which process `pid` waits; empty if it does not wait."""
     data = _read(f"/proc/{pid}/wchan")
     if data is None:
         return None
@@ -275,12 +213,7 @@ def wchan(pid: int) -> str | None:
 
 
 def threads(pid: int, limit: int) -> list[Thread]:
-    """Return the threads of a process, the oldest first; `[]` when it is gone.
-
-    Args:
-        pid: The process.
-        limit: How many are read at most.
-    """
+    """Return the threads of process `pid`, the `limit` oldest ones first; `[]` when it is gone."""
     try:
         tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:limit]
     except _GONE:
@@ -291,14 +224,9 @@ def threads(pid: int, limit: int) -> list[Thread]:
 
 
 def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
-    """Return number and arguments of the system call in which a thread is blocked.
+    """Return number and arguments of the system call in which thread `tid` of `pid` is blocked.
 
-    Args:
-        pid: The process.
-        tid: The thread.
-
-    Returns:
-        Empty for a thread that runs; None if this process may not trace the other.
+    They are empty for a thread that runs, and None if this process may not trace the other.
     """
     words = (_read(f"/proc/{pid}/task/{tid}/syscall") or b"").split()
     if not words:
@@ -309,11 +237,7 @@ def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
 
 
 def memory(pid: int) -> Memory | None:
-    """Return the memory of a process; None if it does not exist.
-
-    Args:
-        pid: The process.
-    """
+    """Return the memory of process `pid`; None if it does not exist."""
     data = _read(f"/proc/{pid}/smaps_rollup")
     if data:
         sizes: dict[bytes, int] = {}

@@ -88,11 +88,7 @@ class FaultToleranceProfiler:
         return self._cycle
 
     def set_cycle(self, cycle: int) -> None:
-        """Advance to a cycle; a lower number is ignored with a warning.
-
-        Args:
-            cycle: Number of the cycle.
-        """
+        """Advance to `cycle`; a lower number is ignored with a warning."""
         with self._lock:
             current = self._cycle
             if cycle >= current:
@@ -103,15 +99,9 @@ class FaultToleranceProfiler:
     def record_event(
         self, event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
     ) -> str:
-        """Log an event and pass it to subscribers and file; a detected failure begins a cycle.
+        """Log `event` of `node_id` and `rank`, tell subscribers and file; return its id.
 
-        Args:
-            event: The event.
-            node_id: Name of the node.
-            rank: The rank.
-
-        Returns:
-            An id of value, time, node and rank.
+        A detected failure begins a cycle.
         """
         with self._lock:
             if event is ProfilingEvent.FAILURE_DETECTED:
@@ -138,14 +128,7 @@ class FaultToleranceProfiler:
         return identity
 
     def subscribe(self, callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-        """Call a function with each later record, in the thread that records it.
-
-        Args:
-            callback: The function.
-
-        Returns:
-            A function that ends the subscription.
-        """
+        """Call `callback` with each later record, in its thread; return what ends that."""
         key = object()
         with self._lock:
             self._subscribers[key] = callback
@@ -177,55 +160,29 @@ class FaultToleranceProfiler:
                 logger.warning("%s: events are not written: %s", _FILE_VARIABLE, error)
 
 
-_profiler: FaultToleranceProfiler | None = None
-_making = threading.Lock()
+_profiler = FaultToleranceProfiler()
 
 
 def record_profiling_event(
     event: ProfilingEvent, node_id: Any | None = None, rank: int | None = None
 ) -> str:
-    """Record an event with this process's profiler; return its id.
-
-    Args:
-        event: The event.
-        node_id: Name of the node.
-        rank: The rank.
-    """
-    return _shared().record_event(event, node_id, rank)
+    """Record `event` of node `node_id` and `rank` with this process's profiler; return its id."""
+    return _profiler.record_event(event, node_id, rank)
 
 
 def get_profiling_cycle() -> int:
     """Return the cycle of the process's one profiler."""
-    return _shared().cycle
+    return _profiler.cycle
 
 
 def set_profiling_cycle(cycle: int) -> None:
-    """Advance this process's profiler to a cycle.
-
-    Args:
-        cycle: Number of the cycle.
-    """
-    _shared().set_cycle(cycle)
+    """Advance this process's profiler to `cycle`."""
+    _profiler.set_cycle(cycle)
 
 
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-    """Subscribe to this process's profiler.
-
-    Args:
-        callback: Called with each later record.
-
-    Returns:
-        A function that ends the subscription.
-    """
-    return _shared().subscribe(callback)
-
-
-def _shared() -> FaultToleranceProfiler:
-    global _profiler  # noqa: PLW0603 - the one instance
-    with _making:
-        if _profiler is None:
-            _profiler = FaultToleranceProfiler()
-        return _profiler
+    """Call `callback` with each later record of this process; return what ends that."""
+    return _profiler.subscribe(callback)
 
 
 def _utc(wall_s: float) -> str:

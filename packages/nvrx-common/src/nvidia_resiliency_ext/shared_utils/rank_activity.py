@@ -75,12 +75,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Findings in a main thread's Python stack.
-
-    Args:
-        call: The kind of call that it is in.
-        place: The program's own line, such as `train.py:41 in load`.
-    """
+    """A main thread's kind of `call` and its own `place`, such as `train.py:41 in load`."""
 
     call: Call = Call.NONE
     place: str = ""
@@ -127,12 +122,9 @@ _SYNCHRONIZES = frozenset({"synchronize", "wait", "wait_event", "wait_stream"})
 
 
 def main_frames(dump: str) -> list[Frame]:
-    """Read the frames of the main thread, innermost first, from what faulthandler wrote.
+    """Read the main thread's frames, innermost first, from `dump`, which faulthandler wrote.
 
     The signal is handled by the main thread unless it blocks it, so that is the current thread.
-
-    Args:
-        dump: Stacks of all threads; cut off, garbled or empty is fine.
     """
     frames: list[Frame] = []
     is_current = False
@@ -146,19 +138,12 @@ def main_frames(dump: str) -> list[Frame]:
 
 
 def main_stack(dump: str) -> Stack:
-    """Return the state of the main thread in a stack dump.
-
-    Args:
-        dump: Text that faulthandler wrote.
-    """
+    """Return the state of the main thread in `dump`, a text that faulthandler wrote."""
     return stack_of(main_frames(dump))
 
 
 def stack_of(frames: Sequence[Frame]) -> Stack:
-    """Return the state that frames show.
-
-    Args:
-        frames: File, line and function of each frame, innermost first.
+    """Return the state that `frames` show, innermost first.
 
     Example:
         >>> stack_of([("/job/train.py", 41, "load"), ("/job/train.py", 80, "main")])
@@ -189,11 +174,7 @@ def _call_of(file: str, _line: int, name: str) -> Call:
 
 
 def inspect_kernel(pid: int) -> Kernel:
-    """Return the state of a process in the kernel, from its `MAX_THREADS` oldest threads.
-
-    Args:
-        pid: The process.
-    """
+    """Return the state of process `pid` in the kernel, from its `MAX_THREADS` oldest threads."""
     stat = procfs.read_stat(pid)
     if stat is None or not stat.running:
         return Kernel("?")
@@ -225,7 +206,7 @@ def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
 
 
 def classify(kernel: Kernel, stack: Stack) -> Activity:
-    """Return the activity of a rank.
+    """Return the activity of a rank from `kernel`, its process, and `stack`, its main thread.
 
     | main thread | in a collective | in backward, device wait | in its own code | no stack |
     | --- | --- | --- | --- | --- |
@@ -239,10 +220,6 @@ def classify(kernel: Kernel, stack: Stack) -> Activity:
 
     With a GPU (1) is WAITING and (2) UNKNOWN: CUDA spins or sleeps while it waits for a kernel of
     NCCL, also under a line of the program such as `loss.item()`.
-
-    Args:
-        kernel: State of the process in the kernel.
-        stack: State of its main thread in Python.
     """
     if kernel.state in "Tt":
         return Activity.STOPPED
@@ -299,13 +276,7 @@ _DOES = (
 
 
 def in_words(activity: Activity, kernel: Kernel, stack: Stack) -> str:
-    """Describe what a rank does, such as `sleeps in train.py:41 in load (hrtimer_nanosleep)`.
-
-    Args:
-        activity: The result of `classify`.
-        kernel: State of the process in the kernel.
-        stack: State of its main thread in Python.
-    """
+    """Describe `activity`, the result of `classify` for `kernel` and `stack`, in words."""
     where = f" in {stack.place}" if stack.place else ""
     if activity is Activity.STOPPED:
         return "is stopped (SIGSTOP or a debugger)" if kernel.state == "T" else "is being traced"

@@ -15,10 +15,7 @@ _DIGITS = "0123456789"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as sorted ranges, each rank once: `[0, 1, 2, 3, 6]` gives `0-3,6`.
-
-    Args:
-        ranks: The ranks, in any order.
+    """Return `ranks` as sorted ranges, each rank once: `[0, 1, 2, 3, 6]` gives `0-3,6`.
 
     Raises:
         ValueError: A rank is negative.
@@ -30,19 +27,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_runs(numbers: Iterable[int]) -> str:
-    """Return numbers in the given order, runs shortened: `[4, 5, 6, 0, 2]` gives `4-6,0,2`.
-
-    Args:
-        numbers: The numbers.
-    """
+    """Return `numbers` in their order, runs shortened: `[4, 5, 6, 0, 2]` gives `4-6,0,2`."""
     return _format_ranges(numbers, width=0)
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the sorted ranks of a text such as `0-3,6`; the empty text is the empty set.
-
-    Args:
-        text: Ranks and ranges, separated by commas.
+    """Return the sorted ranks of a `text` such as `0-3,6`; the empty text is the empty set.
 
     Raises:
         ValueError: The text has another form, a range runs backwards, or it names over a million
@@ -62,13 +52,10 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def format_hosts(hosts: Iterable[str]) -> str:
-    """Return host names as Slurm ranges, each host once: `node[001-004,007],login1`.
+    """Return `hosts` as Slurm ranges, each name once: `node[001-004,007],login1`.
 
     Names that share a prefix and the width of a zero-padded number at their end form one range;
     groups come in alphabetical order.
-
-    Args:
-        hosts: The names; each may occur several times.
     """
     numbered: dict[str, list[str]] = {}
     for host in sorted(set(hosts)):

@@ -214,12 +214,9 @@ _HARMLESS = frozenset({"", "null", "none", "true", "false", "yes", "no"})
 
 
 def redact(text: str) -> tuple[str, int]:
-    """Return a text without the secrets that are recognised, and how many there were.
+    """Return `text` without the secrets that are recognised, and how many there were.
 
     Text or lines that are JSON stay JSON.
-
-    Args:
-        text: The text.
     """
     found = _Redaction()
     if text.startswith(("{", "[")) and (whole := found.document(text)) is not None:

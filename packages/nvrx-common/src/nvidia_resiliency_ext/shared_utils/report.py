@@ -21,9 +21,8 @@ from nvidia_resiliency_ext.shared_utils._report.metrics import render_prometheus
 from ._events.read import EventFile, EventFileError, read_events
 from ._report.html import render_html
 from ._report.model import build_timeline
-from ._report.text import render_text
+from ._report.text import render_text, terminal_width
 from .console import plain, write_err, write_out
-from .errors import NvrxError
 from .os_utils import atomic_write
 
 if TYPE_CHECKING:
@@ -46,10 +45,7 @@ _WRONG_INPUT = 2
 
 
 def load(paths: Sequence[str]) -> list[EventFile]:
-    """Read event files; of a directory, all event files in it.
-
-    Args:
-        paths: Files and directories.
+    """Read the event files `paths`; of a directory, all event files in it.
 
     Raises:
         EventFileError: A path is missing or no event file, or a directory holds none.
@@ -89,11 +85,7 @@ def _read_all(paths: Sequence[str]) -> list[EventFile]:
 
 
 def render_json(timeline: Timeline) -> str:
-    """Return the timeline as one JSON object.
-
-    Args:
-        timeline: The job.
-    """
+    """Return `timeline` as one JSON object."""
     fields = asdict(timeline)
     fields["wall_s"] = timeline.wall_s
     fields["faults_by_cause"] = timeline.faults_by_cause
@@ -115,11 +107,7 @@ def _report_texts(paths: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, or 2 where the input is not usable.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` and return its exit code: 0, or 2 where the input is not usable."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["bundle"]:
         from nvidia_resiliency_ext.shared_utils._report.bundle import main as make_bundle
@@ -130,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_out(f"nvrx-report {distribution_versions().get('nvrx-common', 'of a source tree')}\n")
         return 0
 
+    exports = _Exports(options)
+
     def read() -> Timeline:
         return build_timeline(load(options.paths))
 
@@ -137,26 +127,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.follow:
             from nvidia_resiliency_ext.shared_utils._report.text import follow
 
-            exports = _Exports(options)
-            seen = exports.keep_up if exports.are_wanted else None
+            seen = exports.write if exports.are_wanted else None
             return follow(options.paths, read, seen, options.width or 0)
         timeline = read()
-        _export(timeline, options)
-    except (EventFileError, _NotWrittenError) as error:
+    except EventFileError as error:
         return _complain(str(error))
+    if exports.write(timeline):
+        return _WRONG_INPUT
     if options.json:
         write_out(render_json(timeline))
-    elif not _Exports(options).are_wanted:
-        write_out(render_text(timeline, width=options.width or _terminal_width()))
+    elif not exports.are_wanted:
+        write_out(render_text(timeline, width=options.width or terminal_width()))
     return 0
 
 
-class _NotWrittenError(NvrxError):
-    """A file or a collector did not take what was asked for."""
-
-
 class _Exports:
-    """Keeps what was asked for up to date while a job runs; says each trouble once."""
+    """Writes the files and sends the figures that were asked for; says each trouble once."""
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
@@ -167,38 +153,31 @@ class _Exports:
         """Say whether anything was asked for."""
         return bool(self._options.html or self._options.prometheus or self._options.otlp)
 
-    def keep_up(self, timeline: Timeline) -> None:
-        """Write and send the present state; a full disk or a collector that is away may pass."""
-        before, self._complaint = self._complaint, ""
-        try:
-            _export(timeline, self._options)
-        except _NotWrittenError as error:
-            self._complaint = str(error)
-            if self._complaint != before:
-                _complain(self._complaint)
+    def write(self, timeline: Timeline) -> str:
+        """Write and send the present state; return what went wrong, which may pass."""
+        before, self._complaint = self._complaint, _export(timeline, self._options)
+        if self._complaint not in {"", before}:
+            _complain(self._complaint)
+        return self._complaint
 
 
-def _export(timeline: Timeline, options: Namespace) -> None:
-    """Write and send what was asked for.
-
-    Raises:
-        _NotWrittenError: It cannot be written or sent.
-    """
+def _export(timeline: Timeline, options: Namespace) -> str:
+    """Write and send what was asked for; return what went wrong first, if anything did."""
     files = {options.html: render_html, options.prometheus: render_prometheus}
     for path, render in files.items():
-        if not path:
-            continue
         try:
-            _write(path, render(timeline))
+            if path:
+                _write(path, render(timeline))
         except OSError as error:
-            raise _NotWrittenError(f"{path}: {error.strerror}") from error
+            return f"{path}: {error.strerror}"
     if options.otlp:
         from nvidia_resiliency_ext.shared_utils._report.metrics import ExportError, export_otlp
 
         try:
             export_otlp(timeline, options.otlp)
         except ExportError as error:
-            raise _NotWrittenError(str(error)) from error
+            return str(error)
+    return ""
 
 
 def _write(path: str, text: str) -> None:
@@ -270,13 +249,6 @@ def _parse(argv: Sequence[str]) -> Namespace:
     if not options.paths and not options.version:
         parser.error("a PATH is needed, as NVRX_EVENT_DIR is not set")
     return options
-
-
-def _terminal_width() -> int:
-    try:
-        return min(os.get_terminal_size(sys.stdout.fileno()).columns, 120) or 100
-    except (OSError, ValueError, AttributeError):  # stdout is None when it was closed
-        return 100
 
 
 def _complain(message: str) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, final
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 
-from .os_utils import atomic_write, remove_tree_at
+from .os_utils import atomic_write, read_regular_file, remove_tree_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,14 +47,11 @@ _LARGEST_OWNER_FILE_BYTES = 4096
 
 @final
 class RunDir:
-    """A 0700 directory that lives as long as a run; the run's owner removes it.
+    """A 0700 directory at `path` that lives as long as a run; the run's owner removes it.
 
     Example:
         >>> with RunDir.create("demo") as run_dir:
         ...     path = run_dir.socket_path("launcher.sock")
-
-    Attributes:
-        path: Its absolute path.
     """
 
     def __init__(self, path: str) -> None:
@@ -114,10 +111,7 @@ class RunDir:
             raise
 
     def socket_path(self, name: str) -> str:
-        """Return the path of a socket in the directory; a name of 40 bytes always fits.
-
-        Args:
-            name: File name of the socket.
+        """Return the path of the socket `name` in the directory; 40 bytes always fit.
 
         Raises:
             ValueError: The name is not a plain file name, or the path is too long.
@@ -152,14 +146,11 @@ class RunDir:
 
 
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return this user's run directories whose owner no longer exists.
+    """Return this user's run directories, in places of `environ`, whose owner no longer exists.
 
     An owner no longer exists if it belongs to an earlier boot of this host, or if its process
     number is free or belongs to a process that started at another time. An owner that cannot be
     examined from here (on another host, in another container) counts as alive.
-
-    Args:
-        environ: The environment that names where run directories are.
     """
     if not procfs.is_available() or not procfs.boot_id():
         return []
@@ -167,12 +158,7 @@ def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the run directories of our user with this label whose owner is not known to be gone.
-
-    Args:
-        label: What the runs are, as given to `RunDir.create`.
-        environ: Where to look up the places.
-    """
+    """Return our run directories with this `label`, in places of `environ`, but stale ones."""
     found = []
     for path in _paths(f"nvrx-{label}-", environ):
         try:
@@ -185,11 +171,7 @@ def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[s
 
 
 def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Remove the directories that `stale_run_dirs` finds; return their paths.
-
-    Args:
-        environ: The environment that names where run directories are.
-    """
+    """Remove the directories that `stale_run_dirs` finds in `environ`; return their paths."""
     removed = []
     for path in stale_run_dirs(environ):
         try:
@@ -214,11 +196,9 @@ def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def trusted_places(environ: Mapping[str, str], preferred: str = "") -> list[str]:
-    """Return the directories that may hold run directories and can be trusted with them.
+    """Return the places for run directories, of `environ` and usual ones, that can be trusted.
 
-    Args:
-        environ: The environment that names some of them.
-        preferred: One that comes first, if it can be trusted. Default: none.
+    `preferred` comes first, if it can.
     """
     own_uid = os.geteuid()
     named = [preferred, environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
@@ -275,13 +255,9 @@ def _is_stale(path: str) -> bool:
 
 
 def _read_owner(path: str) -> dict[str, object]:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(os.path.join(path, _OWNER_FILE), flags)
-    try:
-        data = os.read(descriptor, _LARGEST_OWNER_FILE_BYTES)
-    finally:
-        os.close(descriptor)
-    owner = json.loads(data)
+    owner = json.loads(
+        read_regular_file(os.path.join(path, _OWNER_FILE), _LARGEST_OWNER_FILE_BYTES)
+    )
     if not isinstance(owner, dict) or not owner.get("boot_id"):
         raise ValueError("an owner file that names no boot")
     return owner

@@ -62,12 +62,9 @@ def _storage_path_probe(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code.
+    """Run the program on `argv` (None: the process's own) and return its exit code.
 
     The first argument that is no option ends the options, so that a path cannot become one.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     write = False

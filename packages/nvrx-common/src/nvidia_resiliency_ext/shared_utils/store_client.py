@@ -60,13 +60,10 @@ class _Query(enum.IntEnum):
 
 
 def handshake(connection: socket.socket) -> bool:
-    """Begin as torch's clients do; return whether a store of torch's is at the other end.
-
-    Args:
-        connection: A connected socket; its timeout is that of the whole handshake.
+    """Begin as torch's clients do; return whether `connection` leads to a store of torch's.
 
     Raises:
-        TimeoutError: It took longer.
+        TimeoutError: It took longer than the timeout of the connection.
         OSError: The connection was ended.
     """
     word = os.urandom(_WORD_BYTES).hex().encode()
@@ -162,11 +159,7 @@ class StoreClient:
             self.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let waits without a limit of their own take so long.
-
-        Args:
-            timeout: The limit.
-        """
+        """Let waits without a limit of their own take `timeout`."""
         self.timeout = timeout
 
     @staticmethod
@@ -186,67 +179,35 @@ class StoreClient:
         )
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key.
-
-        Args:
-            key: Its name.
-            value: Its new value.
-        """
+        """Set `key` to `value`."""
         self._ask(_nothing, _Query.SET, _key(key), _prefixed(_bytes(value)))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add to the end of a value, which may be missing.
-
-        Args:
-            key: The key's name.
-            value: What is added.
-        """
+        """Add `value` to the end of the value of `key`, which may be missing."""
         self._ask(_nothing, _Query.APPEND, _key(key), _prefixed(_bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if its value is the expected one; return the value that it has then.
+        """Set `key` to `desired` if its value is `expected`; return the value that it has then.
 
         A missing key is set only where nothing is expected; else `expected` is returned.
-
-        Args:
-            key: Its name.
-            expected: The value that it must have; empty: it must be missing.
-            desired: Its new value.
         """
         values = map(_prefixed, map(_bytes, (expected, desired)))
         return self._ask(self._receive_text, _Query.COMPARE_SET, _key(key), *values)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number and return the sum; a store hangs up where the value is none.
-
-        Args:
-            key: The key's name; a missing one counts as 0.
-            amount: What is added.
-        """
+        """Add `amount` to the number at `key` (missing: 0) and return the sum."""
         return self._ask(self._receive_number, _Query.ADD, _key(key), _NUMBER.pack(amount))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there.
-
-        Args:
-            key: Its name.
-        """
+        """Remove `key`; return whether it was there."""
         return self._ask(self._receive_number, _Query.DELETE_KEY, _key(key)) > 0
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there.
-
-        Args:
-            keys: Their names.
-        """
+        """Return whether all `keys` are there."""
         return self._ask(lambda: self._receive(1), _Query.CHECK, *_keys(keys))[0] == _READY
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
-
-        Args:
-            keys: Their names.
-            timeout: How long to wait; None: as the client was told.
+        """Wait until all `keys` are there, for `timeout` at most (None: as the client was told).
 
         Raises:
             WaitExpiredError: They are not in time.
@@ -256,32 +217,19 @@ class StoreClient:
             raise WaitExpiredError(f"no {', '.join(keys)} within {limit_s:g} s")
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value.
-
-        Args:
-            key: Its name.
-        """
+        """Wait for `key` and return its value."""
         self.wait([key])
         return self._ask(self._receive_text, _Query.GET, _key(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for keys and return their values.
-
-        Args:
-            keys: Their names.
-        """
+        """Wait for `keys` and return their values."""
         self.wait(keys)
         return self._ask(
             lambda: [self._receive_text() for _ in keys], _Query.MULTI_GET, *_keys(keys)
         )
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Set many keys at once.
-
-        Args:
-            keys: Their names.
-            values: Their new values, in the same order.
-        """
+        """Set `keys` to `values`, which are in the same order, at once."""
         pairs = zip(map(_key, keys), (_prefixed(value.encode()) for value in values), strict=True)
         parts = [part for pair in pairs for part in pair]
         self._ask(_nothing, _Query.MULTI_SET, _NUMBER.pack(len(keys)), *parts)

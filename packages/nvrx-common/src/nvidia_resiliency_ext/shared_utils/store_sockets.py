@@ -11,12 +11,13 @@ import contextlib
 import errno
 import os
 import re
+import select
 import socket
 import struct
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from .abandonable import Attempt
+from .abandonable import ParkedAtExit
 from .errors import DeadlineExceededError
 
 __all__ = [
@@ -51,8 +52,10 @@ _LIBUV_TAKES_A_SOCKET = (2, 8)
 _PARTIAL_MESSAGE_S = 5
 
 
-given_up: list[Attempt] = []
-"""Attempts to make a client that no caller waits for any more, and that torch still keeps."""
+_LONGEST_MS = (1 << 31) - 1  # that poll() takes
+
+given_up: list[ParkedAtExit] = []
+"""Threads that make a client for which no caller waits any more, and that torch still keeps."""
 
 
 class NoAnswerError(DeadlineExceededError):
@@ -75,35 +78,51 @@ def open_client(
         Exception: What `make` raises.
     """
     before = socket_names()
-    given_up[:] = [attempt for attempt in given_up if attempt.is_alive()]
-    attempt = Attempt(make)
+    given_up[:] = [thread for thread in given_up if thread.is_alive()]
+    made: list[Any] = []
+    errors: list[Exception] = []
+    our_end, its_end = socket.socketpair()
+
+    def make_client() -> None:
+        with its_end:  # which hangs up when the client is made
+            try:
+                made.append(make())
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
+                errors.append(error)
+
+    thread = ParkedAtExit("nvrx-store-connect", make_client)
     is_made = False
-    with contextlib.closing(attempt):
-        attempt.start()
+    with our_end:
+        thread.start()
         try:
-            is_made = attempt.wait(timeout_s, witness)
+            is_made = _hangs_up(our_end, timeout_s, witness)
         finally:
             # The caller may have been interrupted.
             if not is_made:
-                attempt.give_up()
-                given_up.append(attempt)
+                given_up.append(thread)
                 for sock in connected_sockets(port, before):
                     with sock, contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
     if not is_made:
         raise NoAnswerError(f"what listens at port {port} does not answer as a store does")
-    attempt.join()
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.client
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
+def _hangs_up(sock: socket.socket, timeout_s: float, witness: socket.socket | None) -> bool:
+    """Wait until `sock` is hung up; False after `timeout_s`, or when only the witness is."""
+    poll = select.poll()
+    for watched in (sock, witness):
+        if watched is not None:
+            poll.register(watched, select.POLLIN)
+    ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
+    return any(number == sock.fileno() for number, _ in ready)
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket that listens for a store's clients, with keep-alive probes.
-
-    Args:
-        family: `socket.AF_INET` or `socket.AF_INET6`.
-        address: As for `socket.bind`.
+    """Return a socket that listens at `address` of `family`, with keep-alive probes.
 
     Raises:
         OSError: EADDRINUSE: the port is taken; EADDRNOTAVAIL: the address is not this host's.
@@ -121,16 +140,13 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connect to a listening socket at an address.
+    """Connect to a listening socket at `address` (host and port) within `timeout_s` seconds.
 
     Where the system takes clients' ports from a range that has the store's in it, and nobody
     listens yet, a client that asks often enough is given that very port, and connects to itself.
     Here that counts as refused, and leaves the port free, which else could not be listened at for a
     minute.
 
-    Args:
-        address: Host and port.
-        timeout_s: Seconds to wait at most.
 
     Raises:
         ConnectionRefusedError: Nobody listens.
@@ -176,22 +192,13 @@ def serving_options(
 
 
 def watch_over(sock: socket.socket) -> None:
-    """Let the kernel detect that the other side of a connection is gone.
-
-    Args:
-        sock: The connected socket.
-    """
+    """Let the kernel detect that the other side of the connected `sock` is gone."""
     _ask_for_life(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
 
 def is_connected_to(sock: socket.socket, port: int) -> bool:
-    """Return whether a socket is connected to a port, of any host.
-
-    Args:
-        sock: The socket.
-        port: The port.
-    """
+    """Return whether `sock` is connected to `port`, of any host."""
     try:
         return bool(sock.getpeername()[1] == port)
     except OSError:
@@ -199,12 +206,7 @@ def is_connected_to(sock: socket.socket, port: int) -> bool:
 
 
 def connected_sockets(port: int, known: Collection[str] = frozenset()) -> Iterator[socket.socket]:
-    """Yield this process's sockets that are connected to a port, by a second descriptor.
-
-    Args:
-        port: The port, of any host.
-        known: Names of those that are left out, from `socket_names`.
-    """
+    """Yield this process's sockets that are connected to `port`, of any host, but `known` ones."""
     for _, sock in tcp_sockets(known):
         if is_connected_to(sock, port):
             yield sock
@@ -220,12 +222,9 @@ def socket_names() -> frozenset[str]:
 def tcp_sockets(
     known: Collection[str] = frozenset(),
 ) -> Iterator[tuple[str, socket.socket]]:
-    """Yield each of this process's TCP sockets with the kernel's name, by a second descriptor.
+    """Yield name and second descriptor of each TCP socket of this process but the `known` ones.
 
     Whoever takes one closes it.
-
-    Args:
-        known: Names of those that are left out.
     """
     seen = set(known)
     for descriptor, listed in _named():
@@ -242,10 +241,7 @@ def tcp_sockets(
 
 
 def socket_copy(descriptor: int) -> socket.socket:
-    """Return a socket of this process under a second descriptor, which the caller closes.
-
-    Args:
-        descriptor: The first descriptor.
+    """Return the socket `descriptor` under a second descriptor, which the caller closes.
 
     Raises:
         OSError: The descriptor is free, or no socket.
@@ -260,13 +256,10 @@ def socket_copy(descriptor: int) -> socket.socket:
 
 
 def tcp_socket(descriptor: int) -> tuple[str, socket.socket] | None:
-    """Return the kernel's name of a TCP socket, and the socket under a second descriptor.
+    """Return the kernel's name of the TCP socket `descriptor`, and the socket under a second one.
 
     The caller closes the second descriptor. None is returned for a descriptor that is free or
     belongs to something else, which may happen at any time.
-
-    Args:
-        descriptor: The first descriptor.
     """
     # Between these lines, too.
     with contextlib.suppress(OSError):

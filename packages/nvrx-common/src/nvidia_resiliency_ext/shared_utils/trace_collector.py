@@ -37,11 +37,7 @@ class NoFlightRecorderError(NvrxError, RuntimeError):
 
 
 class TraceCollector(abc.ABC):
-    """Something that saves evidence of this rank.
-
-    Args:
-        path: Directory for the evidence of all ranks.
-    """
+    """Saves evidence of this rank in directory `path`, which is that of all ranks."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -74,10 +70,7 @@ class TorchFRTraceCollector(TraceCollector):
         self._checks = _default_checks() if checks is None else dict(checks)
 
     def collect(self) -> str:
-        """Take a dump and save it at once.
-
-        Returns:
-            The file.
+        """Take a dump and save it at once; return the path of the file.
 
         Raises:
             NoFlightRecorderError: This torch has none.
@@ -107,15 +100,10 @@ class TorchFRTraceCollector(TraceCollector):
         return found
 
     def save(self, dump: dict[str, Any]) -> str:
-        """Check the devices and write a dump; may run in any thread, also after an abort.
+        """Check the devices, write `dump` (from `take`) in any thread; return the path of the file.
 
         It returns when the file would survive a crash of the host.
 
-        Args:
-            dump: What `take` returned.
-
-        Returns:
-            Path of the file.
 
         Raises:
             OSError: The file cannot be written.

@@ -23,7 +23,7 @@ from nvidia_resiliency_ext.shared_utils.errors import (
     WireError,
 )
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds
+from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds, rights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,13 +37,10 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 def listen(path: str, backlog: int = 128) -> socket.socket:
-    """Return a non-blocking listening socket at `path` that only this user may connect to.
+    """Return a non-blocking socket at `path` that only this user may connect to.
 
-    A socket that a dead process left at `path` is removed first.
+    A socket that a dead process left there is removed first; `backlog` connections may wait.
 
-    Args:
-        path: Path of the socket.
-        backlog: Length of the queue of connections that wait. Default 128.
 
     Raises:
         ValueError: The path is too long for a socket.
@@ -65,11 +62,7 @@ def listen(path: str, backlog: int = 128) -> socket.socket:
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:
-    """Return a blocking socket connected to `path`.
-
-    Args:
-        path: Path of the listening socket.
-        timeout_s: Seconds to wait for space in the listener's queue.
+    """Return a blocking socket connected to `path`; wait `timeout_s` for space in its queue.
 
     Raises:
         ValueError: The path is too long for a socket.
@@ -95,12 +88,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def set_ipc_socket_timeouts(fileno: int, timeout: float) -> None:
-    """Limit how long sends and receives on a blocking socket may take.
-
-    Args:
-        fileno: Descriptor of the socket; it stays open.
-        timeout: The limit in seconds; 0: no limit.
-    """
+    """Limit sends and receives on the blocking socket `fileno` to `timeout` s; 0: no limit."""
     whole = int(timeout)
     microseconds = int((timeout - whole) * 1e6)
     if timeout > 0 and whole == 0 and microseconds == 0:
@@ -241,11 +229,7 @@ class Channel:
         return received
 
     def take_fds(self, count: int) -> list[int]:
-        """Return the next received descriptors; the caller owns them.
-
-        Returns:
-            `count` descriptors, or fewer when the peer sent fewer.
-        """
+        """Return the next `count` received descriptors, or all; the caller owns them."""
         return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
 
     def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:
@@ -305,12 +289,7 @@ class Channel:
 
     def _send_some(self, outgoing: _Outgoing) -> int:
         flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-        if outgoing.fds:
-            # Not socket.send_fds: it drops the flags.
-            packed = struct.pack(f"{len(outgoing.fds)}i", *outgoing.fds)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
-            return self.sock.sendmsg([outgoing.data], rights, flags)
-        return self.sock.send(outgoing.data, flags)
+        return self.sock.sendmsg([outgoing.data], rights(outgoing.fds), flags)
 
     def _drop_one(self) -> None:
         # The first one may be half sent: dropping it would tear the stream.

@@ -17,6 +17,7 @@ from ._processes import PidHandle, pidfd_available, wait_readable
 from .clock import Deadline
 from .console import write_err
 from .errors import DeadlineExceededError
+from .os_utils import read_regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,23 +32,14 @@ _CLOCK_SLACK_S = 2.0
 
 
 def read_pids_from_file(pidfile: str) -> list[int]:
-    """Return the process numbers in a file, one per line; other lines are ignored.
+    """Return the process numbers in `pidfile`, one per line; other lines are ignored.
 
     A file that cannot be read gives an empty list.
-
-    Args:
-        pidfile: The file.
     """
     try:
-        descriptor = os.open(pidfile, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        text = read_regular_file(pidfile, _LARGEST_FILE, follows_symlink=True)
     except (OSError, ValueError):
         return []
-    try:
-        text = os.read(descriptor, _LARGEST_FILE)
-    except OSError:
-        return []
-    finally:
-        os.close(descriptor)
     numbers = (line.strip().lstrip(b"0") for line in text.splitlines())
     return [
         int(number)
@@ -58,13 +50,10 @@ def read_pids_from_file(pidfile: str) -> list[int]:
 
 
 def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:
-    """Wait until none of the processes runs any more.
+    """Wait until none of `pids`, but for our own, runs any more: `timeout_s` seconds at most.
 
     A zombie has ended. A number that another process takes over meanwhile is not waited for.
 
-    Args:
-        pids: Process numbers; our own is left out.
-        timeout_s: At most so many seconds.
 
     Raises:
         DeadlineExceededError: Some still ran when the time was up; the message names them.
@@ -73,13 +62,10 @@ def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:
 
 
 def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
-    """Wait until no process of a pid file runs any more.
+    """Wait until no process of `pidfile` runs any more: `timeout_s` seconds at most.
 
     A process that started after the file was written is another one under an old number.
 
-    Args:
-        pidfile: What the processes have written; without a number in it there is nothing to do.
-        timeout_s: At most so many seconds.
 
     Raises:
         SystemExit: With 1, after a line on stderr: there is no such file.
@@ -95,11 +81,7 @@ def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` (None: the process's own) and return its exit code."""
     from argparse import ArgumentParser
 
     parser = ArgumentParser(

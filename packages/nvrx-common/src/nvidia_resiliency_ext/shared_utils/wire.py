@@ -77,10 +77,7 @@ class MessageSet:
         self._codec = Codec(types)
 
     def encode(self, message: object) -> bytes:
-        """Return the frame of a message for a stream: length and payload.
-
-        Args:
-            message: The message.
+        """Return the frame of `message` for a stream: length and payload.
 
         Raises:
             UnknownMessageError: The message holds an object of a type that is not in the set.
@@ -90,10 +87,7 @@ class MessageSet:
         return frame(self._codec.dumps(message))
 
     def encode_payload(self, message: object) -> bytes:
-        """Return the payload of a message, for sockets that keep messages apart.
-
-        Args:
-            message: The message.
+        """Return the payload of `message`, for sockets that keep messages apart.
 
         Raises:
             WireError: As for `encode`.
@@ -101,10 +95,7 @@ class MessageSet:
         return self.encode(message)[_LENGTH.size :]
 
     def decode(self, payload: bytes) -> object:
-        """Return the message of a payload.
-
-        Args:
-            payload: The bytes after the length.
+        """Return the message of `payload`, the bytes after the length.
 
         Raises:
             UnknownMessageError: The payload names a type that is not in the set.
@@ -124,16 +115,8 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of an unfinished frame; more than zero at the end of a stream means a cut frame."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the payloads of the frames that are complete.
-
-        Args:
-            data: The bytes.
+        """Add received `data`; return the payloads of the frames that are complete.
 
         Raises:
             FrameTooLargeError: A frame's length is over the limit; the connection cannot be used
@@ -173,10 +156,7 @@ class PeerCredentials:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a payload with its length in front.
-
-    Args:
-        payload: The bytes.
+    """Return `payload` with its length in front.
 
     Raises:
         FrameTooLargeError: The payload is larger than 1 MiB.
@@ -189,13 +169,7 @@ def frame(payload: bytes) -> bytes:
 def send_message(
     sock: socket.socket, messages: MessageSet, message: object, timeout_s: float | None
 ) -> None:
-    """Send one frame over a stream socket, blocking or not.
-
-    Args:
-        sock: The socket.
-        messages: The closed set of messages.
-        message: The message.
-        timeout_s: Seconds to wait at most; None: no limit.
+    """Send `message`, one of `messages`, as a frame over `sock`, in `timeout_s` s (None: no limit).
 
     Raises:
         WireError: The message cannot be encoded, or the peer is gone (`PeerClosedError`).
@@ -206,12 +180,7 @@ def send_message(
 
 
 def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float | None) -> object:
-    """Receive exactly one frame from a stream socket, blocking or not.
-
-    Args:
-        sock: The socket.
-        messages: The closed set of messages.
-        timeout_s: Seconds to wait at most; None: no limit.
+    """Receive exactly one of `messages` from `sock` within `timeout_s` s (None: no limit).
 
     Raises:
         PeerClosedError: The peer closed the connection.
@@ -229,13 +198,9 @@ def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float 
 def send_with_fds(
     sock: socket.socket, data: bytes, fds: Sequence[int], timeout_s: float | None = None
 ) -> None:
-    """Send bytes with descriptors attached to the first of them; they stay open here.
+    """Send `data` over `sock`, with `fds` on its first byte, in `timeout_s` s (None: no limit).
 
-    Args:
-        sock: The Unix socket.
-        data: One byte or more.
-        fds: The descriptors.
-        timeout_s: Seconds to wait at most; None: no limit.
+    The descriptors stay open here.
 
     Raises:
         ValueError: There are no bytes.
@@ -248,8 +213,7 @@ def send_with_fds(
         arm()
         try:
             # Not socket.send_fds and recv_fds: they drop the flags.
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _pack_fds(fds))] if fds else []
-            sent = sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            sent = sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerClosedError("the peer is gone") from error
         _send_all(sock, data[sent:], arm)
@@ -258,15 +222,10 @@ def send_with_fds(
 def receive_with_fds(
     sock: socket.socket, max_bytes: int, max_fds: int, timeout_s: float | None = None
 ) -> tuple[bytes, list[int]]:
-    """Receive once: the bytes that are there and the descriptors sent with them.
+    """Receive once from `sock`: up to `max_bytes` and `max_fds` descriptors, in `timeout_s` s.
 
     The caller owns the descriptors; child programs do not inherit them.
 
-    Args:
-        sock: The Unix socket.
-        max_bytes: How many bytes to take at most.
-        max_fds: How many descriptors to take at most.
-        timeout_s: Seconds to wait at most; None: no limit.
 
     Returns:
         The bytes, empty when the peer has closed the connection, and the descriptors.
@@ -293,20 +252,13 @@ def receive_with_fds(
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """Return the process, user and group at the other end of a connected Unix socket.
-
-    Args:
-        sock: The socket.
-    """
+    """Return process, user and group at the other end of `sock`, a connected Unix socket."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return PeerCredentials(*_CREDENTIALS.unpack(data))
 
 
 def require_same_user(sock: socket.socket) -> PeerCredentials:
-    """Return the peer's credentials if it runs as our own user.
-
-    Args:
-        sock: The connected Unix socket.
+    """Return the credentials of the peer of `sock` if it runs as our own user.
 
     Raises:
         PeerRefusedError: The peer is another user; root is no exception.
@@ -356,8 +308,10 @@ def _receive_exactly(sock: socket.socket, size: int, arm: Callable[[], None]) ->
     return bytes(received)
 
 
-def _pack_fds(fds: Sequence[int]) -> bytes:
-    return b"".join(_FD.pack(descriptor) for descriptor in fds)
+def rights(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
+    """Return what `sendmsg` takes to send descriptors."""
+    packed = b"".join(_FD.pack(descriptor) for descriptor in fds)
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if fds else []
 
 
 def _unpack_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

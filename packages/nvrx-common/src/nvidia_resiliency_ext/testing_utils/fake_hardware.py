@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node health daemon that says what it is told to, over real gRPC on a Unix socket."""
+"""Hardware that a test machine lacks: a driver, a tree of /sys, a node health daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SERVICE = "nvhcd.HealthCheckService"
 
 
 class FakeNodeDaemon:
-    """Serves until it is closed; it is a context manager.
+    """A node health daemon on a Unix socket; a context manager that serves until it is closed.
 
     Needs grpcio and protobuf (``nvrx-common[grpc]``).
 
@@ -366,13 +366,7 @@ class FakeSysfs:
             self.set_counter(name, counter, 0, folder="hw_counters")
 
     def set_state(self, name: str, state: str, *, port: int = 1) -> None:
-        """Set the state of a port.
-
-        Args:
-            name: The adapter.
-            state: Content of the file, such as `4: ACTIVE`.
-            port: The port. Default 1.
-        """
+        """Set the `state` of a port, such as `4: ACTIVE`."""
         self._write(f"class/infiniband/{name}/ports/{port}/state", state)
 
     def set_counter(
@@ -390,13 +384,7 @@ class FakeSysfs:
         self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
 
     def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:
-        """Set whether a network device of an adapter has a carrier.
-
-        Args:
-            name: The adapter.
-            netdev: The network device.
-            has_carrier: Whether it has a carrier.
-        """
+        """Set whether (`has_carrier`) a network device of an adapter has a carrier."""
         self._write(f"class/infiniband/{name}/device/net/{netdev}/carrier", str(int(has_carrier)))
 
     def remove_nic(self, name: str) -> None:
@@ -406,11 +394,7 @@ class FakeSysfs:
         shutil.rmtree(f"{self.root}/class/infiniband/{name}")
 
     def set_lustre(self, state: str) -> None:
-        """Set the state that Lustre reports.
-
-        Args:
-            state: Content of its health file, such as `healthy`.
-        """
+        """Set the `state` that Lustre reports in its health file, such as `healthy`."""
         self._write("fs/lustre/health_check", state)
 
     def _write(self, path: str, text: str) -> None:

@@ -7,9 +7,9 @@ cycle 2 and the storage check of rank 1 in cycle 5.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
 
 __all__ = [
     "KINDS",
@@ -38,13 +38,11 @@ class HealthCheckInjector:
     def __init__(self, spec: str | None = None) -> None:
         text = os.environ.get(VARIABLE, "") if spec is None else spec
         self._wanted = _parse(text)
-        self._cycle: int | None = None
         if self._wanted:
             logger.warning("health check failures are injected on purpose: %s", text)
 
     def set_current_cycle(self, cycle: int) -> None:
-        """Remember the cycle; kept for older callers, `should_inject_failure` is told it anyway."""
-        self._cycle = cycle
+        """Do nothing; kept for older callers, since `should_inject_failure` is told the `cycle`."""
 
     def kinds(self, cycle: int, infra_rank: int) -> frozenset[str]:
         """Return which kinds of failure to inject now."""
@@ -63,45 +61,22 @@ class HealthCheckInjector:
 
 
 def should_inject_failure(cycle: int, infra_rank: int, kind: str | None = None) -> bool:
-    """Return whether the environment asks for a failed check now.
-
-    Args:
-        cycle: The cycle.
-        infra_rank: Place of the node among the scheduler's nodes.
-        kind: Kind of the check; None: any.
-    """
+    """Return whether a check of `kind` (None: any) shall fail at `infra_rank` in `cycle`."""
     if not os.environ.get(VARIABLE):
         return False
     return _shared().should_inject_failure(cycle, infra_rank, kind)
 
 
 def set_current_cycle(cycle: int) -> None:
-    """Set the cycle; kept for older callers, since `should_inject_failure` is given it.
-
-    Args:
-        cycle: The cycle.
-    """
-    if os.environ.get(VARIABLE):
-        _shared().set_current_cycle(cycle)
+    """Do nothing; kept for older callers, since `should_inject_failure` is told the `cycle`."""
 
 
 def reset_for_tests() -> None:
     """Read the environment anew at the next question."""
-    global _instance  # noqa: PLW0603 - the one object of the process
-    with _lock:
-        _instance = None
+    _shared.cache_clear()
 
 
-_lock = threading.Lock()
-_instance: HealthCheckInjector | None = None
-
-
-def _shared() -> HealthCheckInjector:
-    global _instance  # noqa: PLW0603 - the one object of the process
-    with _lock:
-        if _instance is None:
-            _instance = HealthCheckInjector()
-        return _instance
+_shared = functools.cache(HealthCheckInjector)  # the one object of the process
 
 
 def _parse(text: str) -> dict[tuple[int, int], frozenset[str]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the environment variables of nvrx-ft; what they mean stands in the reference.
 
-Variables are read at the faces (programs, public functions), which hand the environment on as a
+Variables are read at the edges (programs, public functions), which hand the environment on as a
 mapping; code further inside takes its names from here. What only workers are given is listed
 where it is made, in `_workers/command.py`; the start-up hook of standbys can import nothing and
 has two names of its own; logging and the record of events are nvrx-common's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The face of `nvrx-control`, the control plane of a job off its compute nodes. No logic here."""
+"""Public API of `nvrx-control`, the control plane of a job off its compute nodes. No logic here."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ _SAME_LINES = 8
 _CLOCK_JUMP_S = 2700.0
 _TIER = {"root": 0, "confirm": 0, "either": 1, "cascade": 2, "teardown": 3}
 _WEAK = frozenset({"host.exit_nonzero", "host.sigkill", "sched.sigterm", "net.store_lost"})
+_ENDED_BY_OTHERS = frozenset({0, -15, 143})
 _MASS = 0.5
 _SILENT_SHARE = 0.34
 _LEAST_REPORTERS = 2
@@ -129,10 +130,16 @@ def _first_fault(faults: list[Event]) -> Event | None:
             candidates = [e for e in candidates if e.role != "confirm"] or candidates
         if tier == 1:
             strong = [e for e in candidates if e.code not in _WEAK]
-            candidates = strong or candidates
+            candidates = strong or _without_consequences(candidates, faults)
         if candidates:
             return _earliest(candidates)
     return None
+
+
+def _without_consequences(exits: list[Event], faults: list[Event]) -> list[Event]:
+    """Drop exits of ranks that had complained before: they left because of what they said."""
+    said: set[int] = set().union(*(e.ranks for e in faults if e.role == "cascade"))
+    return [e for e in exits if not (said and e.code == "host.exit_nonzero" and e.ranks <= said)]
 
 
 def _with_scheduler(scheduler: list[Event], others: list[Event]) -> list[Event]:
@@ -215,6 +222,8 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
         if twin is not None:
             found.rank, found.node = twin.first.rank, twin.first.node
             ranks |= twin.ranks
+    if found.rank is None:
+        found.rank = _rank_from_others(fault, scan.events, found.node)
     found.is_mass = world > 1 and len(ranks) + len(fault.places) > world * _MASS
     if fault.code == "nccl.timeout":
         _name_silent(found, scan, world)
@@ -230,6 +239,25 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
     found.suspect_nodes = tuple(sorted(str(node) for node in nodes))
     if found.code.startswith("gpu.") and found.node is None and len(nodes) == 1:
         found.node = found.suspect_nodes[0]
+
+
+def _rank_from_others(fault: Event, events: list[Event], node: str | None) -> int | None:
+    """Return the rank of a fault whose own line names none: the kernel, a daemon, a library.
+
+    It is the one that other lines about the same fault name; else the only one that ended by
+    itself, as the scheduler says; else the next one that complains at the same moment.
+    """
+    near = [e for e in events if not (node and e.nodes and node not in e.nodes)]
+    same = {rank for e in near if e.code == fault.code for rank in e.ranks}
+    ended = (e for e in near if e.exit_code is not None and e.exit_code not in _ENDED_BY_OTHERS)
+    for ranks in (same, {rank for e in ended for rank in e.ranks}):
+        if len(ranks) == 1:
+            return ranks.pop()
+    for event in near:
+        lines = event.first.line - fault.first.line
+        if event.role == "cascade" and len(event.ranks) == 1 and 0 < lines <= _SAME_LINES:
+            return event.first.rank if _distance_s(fault, event) <= _SAME_MOMENT_S else None
+    return None
 
 
 def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:

@@ -38,17 +38,20 @@ _PREFIXES = tuple(
     for classes, pattern in (
         ("[ ", r"\s*\[rank\s?(?P<rank>\d{1,7})\]:?\s?"),
         ("[ ", r"\s*\[Rank (?P<rank>\d{1,7})\]:?\s?"),
-        ("0", r"(?P<rank>\d{1,7}): ?"),
+        ("0", r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?\| ?|\s)(?=\S)"),
+        # srun --label fills with spaces on the left.
+        ("0 ", r" {0,6}(?P<rank>\d{1,7}): ?"),
         ("[ ", r"\s*\[default(?P<local>\d{1,3})\]:\s?"),
         ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3})\]:?\s?"),
+        ("[", r"\[(?:(?:rank|RANK|Rank)[ =:]|R)(?P<rank>\d{1,7})\]\s*:?\s?"),
         ("[", r"\[\d{1,9},(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?:? ?"),
         (
             "[ ",
-            r"\s*\[[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})(?: \d+)? [^\]\s]{1,80}\]\s?",
+            r"\s*\[(?:(?P<low>[WI])|[EF])(?P<month>\d\d?)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})(?: \d+)? [^\]\s]{1,80}\]\s?",
         ),
         (
             "E",
-            r"[EWIF](?P<month>\d\d)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})\s+(?:\d+\s+)?[^\]\s]{1,80}\]\s?",
+            r"(?:(?P<low>[WI])|[EF])(?P<month>\d\d?)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<frac>\d{1,9})\s+(?:\d+\s+)?[^\]\s]{1,80}\]\s?",
         ),
         ("[ 0", r"\s*\[?" + _ISO + r"\]?:?\s?"),
         (
@@ -60,13 +63,26 @@ _PREFIXES = tuple(
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}):\d+:\d+ \[(?P<gpu>\d{1,3})\] (?=NCCL )"),
         (
             "[ A",
-            r"\s*\[?(?:DEBUG|INFO|NOTICE|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
+            r"\s*\[?(?:(?P<low>DEBUG|INFO|NOTICE)|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) \| r(?P<rank>\d{1,7}) \| "),
+        ("A", r"r(?P<rank>\d{1,7})(?:: | (?=[\w-]{2,40}: ))"),
+        ("[", r"\[(?:[\w-]{1,40} )?r(?P<rank>\d{1,7})\]:? "),
+        (
+            "A",
+            r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?(?:rank=(?P<rank>\d{1,7})|\[rank ?(?P<rank2>\d{1,7})\]):? ",
+        ),
+        (
+            "[ ",
+            r"\s*\[NeMo (?:(?P<low>[DIW])|[A-Z]) "
+            + _ISO
+            + r" (?:rank[ =:]?(?P<rank>\d{1,7})|[^\]\s]{1,80})\]:?\s?",
+        ),
+        ("[", r"\[RankMonitorServer:(?P<rank>\d{1,7})(?:@(?P<node>[A-Za-z][\w.-]{0,62}))?\]\s?"),
         ("[", r"\[(?P<node>(?=[^\]]*\d)[A-Za-z][\w.-]{0,62})\]:?\s(?=\S)"),
         ("[", r"\[[a-z][\w.-]{0,62}\]\s(?=\S)"),
-        ("[", r"\[(?:rank|RANK|Rank)[ =:](?P<rank>\d{1,7})\]\s*:?\s?"),
-        ("A", r"(?:rank|Rank) ?(?P<rank>\d{1,7})\s?[:|]\s"),
+        ("A", r"(?:rank|Rank)[ =]?(?P<rank>\d{1,7})\s?[:|-]\s"),
         ("-", r"- (?=\S)"),
     )
 )
@@ -95,8 +111,10 @@ _IN_TEXT = re.compile(
     r"\[Rank (?P<rank>\d{1,7})\]|\bon rank (?P<on>\d{1,7})\b|\b[Rr]ank[ =:]+(?P<bare>\d{1,7})\b"
 )
 _GLOBAL_RANK = re.compile(r"\[(?:[A-Z_]+ )?(?:PG\b[^\]]*|Global )Rank (?P<rank>\d{1,7})\]")
-_JSON_TEXT = ("message", "log", "msg", "line", "text")
+_JSON_TEXT = ("message", "log", "msg", "line", "text", "detail")
 _JSON_TIME = ("time", "timestamp", "ts", "@timestamp")
+_JSON_LEVEL = ("level", "severity", "levelname", "lvl")
+_LOW_LEVELS = frozenset({"trace", "debug", "info", "notice", "warn", "warning"})
 _JSON_NODE = ("host", "node", "hostname", "node_name", "nodename")
 _LAUNCHER = re.compile(r"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
 _MONTHS = {
@@ -120,6 +138,7 @@ class Line:
         time_s: Seconds, or None.
         is_kernel: It came from the kernel's log.
         indented: The text begins with spaces.
+        is_no_error: Its writer gave it a level below error.
     """
 
     text: str
@@ -130,6 +149,7 @@ class Line:
     time_s: float | None = None
     is_kernel: bool = False
     indented: bool = False
+    is_no_error: bool = False
 
 
 class LineReader:
@@ -158,6 +178,7 @@ class LineReader:
         if found is not None:
             self._take(found, line)
         line.indented = text[:1] in (" ", "\t")
+        line.is_no_error |= text.lstrip("[ ").startswith("WARN")
         line.text = text.strip()
         if line.rank is None:
             line.rank = _rank_in(line.text)
@@ -165,8 +186,9 @@ class LineReader:
 
     def _take(self, match: re.Match[str], line: Line) -> None:
         parts = match.groupdict()
-        if parts.get("rank") is not None and line.rank is None:
-            line.rank = rank_in_digits(parts["rank"])
+        rank = parts.get("rank") or parts.get("rank2")
+        if rank is not None and line.rank is None:
+            line.rank = rank_in_digits(rank)
         if parts.get("local") is not None:
             line.local_rank = int(parts["local"])
         if parts.get("node") is not None and line.node is None:
@@ -175,6 +197,8 @@ class LineReader:
             line.gpu = parts["gpu"]
         if parts.get("hour") is not None and line.time_s is None:
             line.time_s = self._seconds(parts)
+        if parts.get("low") is not None:
+            line.is_no_error = True
         if "kernel:" in match[0]:
             line.is_kernel = True
 
@@ -208,6 +232,8 @@ class LineReader:
         message = next((value[k] for k in _JSON_TEXT if isinstance(value.get(k), str)), None)
         if message is None:
             return text
+        levels = (value[k] for k in _JSON_LEVEL if isinstance(value.get(k), str))
+        line.is_no_error = any(level.lower() in _LOW_LEVELS for level in levels)
         labels = value.get("labels") or value.get("kubernetes") or {}
         for source in (value, labels if isinstance(labels, dict) else {}):
             node = next((source[k] for k in _JSON_NODE if isinstance(source.get(k), str)), None)

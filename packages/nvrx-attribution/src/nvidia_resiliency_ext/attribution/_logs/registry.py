@@ -50,6 +50,7 @@ _KEYS: dict[str, tuple[type, tuple[str, ...]]] = {
     "phase": (str, PHASES),
     "since": (str, ()),
     "needs_block": (bool, ()),
+    "only_errors": (bool, ()),
     "early": (bool, ()),
     "frames": (tuple, ()),
     "examples": (list, ()),
@@ -129,6 +130,7 @@ class Rule:
         specificity: Higher ones win.
         confirms: Codes whose symptom this line explains.
         needs_block: It is a cause only below a traceback.
+        only_errors: It passes over lines that their writer gave a level below error.
         early: A code of it that stops the job does so only before a completed step; after one it
             is `user.exception`.
         frames: (code, pattern): a frame `function (file)` of the traceback that gives another code.
@@ -152,6 +154,7 @@ class Rule:
     specificity: int = _DEFAULT_SPECIFICITY
     confirms: tuple[str, ...] = ()
     needs_block: bool = False
+    only_errors: bool = False
     early: bool = False
     frames: tuple[tuple[str, str], ...] = ()
     phase: str | None = None

@@ -128,6 +128,8 @@ class Scanner:
         rest, self._rest = self._rest, b""
         if rest:
             self._scan(rest, start_byte=self.result.bytes - len(rest))
+        # The last line tells how long the job was silent, whatever it is about.
+        self._note_time(self._reader.read(self._tail.rstrip(b"\n").rpartition(b"\n")[2]))
 
     def _byte_at(self, view: bytes, start: int) -> int:
         return self.result.bytes - len(view) + start
@@ -253,6 +255,8 @@ class Scanner:
             line = self._reader.read(text)
             read = _Read(line, None, None)
             for rule in template.rules:
+                if rule.only_errors and line.is_no_error:
+                    continue
                 match = rule.match(line.text)
                 if match is not None:
                     read = _Read(line, rule, match)

@@ -115,8 +115,8 @@ class NodeFile:
         *,
         host: str,
         launch_id: str,
-        job_id: str | None,
-        versions: Mapping[str, str],
+        job_id: str | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         """Describe the file without opening it."""
         self.directory = directory
@@ -125,7 +125,7 @@ class NodeFile:
         self.fd = -1
         self.size = 0  # bytes that all processes had written when it was last looked at
         self._job_id = job_id
-        self._versions = dict(versions)
+        self._versions = dict(versions or {})
         self._identity = (0, 0)
         self._lock = allocate_lock()
         self._is_closed = False

@@ -386,30 +386,3 @@ class Dropped(Event):
     count: int
     bytes: int | None = None
     why: str | None = None
-
-
-KINDS: dict[str, type[Event]] = {
-    kind.kind: kind
-    for kind in (
-        JobStart,
-        JobEnd,
-        CycleStart,
-        CycleEnd,
-        WorkerStart,
-        WorkerExit,
-        Fault,
-        Phase,
-        FirstStep,
-        Progress,
-        TimeoutsSet,
-        InprocRestart,
-        CkptSave,
-        CkptLoad,
-        CkptVerify,
-        Health,
-        Straggler,
-        Verdict,
-        Standby,
-        Dropped,
-    )
-}

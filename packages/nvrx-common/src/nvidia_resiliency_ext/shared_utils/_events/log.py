@@ -35,15 +35,6 @@ class EventLog:
     object may be used from any thread and goes on working in a forked child. Writing stops at
     ``max_bytes`` except for faults, cycles and the job's start and end.
 
-    Args:
-        directory: Where the file is; made with mode 0700 when missing.
-        src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
-        job_id: The scheduler's job; None if there is none.
-        launch_id: Unique for this launcher; part of the file's name.
-        host: Name of the node; part of the file's name.
-        versions: Versions worth knowing later, by distribution; for the header.
-        max_bytes: Size of the file from which only the most important events are written.
-
     Example:
         >>> from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
         >>> import tempfile
@@ -57,23 +48,11 @@ class EventLog:
 
     enabled = True
 
-    def __init__(  # noqa: PLR0913 - what a file of events says about itself
-        self,
-        directory: str,
-        *,
-        src: str,
-        job_id: str | None,
-        launch_id: str,
-        host: str,
-        versions: Mapping[str, str] | None = None,
-        max_bytes: int = MAX_FILE_BYTES,
-    ) -> None:
-        """Describe a log without opening it; use ``create`` or ``join``."""
+    def __init__(self, file: NodeFile, src: str, max_bytes: int = MAX_FILE_BYTES) -> None:
+        """Describe a log of program `src` without opening `file`; use ``create`` or ``join``."""
         self.src = src
         self.max_bytes = max_bytes
-        self._file = NodeFile(
-            directory, host=host, launch_id=launch_id, job_id=job_id, versions=versions or {}
-        )
+        self._file = file
         self._is_closed = False
         self._has_warned = False
         self._has_logged_limit = False
@@ -99,37 +78,38 @@ class EventLog:
         A file of the same host and launch that is there already is never continued: this launch
         then gets a number behind its id (see the attribute ``launch_id``). A directory that
         cannot be written gives one warning and a log that tries again later.
+
+        Args:
+            directory: Where the file is; made with mode 0700 when missing.
+            src: Who writes: launcher, monitor, rank, wrapper, ckpt, straggler or attribution.
+            job_id: The scheduler's job; None if there is none.
+            launch_id: Unique for this launcher; part of the file's name.
+            host: Name of the node; part of the file's name.
+            versions: Versions worth knowing later, by distribution; for the header.
+            max_bytes: Size of the file from which only the most important events are written.
         """
-        log = cls(
-            os.fspath(directory),
-            src=src,
-            job_id=job_id,
-            launch_id=launch_id,
-            host=host,
-            versions=versions,
-            max_bytes=max_bytes,
+        file = NodeFile(
+            os.fspath(directory), host=host, launch_id=launch_id, job_id=job_id, versions=versions
         )
+        log = cls(file, src, max_bytes)
         log._open(is_new=True)
         return log
 
     @classmethod
     def join(cls, *, src: str) -> EventLog:
-        """Continue the file of this node from another process.
+        """Continue the file of this node from another process, as program `src` (such as `ckpt`).
 
         The environment says which one: ``NVRX_EVENT_DIR``, ``NVRX_LAUNCH_ID`` and, where the
         launcher calls the node by another name than the kernel does, ``NVRX_EVENT_HOST``. Without
         the first nothing is recorded (``NULL_EVENTS``). Without the second another launcher has
         started this process; its children share a file.
-
-        Args:
-            src: Name of the writing program, such as `ckpt`.
         """
         directory = os.environ.get("NVRX_EVENT_DIR")
         if not directory:
             return NULL_EVENTS
         launch_id = os.environ.get("NVRX_LAUNCH_ID") or _launch_of_parent()
         host = os.environ.get("NVRX_EVENT_HOST") or os.uname().nodename
-        log = cls(directory, src=src, job_id=None, launch_id=launch_id, host=host)
+        log = cls(NodeFile(directory, host=host, launch_id=launch_id), src)
         log._open(is_new=False)
         return log
 
@@ -295,7 +275,7 @@ class _NullEventLog(EventLog):
     enabled = False
 
     def __init__(self) -> None:
-        super().__init__("", src="", job_id=None, launch_id="", host="")
+        super().__init__(NodeFile("", host="", launch_id=""), "")
 
     def record(
         self,

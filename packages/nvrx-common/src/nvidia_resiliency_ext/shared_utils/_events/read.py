@@ -31,12 +31,7 @@ _COMMON_NAMES = ("t", "m", "kind", "src", "cycle", "rank", "pid")
 
 
 class EventFileError(NvrxError, ValueError):
-    """A file is not a file of events, or cannot be read.
-
-    Args:
-        path: The file.
-        why: What is wrong with it.
-    """
+    """File `path` is not a file of events, or cannot be read; `why` says what is wrong."""
 
     def __init__(self, path: str, why: str) -> None:
         """Name the file and what is wrong with it."""
@@ -96,10 +91,7 @@ class EventFile:
 
 
 def read_events(path: str | os.PathLike[str]) -> EventFile:
-    """Read one event file.
-
-    Args:
-        path: The file.
+    """Read the event file `path`.
 
     Raises:
         EventFileError: The file cannot be read, is empty, or holds no event of a known schema.

@@ -93,11 +93,7 @@ _JOIN_WAIT_S = 1.0
 
 @final
 class DispatchedFault:
-    """A fault that was dispatched; returned by `dispatch_fault_injection`.
-
-    Attributes:
-        fault: What was dispatched.
-    """
+    """A dispatched `fault`, as `dispatch_fault_injection` returns it."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -119,11 +115,7 @@ class DispatchedFault:
         return self._cancelled
 
     def cancel(self) -> bool:
-        """Keep the fault from happening, or end one that lasts and can be ended.
-
-        Returns:
-            Whether it was cancelled in time, so that nothing has happened.
-        """
+        """Keep the fault from happening, or end one that lasts; return whether nothing happened."""
         with self._lock:
             if not self._fired:
                 self._cancelled = True
@@ -201,7 +193,7 @@ class DispatchedFault:
 def dispatch_fault_injection(
     fault: Fault, delay: float, callback: Callable[[], object] | None = None
 ) -> DispatchedFault:
-    """Make a fault happen to this process after a while; return at once.
+    """Make a fault happen to this process after a while; return at once, with what cancels it.
 
     The delay counts from this call. With `NVRX_FAULT_INJECTION=0` in the environment nothing
     happens, and a warning says so.
@@ -210,9 +202,6 @@ def dispatch_fault_injection(
         fault: What is to happen.
         delay: Seconds until then.
         callback: Called right before it, in a background thread.
-
-    Returns:
-        A handle that can cancel it.
 
     Raises:
         RuntimeError: The fault is unknown, or this process or machine cannot be given it; the
@@ -271,13 +260,7 @@ def workload_exception(delay: float, callback: Callback | None) -> None:
 
 
 def async_raise_exception(tid: int, delay: float, callback: Callback | None) -> None:
-    """Raise `InjectedException` in a thread.
-
-    Args:
-        tid: `ident` of the thread.
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Raise `InjectedException` in thread `tid` (its ident) after `delay` s and `callback()`."""
     action = Action(lambda _: async_raise(tid, InjectedException))
     _run("ASYNC_EXC", action, delay, callback)
 
@@ -288,13 +271,7 @@ def raise_gpu_error(delay: float, callback: Callback | None) -> None:
 
 
 def gpu_sleep(delay: float, device: Any, callback: Callback | None) -> None:
-    """Start an endless kernel on a device.
-
-    Args:
-        delay: Seconds to wait first.
-        device: The CUDA device.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Start an endless kernel on the CUDA `device`, after `delay` s and `callback()`."""
     _run("GPU_SLEEP", resources.gpu_spin(device), delay, callback)
 
 
@@ -314,14 +291,7 @@ def abort(delay: float, callback: Callback | None) -> None:
 
 
 def send_signal(pid: int, signal: int, delay: float, callback: Callback | None) -> None:
-    """Send a signal to a process.
-
-    Args:
-        pid: The process.
-        signal: Number of the signal.
-        delay: Seconds to wait first.
-        callback: Called without arguments just before the fault; None: nothing.
-    """
+    """Send `signal` to the process `pid`, after `delay` s and `callback()`."""
     _run(f"signal {signal} to {pid}", Action(lambda _: os.kill(pid, signal)), delay, callback)
 
 

@@ -48,11 +48,7 @@ def clear_workload_exception() -> None:
 
 
 def async_raise(tid: int, exc_type: type[BaseException]) -> None:
-    """Raise an exception in another thread, at its next step in Python code.
-
-    Args:
-        tid: The thread's `ident`.
-        exc_type: An exception class.
+    """Raise `exc_type` in the thread whose `ident` is `tid`, at its next step in Python code.
 
     Raises:
         RuntimeError: There is no such thread.
@@ -69,11 +65,7 @@ def async_raise(tid: int, exc_type: type[BaseException]) -> None:
 
 
 def termination_signal_handler(signum: int, frame: FrameType | None) -> None:
-    """Raise `InjectedException`; for `signal.signal`.
-
-    Args:
-        signum: Number of the signal.
-        frame: Not used.
+    """Raise `InjectedException` that names `signum`, for `signal.signal`; `frame` is not used.
 
     Raises:
         InjectedException: Always.

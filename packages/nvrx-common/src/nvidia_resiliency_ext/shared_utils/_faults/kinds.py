@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import enum
 import threading
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 
-_added: dict[str, Fault] = {}
 _adding = threading.Lock()
 _ATTRIBUTES = frozenset({"name", "value"})
 
@@ -21,46 +19,7 @@ class InjectedException(Exception):  # noqa: N818 - callers catch it under this 
     """Raised on purpose, by a fault."""
 
 
-class _FaultType(enum.EnumMeta):
-    """Lets `Fault` be looked up, counted and walked through with its later members."""
-
-    def __getitem__(cls, name: str) -> Any:
-        return _added[name] if name in _added else super().__getitem__(name)
-
-    def __getattr__(cls, name: str) -> Any:
-        # Asked only for what the class itself does not have.
-        if name in _added:
-            return _added[name]
-        raise AttributeError(f"there is no fault {name}")
-
-    def __iter__(cls) -> Iterator[Any]:
-        yield from super().__iter__()
-        yield from tuple(_added.values())
-
-    def __reversed__(cls) -> Iterator[Any]:
-        yield from reversed(tuple(_added.values()))
-        yield from super().__reversed__()
-
-    def __len__(cls) -> int:
-        return super().__len__() + len(_added)
-
-    def __contains__(cls, value: object) -> bool:
-        added = _added.values()
-        if any(value is each or value == each.value for each in added):
-            return True
-        # The stub types it narrower than it is.
-        return super().__contains__(value)  # type: ignore[operator]
-
-    def __dir__(cls) -> list[str]:
-        return [*super().__dir__(), *_added]
-
-    @property
-    def __members__(cls) -> MappingProxyType[str, Any]:
-        first: MappingProxyType[str, Any] = super().__members__
-        return MappingProxyType({**first, **_added})
-
-
-class Fault(enum.Enum, metaclass=_FaultType):
+class Fault(enum.Enum):
     """A kind of fault. The numbers travel between ranks and never change."""
 
     GPU_ERROR = 1
@@ -84,10 +43,6 @@ class Fault(enum.Enum, metaclass=_FaultType):
     DISK_FULL = 106
     CLOCK_SKEW = 107
 
-    @classmethod
-    def _missing_(cls, value: object) -> Fault | None:
-        return next((each for each in _added.values() if each.value == value), None)
-
 
 def add_fault(name: str) -> Fault:
     """Return the fault of that name, made with the next free number if there is none."""
@@ -100,16 +55,16 @@ def add_fault(name: str) -> Fault:
         member: Fault = object.__new__(Fault)
         member._name_ = name
         member._value_ = max(each.value for each in Fault) + 1
-        _added[name] = member
+        # What `enum` itself does with a member of the class body, on Python 3.10 to 3.13.
+        setattr(Fault, name, member)
+        Fault._member_names_.append(name)
+        Fault._member_map_[name] = member
+        Fault._value2member_map_[member.value] = member
         return member
 
 
 class FaultPlan(NamedTuple):
-    """One fault for some ranks.
-
-    Attributes:
-        delay: After how many seconds.
-    """
+    """One fault for some ranks, after `delay` seconds."""
 
     fault: Fault
     ranks: tuple[int, ...]

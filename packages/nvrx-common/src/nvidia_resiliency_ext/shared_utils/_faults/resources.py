@@ -38,20 +38,30 @@ def exhaust_memory() -> Action:
 
     def act(stop: threading.Event) -> None:
         before = _set_oom_score(b"1000")
-        taken: list[bytes] = []
-        size = _LARGEST_BLOCK
-        while size >= _SMALLEST_BLOCK and not stop.is_set():
-            try:
-                # Bytes other than 0, so that each page is really there.
-                taken.append(b"\1" * size)
-            except MemoryError:
-                size //= 2
-        stop.wait()
-        taken.clear()
+        # Bytes other than 0, so that each page is really there.
+        sizes = _LARGEST_BLOCK, _SMALLEST_BLOCK
+        _hold_all(stop, lambda size: b"\1" * size, sizes, MemoryError)
         if before is not None:
             _set_oom_score(before)
 
     return Action(act)
+
+
+def _hold_all(
+    stop: threading.Event,
+    take: Callable[[int], object],
+    sizes: tuple[int, int],
+    error: type[BaseException],
+) -> None:
+    """Take blocks until even the smallest gives the error; hold them until `stop` is set."""
+    size, smallest = sizes
+    taken: list[object] = []
+    while size >= smallest and not stop.is_set():
+        try:
+            taken.append(take(size))
+        except error:
+            size //= 2
+    stop.wait()
 
 
 def drop_network() -> Action:
@@ -107,15 +117,11 @@ class _Filling(Action):
         self._descriptor = descriptor
 
     def _fill(self, stop: threading.Event) -> None:
-        size, block = 0, _LARGEST_BLOCK
-        while block >= _SMALLEST_BLOCK and not stop.is_set():
-            try:
-                os.posix_fallocate(self._descriptor, size, block)
-            except OSError:
-                block //= 2
-            else:
-                size += block
-        stop.wait()
+        def take(size: int) -> None:
+            end = os.lseek(self._descriptor, 0, os.SEEK_END)
+            os.posix_fallocate(self._descriptor, end, size)
+
+        _hold_all(stop, take, (_LARGEST_BLOCK, _SMALLEST_BLOCK), OSError)
         os.close(self._descriptor)
 
     def withdraw(self) -> bool:
@@ -177,15 +183,11 @@ def exhaust_gpu_memory() -> Action:
     torch, device = _current_device("OOM_GPU")
 
     def act(stop: threading.Event) -> None:
-        taken: list[Any] = []
-        size = _GPU_LARGEST_BLOCK
-        while size >= _GPU_SMALLEST_BLOCK and not stop.is_set():
-            try:
-                taken.append(torch.empty(size, dtype=torch.uint8, device=device))
-            except torch.cuda.OutOfMemoryError:
-                size //= 2
-        stop.wait()
-        taken.clear()
+        def take(size: int) -> Any:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+        sizes = _GPU_LARGEST_BLOCK, _GPU_SMALLEST_BLOCK
+        _hold_all(stop, take, sizes, torch.cuda.OutOfMemoryError)
 
     return Action(act)
 

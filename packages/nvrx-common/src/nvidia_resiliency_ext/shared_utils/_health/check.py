@@ -37,23 +37,6 @@ class Finding:
     warnings: tuple[str, ...] = ()
 
 
-def healthy(reason: str = "", evidence: Mapping[str, Any] | None = None) -> Finding:
-    """Return a finding that nothing is wrong."""
-    return Finding("healthy", reason, evidence or {})
-
-
-def skipped(reason: str, evidence: Mapping[str, Any] | None = None) -> Finding:
-    """Return a finding that there was nothing to look at."""
-    return Finding("skipped", reason, evidence or {})
-
-
-def unhealthy(
-    reason: str, evidence: Mapping[str, Any] | None = None, warnings: tuple[str, ...] = ()
-) -> Finding:
-    """Return a finding that something is wrong."""
-    return Finding("unhealthy", reason, evidence or {}, warnings)
-
-
 @dataclass(frozen=True, slots=True)
 class HealthResult:
     """What one health check found; false only when it is unhealthy.
@@ -94,11 +77,6 @@ def log_once(key: str, level: int, message: str) -> None:
         logger.log(level, "%s", message)
 
 
-def forget_logged() -> None:
-    """Let every line be logged anew; for tests."""
-    _logged.clear()
-
-
 def _plain(text: str) -> str:
     """Return one line that is fit for a log: it may quote paths, files and peers."""
     kept = plain(text[:_LONGEST_REASON])
@@ -112,22 +90,19 @@ class Check:
 
     Attributes:
         name: The check, as the command line names it.
+        component: What is looked at, in a few words; default: the name.
         late_status: What `run_checks` takes a check for that has not ended by the deadline:
             unhealthy, because a driver or mount hangs, or skipped where silence proves nothing.
         skip_level: Level of the line that says, once in a process, why there was nothing to check.
     """
 
     name: ClassVar[str] = ""
+    component: str = ""
     late_status: ClassVar[Status] = "unhealthy"
     skip_level = logging.INFO
 
     def __init__(self, on_failure: Callable[[], Awaitable[object]] | None = None) -> None:
         self.on_failure = on_failure
-
-    @property
-    def component(self) -> str:
-        """What is looked at, in a few words."""
-        return self.name
 
     def check(self) -> HealthResult:
         """Look once and say what was found; never raises."""
@@ -137,7 +112,8 @@ class Check:
         except Exception as error:
             # The boundary: a check that cannot run is not a failed check.
             logger.exception("health check %s could not run", self.name)
-            finding = skipped(f"the check itself failed: {type(error).__name__}: {error}")
+            reason = f"the check itself failed: {type(error).__name__}: {error}"
+            finding = Finding("skipped", reason)
         return self._result(finding, time.monotonic() - start)
 
     def __call__(self) -> bool:
@@ -152,14 +128,8 @@ class Check:
         elif finding.status == "skipped":
             message = f"health check {self.name} is skipped: {reason}"
             log_once(f"skipped {self.name} {self.skip_level}", self.skip_level, message)
-        return HealthResult(
-            self.name,
-            finding.status,
-            reason,
-            self.component,
-            finding.evidence,
-            duration_s,
-        )
+        what = self.component or self.name
+        return HealthResult(self.name, finding.status, reason, what, finding.evidence, duration_s)
 
     def _examine(self) -> Finding:
         raise NotImplementedError
@@ -232,14 +202,10 @@ def _number(name: str, instead: str) -> float | None:
 
 
 def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
-    """Run checks at the same time and return their results in the same order.
+    """Run `checks` at the same time, within `deadline_s` seconds; return results in their order.
 
     A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
     so; it is abandoned.
-
-    Args:
-        checks: What to look at.
-        deadline_s: Time for all of them together.
     """
     start = time.monotonic()
     # Their threads are daemons: a check that never ends must not keep the interpreter from ending.
@@ -263,8 +229,7 @@ def _guarded(check: Check) -> Callable[[], HealthResult]:
         except BaseException as error:
             logger.exception("health check %s has ended its thread", check.name)
             reason = _plain(f"the check has ended its thread: {type(error).__name__}: {error}")
-            took_s = time.monotonic() - start
-            return HealthResult(check.name, "unhealthy", reason, check.component, {}, took_s)
+            return _ended(check, "unhealthy", reason, time.monotonic() - start)
 
     return run
 
@@ -272,4 +237,8 @@ def _guarded(check: Check) -> Callable[[], HealthResult]:
 def _late(check: Check, deadline_s: float, took_s: float) -> HealthResult:
     reason = f"the check has not ended within {deadline_s:g} s"
     logger.warning("health check %s: %s", check.name, reason)
-    return HealthResult(check.name, check.late_status, reason, check.component, {}, took_s)
+    return _ended(check, check.late_status, reason, took_s)
+
+
+def _ended(check: Check, status: Status, reason: str, took_s: float) -> HealthResult:
+    return HealthResult(check.name, status, reason, check.component or check.name, {}, took_s)

@@ -63,11 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code.
-
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
-    """
+    """Run the program on `argv` (None: the process's own) and return its exit code."""
     options = make_parser().parse_args(argv)
     # What the log would say is printed as results.
     logging.getLogger("nvrx").addHandler(logging.NullHandler())

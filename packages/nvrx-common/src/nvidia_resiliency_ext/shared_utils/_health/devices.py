@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 
 from . import check
-from .nvml import DriverHungError, NvmlCallError, NvmlError, NvmlQueries, load_binding
+from .check import Finding, PeriodicCheck
+from .nvml import (
+    DriverHungError,
+    NvmlCallError,
+    NvmlError,
+    NvmlQueries,
+    NvmlUnavailableError,
+    load_binding,
+)
 from .pci import normal_bus_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from .nvml_helper import HelperAnswering
 
@@ -96,12 +104,9 @@ def session() -> NvmlSession:
 
 
 def set_nvml(binding: Any) -> None:
-    """Use an object in place of the module `pynvml`.
+    """Use `binding` in place of the module `pynvml`; None: use the real module again.
 
     A new session begins, which forgets all earlier readings.
-
-    Args:
-        binding: The object; None: the real module.
     """
     with _state.guard:
         old, _state.session = _state.session, None
@@ -111,11 +116,7 @@ def set_nvml(binding: Any) -> None:
 
 
 def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that holds the lock of driver calls while it runs.
-
-    Args:
-        func: The function to wrap.
-    """
+    """Return `func` wrapped so that it holds the lock of driver calls while it runs."""
 
     @functools.wraps(func)
     def locked(*args: Any, **kwargs: Any) -> Any:
@@ -233,11 +234,6 @@ def resolve_device(rank: int) -> int | str | None:
     return found
 
 
-def whose(device_index: int | None) -> str:
-    """Return whose devices are looked at, in words."""
-    return "all GPUs" if device_index is None else f"local rank {device_index}"
-
-
 def device_label(device: int | str) -> str:
     """Return how a device is called in messages."""
     return f"GPU {device}"
@@ -251,11 +247,7 @@ class PynvmlMixin:
         return _or_none("driver_version") is not None
 
     def has_device(self, local_rank: int) -> bool | None:
-        """Return whether a local rank has a GPU; None if the driver cannot tell.
-
-        Args:
-            local_rank: The local rank.
-        """
+        """Return whether `local_rank` has a GPU; None if the driver cannot tell."""
         try:
             device = resolve_device(local_rank)
             if isinstance(device, int):
@@ -277,12 +269,10 @@ class PynvmlMixin:
         return mapping
 
     def get_visible_pci_addresses(self, visible: str | None) -> list[str | None]:
-        """Return the PCI address of each device that a process sees, by ordinal.
+        """Return the PCI address of each device in `visible`, by ordinal.
 
-        `None` stands for a device whose address cannot be told, such as one that is not there.
-
-        Args:
-            visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
+        `visible` is the value of CUDA_VISIBLE_DEVICES, `None` when unset. The address is `None` for
+        a device whose address cannot be told, such as one that is not there.
         """
         uuids: list[str] = []
         count = _or_none("device_count") or 0
@@ -303,6 +293,38 @@ class PynvmlMixin:
     def get_gb200_static_mapping(self) -> dict[int, str]:
         """Return which adapter belongs to which GPU of a GB200 node."""
         return {0: "mlx5_0", 1: "mlx5_1", 2: "mlx5_3", 3: "mlx5_4"}
+
+
+class DeviceCheck(PeriodicCheck, PynvmlMixin):
+    """A check of GPUs.
+
+    Args:
+        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+        interval: Seconds between two looks of `async_check`.
+        on_failure: Awaited by `async_check` after an unhealthy look.
+    """
+
+    def __init__(
+        self,
+        device_index: int | None = None,
+        interval: float = 60,
+        on_failure: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        super().__init__(interval, on_failure)
+        self.device_index = device_index
+        is_all = device_index is None
+        self.component = "all GPUs" if is_all else f"GPU of local rank {device_index}"
+
+    def _examine(self) -> Finding:
+        try:
+            return self._examine_devices(selected_devices(self.device_index))
+        except NvmlUnavailableError as error:
+            return Finding("skipped", str(error))
+        except NvmlError as error:
+            return Finding("unhealthy", str(error))
+
+    def _examine_devices(self, devices: list[int | str]) -> Finding:
+        raise NotImplementedError
 
 
 def _or_none(query: str, *arguments: Any) -> Any:

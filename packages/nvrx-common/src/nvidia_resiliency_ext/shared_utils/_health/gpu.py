@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the kernel's messages about GPU errors (XIDs): finding and reading them.
+"""The check of GPUs: what the driver wants done to them, with the kernel's messages about errors.
 
-They are evidence and never a verdict: many XIDs are faults of a program.
+These messages (XIDs) are evidence and never a verdict: many are faults of a program.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import check
-from .check import Finding, PeriodicCheck, healthy, skipped, unhealthy
-from .devices import (
-    PynvmlMixin,
-    device_label,
-    selected_devices,
-    session,
-)
+from .check import Finding
+from .devices import DeviceCheck, device_label, selected_devices, session
 from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
 
@@ -161,12 +156,14 @@ def evaluate_gpus(readings: Sequence[GpuReading], expected: int | None) -> Findi
         evidence["expected_gpus"] = expected
         problems.insert(0, f"{len(readings)} GPUs are visible, {expected} are expected")
     if problems:
-        return unhealthy("; ".join(problems), evidence)
+        return Finding("unhealthy", "; ".join(problems), evidence)
     if not readings:
-        return skipped("no GPU is visible")
+        return Finding("skipped", "no GPU is visible")
     if all(reading.recovery_action is None for reading in readings):
-        return skipped("these GPUs do not tell which recovery action they need", evidence)
-    return healthy(evidence=evidence)
+        return Finding(
+            "skipped", "these GPUs do not tell which recovery action they need", evidence
+        )
+    return Finding("healthy", evidence=evidence)
 
 
 def _evidence(reading: GpuReading) -> dict[str, Any]:
@@ -190,13 +187,11 @@ _NUMBER_FIELDS = {
 }
 
 
-class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
+class GPUHealthCheck(DeviceCheck):
     """Is every GPU there, and does the driver want nothing done to it?
 
     Args:
-        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
-        interval: Seconds between two looks of `async_check`.
-        on_failure: Awaited by `async_check` after an unhealthy look.
+        device_index, interval, on_failure: As for `DeviceCheck`.
         expected_gpus: Fewer visible GPUs are unhealthy; default ``NVRX_EXPECTED_GPUS``. It only
             matters when the whole node is looked at.
         kmsg: Where the kernel's messages are read.
@@ -213,8 +208,7 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
         expected_gpus: int | None = None,
         kmsg: str = KMSG,
     ) -> None:
-        super().__init__(interval, on_failure)
-        self.device_index = device_index
+        super().__init__(device_index, interval, on_failure)
         self.expected_gpus = (
             check.count_of("NVRX_EXPECTED_GPUS") if expected_gpus is None else expected_gpus
         )
@@ -238,17 +232,12 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
                 return True
         return self._enabled
 
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return "all GPUs" if self.device_index is None else f"GPU of local rank {self.device_index}"
-
     def _examine(self) -> Finding:
         expected = self.expected_gpus if self.device_index is None else None
         try:
             reason = self._why_disabled()
             if reason is not None and not expected:
-                return skipped(reason)
+                return Finding("skipped", reason)
             readings = self._read_all(is_old=reason is not None)
             if self.device_index is None:
                 self._most_seen = max(self._most_seen, len(readings))
@@ -256,11 +245,11 @@ class GPUHealthCheck(PeriodicCheck, PynvmlMixin):
             finding = evaluate_gpus(readings, expected)
         except NvmlUnavailableError as error:
             if not expected:
-                return skipped(str(error))
+                return Finding("skipped", str(error))
             reason = f"no GPU is visible, {expected} are expected: {error}"
-            return unhealthy(reason, {"expected_gpus": expected})
+            return Finding("unhealthy", reason, {"expected_gpus": expected})
         except NvmlError as error:
-            return self._with_xids(unhealthy(str(error)))
+            return self._with_xids(Finding("unhealthy", str(error)))
         return self._with_xids(finding)
 
     def _why_disabled(self) -> str | None:

@@ -12,7 +12,7 @@ from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, Stuck
 from nvidia_resiliency_ext.shared_utils.console import plain
 
 from . import pci
-from .check import Check, Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .check import Check, Finding, PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
 from .nvml import NvmlError
 from .pci import PciMixin, TopologyError, natural_key, normal_bus_id, read_topology
@@ -146,6 +146,7 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         default = f"{self._sysfs_root}/class/infiniband/{{nic}}/ports/{{port}}/counters/link_downed"
         self.link_down_path_template = link_down_path_template or default
         self.nic_name: str | None = None
+        self.component = "no adapter"
         self._local_rank: int | None = None
         self._baseline: dict[str, int] = {}
         self._limits = dict(counter_limits or {})
@@ -154,11 +155,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self._caller = DeadlineCaller()
         if device_index is not None:
             self.set_nic_device(device_index)
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return self.nic_name or "no adapter"
 
     @property
     def _prev_link_downed(self) -> int | None:
@@ -171,17 +167,14 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self._baseline = {} if value is None else {first: value}
 
     def set_nic_device(self, local_rank: int) -> None:
-        """Select the adapter nearest to a local rank's GPU, and read its counters as baseline.
-
-        Args:
-            local_rank: The local rank.
-        """
+        """Select the adapter nearest to the GPU of `local_rank`; read its counters as baseline."""
         self._local_rank = local_rank
         self.nic_name, self._baseline, self._was_there = None, {}, False
         mapping = self._gpu_to_nic()
         if not mapping:
             return
         self.nic_name = mapping.get(self._gpu_of(local_rank))
+        self.component = self.nic_name or "no adapter"
         if self.nic_name is None:
             logger.error("no adapter is known for local rank %d: not checked", local_rank)
             return
@@ -199,22 +192,22 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
     def _examine(self) -> Finding:
         if self.nic_name is None:
-            return skipped("no adapter belongs to this GPU")
+            return Finding("skipped", "no adapter belongs to this GPU")
         try:
             now, counters = self._read()
         except StuckError as error:
-            return unhealthy(f"{self.nic_name}: {error}")
+            return Finding("unhealthy", f"{self.nic_name}: {error}")
         evidence: dict[str, Any] = {"nic": self.nic_name, "link_downed": now, **counters}
         is_evaluated = bool(now) or any(key.rpartition("/")[2] in self._limits for key in counters)
         if not is_evaluated:
             if self._was_there and self._has_vanished():
-                return unhealthy(f"{self.nic_name} has vanished", evidence)
-            return skipped(f"{self.nic_name} has no counter that is evaluated", evidence)
+                return Finding("unhealthy", f"{self.nic_name} has vanished", evidence)
+            return Finding("skipped", f"{self.nic_name} has no counter that is evaluated", evidence)
         self._was_there = True
         problems = [*self._broken_links(now), *self._fast_counters(counters)]
         if problems:
-            return unhealthy("; ".join(problems), evidence)
-        return healthy(evidence=evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
+        return Finding("healthy", evidence=evidence)
 
     def _broken_links(self, now: Mapping[str, int]) -> list[str]:
         baseline, self._baseline = self._baseline, rebased(self._baseline, now)
@@ -327,17 +320,14 @@ class NicLinkStateHealthCheck(Check):
         except StuckError:
             first = {}
         self._active = {key for key, state in first.items() if is_active(state)}
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return ", ".join(sorted({key.partition(" ")[0] for key in self._active})) or "no adapter"
+        adapters = sorted({key.partition(" ")[0] for key in self._active})
+        self.component = ", ".join(adapters) or "no adapter"
 
     def _examine(self) -> Finding:
         try:
             now = self._read()
         except StuckError as error:
-            return unhealthy(str(error))
+            return Finding("unhealthy", str(error))
         down = {key: now.get(key, _GONE) for key in sorted(self._active)}
         down = {key: state for key, state in down.items() if not is_active(state)}
         evidence = {"states": {**now, **down}}
@@ -346,12 +336,12 @@ class NicLinkStateHealthCheck(Check):
         if self.expected_ports is not None and active < self.expected_ports:
             problems.insert(0, f"{active} ports are active, {self.expected_ports} are expected")
         if problems:
-            return unhealthy("; ".join(problems), evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
         if not now:
-            return skipped("no adapter is there")
+            return Finding("skipped", "no adapter is there")
         if not self._active and self.expected_ports is None:
-            return skipped("no port was active at the start", evidence)
-        return healthy(evidence=evidence)
+            return Finding("skipped", "no port was active at the start", evidence)
+        return Finding("healthy", evidence=evidence)
 
     def _read(self) -> dict[str, str]:
         found: dict[str, str]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do a target and an answer of the node health daemon mean? Pure; answers are foreign."""
+"""The check that asks the site's node health daemon; its answers are foreign."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any, Literal
 
-from .check import Finding, PeriodicCheck, healthy, log_once, skipped, unhealthy
+from .check import Finding, PeriodicCheck, log_once
 from .storage import parse_object
 
 if TYPE_CHECKING:
@@ -44,15 +44,19 @@ def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -
         failed = count if isinstance(count, int | float) and not isinstance(count, bool) else 0
         evidence |= {"fail_count": failed, "failed_checks": _shorten(names)}
     if failed > 0:
-        return unhealthy(f"{failed} checks of the node failed: {_shorten(names)}", evidence)
+        return Finding(
+            "unhealthy", f"{failed} checks of the node failed: {_shorten(names)}", evidence
+        )
     if isinstance(names, list) and names:
-        return unhealthy(f"checks of the node failed: {_shorten(names)}", evidence)
+        return Finding("unhealthy", f"checks of the node failed: {_shorten(names)}", evidence)
     if not success:
         words = error or f"exit code {exit_code}"
-        return unhealthy(f"the node health daemon says: {words[:_TEXT_LENGTH]}", evidence)
+        return Finding(
+            "unhealthy", f"the node health daemon says: {words[:_TEXT_LENGTH]}", evidence
+        )
     if details is None:
-        return healthy("the daemon's answer has no usable details", evidence)
-    return healthy(evidence=evidence)
+        return Finding("healthy", "the daemon's answer has no usable details", evidence)
+    return Finding("healthy", evidence=evidence)
 
 
 def _shorten(value: object) -> str:
@@ -101,18 +105,14 @@ class NodeHealthCheck(PeriodicCheck):
         self.args = list(_DEFAULT_ARGS if args is None else args)
         self.request_timeout_sec = request_timeout_sec
         self.on_unreachable = on_unreachable
-
-    @property
-    def component(self) -> str:
-        """What is asked."""
-        return self.endpoint or self.socket_path or "no daemon"
+        self.component = endpoint or self.socket_path or "no daemon"
 
     def _examine(self) -> Finding:
         path = socket_of(self.socket_path, self.endpoint)
         if path is None:
             if self.endpoint:
-                return skipped(f"{self.endpoint!r} is no Unix socket")
-            return skipped("no daemon is given")
+                return Finding("skipped", f"{self.endpoint!r} is no Unix socket")
+            return Finding("skipped", "no daemon is given")
         problem = _why_not(path)
         finding = self._unreachable(problem) if problem is not None else self._ask(path)
         if finding.status == "healthy" and finding.reason:
@@ -148,8 +148,8 @@ class NodeHealthCheck(PeriodicCheck):
 
     def _unreachable(self, reason: str) -> Finding:
         if self.on_unreachable == "unhealthy":
-            return unhealthy(reason)
-        return skipped(reason)
+            return Finding("unhealthy", reason)
+        return Finding("skipped", reason)
 
     def _refused(self, error: Any) -> Finding:
         code, details = error.code(), str(error.details())[:200]

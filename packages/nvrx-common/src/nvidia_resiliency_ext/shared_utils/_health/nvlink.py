@@ -6,15 +6,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from .check import Finding, PeriodicCheck, healthy, skipped, unhealthy
-from .devices import (
-    PynvmlMixin,
-    device_label,
-    selected_devices,
-    session,
-    whose,
-)
-from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
+from .check import Finding
+from .devices import DeviceCheck, device_label, session
+from .nvml import NvmlCallError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -98,9 +92,6 @@ def _data_link(device: int | str, port: int) -> Counters | None:
 _METHODS: tuple[Callable[[int | str, int], Counters | None], ...] = (_scoped, _per_lane, _data_link)
 
 
-PortKey = tuple[str, int]
-
-
 class PortHistory:
     """The last windows of one port."""
 
@@ -142,13 +133,10 @@ class WindowHistory:
         self._window_count = window_count
         self._threshold = threshold
         self._gpu_ports_threshold = gpu_ports_threshold
-        self._ports: dict[PortKey, PortHistory] = {}
+        self._ports: dict[tuple[str, int], PortHistory] = {}
 
     def add(self, gpu: str, port: int, counters: Mapping[str, int]) -> None:
-        history = self._ports.get((gpu, port))
-        if history is None:
-            history = self._ports[gpu, port] = PortHistory(self._window_count)
-        history.add(counters)
+        self._ports.setdefault((gpu, port), PortHistory(self._window_count)).add(counters)
 
     def bad_ports(self) -> dict[str, dict[int, int]]:
         """Return, of each unhealthy GPU, its bad ports with their number of flagged windows."""
@@ -182,46 +170,21 @@ def link_count(device: int | str) -> int:
     return min(value, _MAX_LINKS) if code == 0 else _MAX_LINKS
 
 
-class NVLHealthCheck(PeriodicCheck, PynvmlMixin):
-    """Is every NVLink of the GPUs enabled?
-
-    Args:
-        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
-        interval: Seconds between two looks of `async_check`.
-        on_failure: Awaited by `async_check` after an unhealthy look.
-    """
+class NVLHealthCheck(DeviceCheck):
+    """Is every NVLink of the GPUs enabled?"""
 
     name = "nvlink"
 
-    def __init__(
-        self,
-        device_index: int | None = None,
-        interval: float = 60,
-        on_failure: Callable[[], Awaitable[object]] | None = None,
-    ) -> None:
-        super().__init__(interval, on_failure)
-        self.device_index = device_index
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return f"NVLinks of {whose(self.device_index)}"
-
-    def _examine(self) -> Finding:
+    def _examine_devices(self, devices: list[int | str]) -> Finding:
         problems: list[str] = []
         evidence: dict[str, Any] = {}
-        try:
-            for device in selected_devices(self.device_index):
-                _look(device, problems, evidence)
-        except NvmlUnavailableError as error:
-            return skipped(str(error))
-        except NvmlError as error:
-            return unhealthy(str(error), evidence)
+        for device in devices:
+            _look(device, problems, evidence)
         if problems:
-            return unhealthy("; ".join(problems), evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
         if not any(evidence.values()):
-            return skipped("no NVLink is there", evidence)
-        return healthy(evidence=evidence)
+            return Finding("skipped", "no NVLink is there", evidence)
+        return Finding("healthy", evidence=evidence)
 
 
 def _look(device: int | str, problems: list[str], evidence: dict[str, Any]) -> None:
@@ -252,18 +215,16 @@ def _state(device: int | str, link: int) -> int | None:
     return state
 
 
-class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
+class NVLinkWindowHealthCheck(DeviceCheck):
     """Do error counters of NVLink ports grow in too many of the last looks?
 
     The first look only takes the counters; each one after it is a window.
 
     Args:
-        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
-        interval: Seconds between two looks of `async_check`.
+        device_index, interval, on_failure: As for `DeviceCheck`.
         window_count: How many windows are evaluated together.
         threshold: A port is bad when its counters grew in more windows than this.
         gpu_ports_threshold: A GPU is unhealthy from this many bad ports on.
-        on_failure: Awaited by `async_check` after an unhealthy look.
     """
 
     name = "nvlink_window"
@@ -277,8 +238,7 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
         gpu_ports_threshold: int = 1,
         on_failure: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        super().__init__(interval, on_failure)
-        self.device_index = device_index
+        super().__init__(device_index, interval, on_failure)
         self.window_count = window_count
         self.threshold = threshold
         self.gpu_ports_threshold = gpu_ports_threshold
@@ -286,28 +246,16 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
         self._reader = CounterReader()
         self._links: dict[int | str, int] = {}
 
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return f"NVLinks of {whose(self.device_index)}"
-
-    def _examine(self) -> Finding:
-        problems: list[str] = []
+    def _examine_devices(self, devices: list[int | str]) -> Finding:
+        lost = [device for device in self._links if device not in devices]
+        problems = [f"{device_label(device)} has vanished" for device in lost]
         has_data = False
-        try:
-            devices = selected_devices(self.device_index)
-            lost = [device for device in self._links if device not in devices]
-            problems += [f"{device_label(device)} has vanished" for device in lost]
-            for device in devices:
-                try:
-                    has_data = self._look(device) or has_data
-                except NvmlCallError as error:
-                    if device in self._links or not error.is_unsupported:
-                        problems.append(f"{device_label(device)}: {error}")
-        except NvmlUnavailableError as error:
-            return skipped(str(error))
-        except NvmlError as error:
-            return unhealthy(str(error))
+        for device in devices:
+            try:
+                has_data = self._look(device) or has_data
+            except NvmlCallError as error:
+                if device in self._links or not error.is_unsupported:
+                    problems.append(f"{device_label(device)}: {error}")
         problems += [
             f"{gpu}: error counters of NVLink ports {', '.join(map(str, ports))} grew in more than "
             f"{self.threshold} of the last {self.window_count} windows"
@@ -315,8 +263,10 @@ class NVLinkWindowHealthCheck(PeriodicCheck, PynvmlMixin):
         ]
         evidence: dict[str, Any] = {"flagged_windows": self._history.evidence()}
         if problems:
-            return unhealthy("; ".join(problems), evidence, tuple(problems))
-        return healthy(evidence=evidence) if has_data else skipped("no NVLink counters are there")
+            return Finding("unhealthy", "; ".join(problems), evidence, tuple(problems))
+        if not has_data:
+            return Finding("skipped", "no NVLink counters are there")
+        return Finding("healthy", evidence=evidence)
 
     def _look(self, device: int | str) -> bool:
         if device not in self._links:

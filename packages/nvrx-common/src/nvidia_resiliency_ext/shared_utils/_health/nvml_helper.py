@@ -76,10 +76,6 @@ class HelperAnswering:
         except (WireError, OSError, ChildStartError) as error:
             self.close()
             raise NvmlCallError(query, 999, f"the helper process failed: {error}") from error
-        if isinstance(reply, _Absent):
-            self._absent = NvmlUnavailableError(reply.reason)
-            self.close()
-            raise self._absent
         if isinstance(reply, _Refused):
             raise NvmlCallError(reply.query, reply.code, reply.text)
         return reply.value if isinstance(reply, _Value) else None
@@ -96,7 +92,7 @@ class HelperAnswering:
         try:
             send_message(connection, _MESSAGES, question, timeout_s)
             left_s = max(0.001, timeout_s - (time.monotonic() - start))
-            return receive_message(connection, _MESSAGES, left_s)
+            return self._receive(connection, left_s)
         except TimeoutError as error:
             self._abandon(question.query)
             raise DriverHungError(question.query, time.monotonic() - start) from error
@@ -107,12 +103,16 @@ class HelperAnswering:
         self._socket = ours
         with theirs:
             self._helper = Probe.start([sys.executable, "-m", _MODULE], stdin=theirs.fileno())
-        reply = receive_message(ours, _MESSAGES, _START_TIMEOUT_S)
+        self._receive(ours, _START_TIMEOUT_S)
+        return ours
+
+    def _receive(self, connection: socket.socket, timeout_s: float) -> object:
+        reply = receive_message(connection, _MESSAGES, timeout_s)
         if isinstance(reply, _Absent):
             self._absent = NvmlUnavailableError(reply.reason)
             self.close()
             raise self._absent
-        return ours
+        return reply
 
     def _abandon(self, query: str) -> None:
         helper = self._helper

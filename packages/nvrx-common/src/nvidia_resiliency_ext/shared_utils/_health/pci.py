@@ -47,27 +47,18 @@ def adapters(sysfs_root: str) -> list[str]:
     return sorted(names, key=natural_key)
 
 
-def pci_ancestors(bus_id: str, sysfs_root: str) -> list[str]:
-    """Return the PCI devices above one, nearest first; none when it is not there."""
-    device = f"{sysfs_root}/bus/pci/devices/{bus_id}"
-    if not os.path.islink(device):
-        return []
-    above = [normal_bus_id(part) for part in os.path.realpath(device).split("/")[:-1]]
-    return [part for part in reversed(above) if part is not None]
-
-
 class PciMixin:
     """What a check, or code beside one, may want to know of the node's PCI devices."""
 
     _sysfs_root = "/sys"
 
     def get_pci_ancestor(self, bus_id: str) -> list[str]:
-        """Return the PCI devices above a device, nearest first.
-
-        Args:
-            bus_id: Address of the device, such as `0000:3b:00.0`.
-        """
-        return pci_ancestors(normal_bus_id(bus_id) or "", self._sysfs_root)
+        """Return the PCI devices above `bus_id` (such as `0000:3b:00.0`), nearest first."""
+        device = f"{self._sysfs_root}/bus/pci/devices/{normal_bus_id(bus_id)}"
+        if not os.path.islink(device):
+            return []
+        above = [normal_bus_id(part) for part in os.path.realpath(device).split("/")[:-1]]
+        return [part for part in reversed(above) if part is not None]
 
     def get_ib_pci_mapping(self) -> dict[str, str]:
         """Return the PCI address of each InfiniBand, RoCE and EFA adapter."""
@@ -181,11 +172,8 @@ def _found(head: str, wanted: str, tail: str) -> list[str]:
 
 def read_first(path: str) -> str:
     """Return the content of a small file without the blanks around it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.read(descriptor, _NIC_PORTS_LIMIT_BYTES).decode("utf-8", "replace").strip()
-    finally:
-        os.close(descriptor)
+    data = read_regular_file(path, _NIC_PORTS_LIMIT_BYTES, follows_symlink=True)
+    return data.decode("utf-8", "replace").strip()
 
 
 def read_count(path: str) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the reading of /proc/self/mountinfo; pure but for `read_mounts`."""
+"""Checks of network file systems and of storage paths, which children probe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-from .check import Check, Finding, PeriodicCheck, healthy, skipped, unhealthy
+from .check import Check, Finding, PeriodicCheck
 from .pci import read_first
 from .probes import (
     Probe,
@@ -82,19 +82,6 @@ def _unescape(text: str) -> str:
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How full a file system may get; zero allows all.
-
-    Attributes:
-        free_fraction: Least part of its bytes that must be free.
-        free_inodes_fraction: Least part of its inodes that must be free, where it counts them.
-    """
-
-    free_fraction: float = 0.0
-    free_inodes_fraction: float = 0.0
-
-
 def parse_object(data: bytes | str) -> dict[str, Any] | None:
     """Return the JSON object in a child's output, `None` if it is something else."""
     try:
@@ -104,17 +91,22 @@ def parse_object(data: bytes | str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def evaluate_mount(answer: Mapping[str, Any] | None, limits: Limits) -> str | None:
-    """Return what is wrong with a mount after its probe ended, if anything."""
+def evaluate_mount(
+    answer: Mapping[str, Any] | None, min_free: float = 0.0, min_free_inodes: float = 0.0
+) -> str | None:
+    """Return what is wrong with a mount after its probe ended, if anything.
+
+    The limits are parts of the whole; that of inodes counts where the file system counts them.
+    """
     if answer is None:
         return "the probe failed"
     if "error" in answer:
         return f"cannot be listed: {answer['error']}"
     space = _part(answer.get("blocks_free"), answer.get("blocks"))
-    if space is not None and space < limits.free_fraction:
+    if space is not None and space < min_free:
         return f"only {space:.1%} of its space is free"
     files = _part(answer.get("files_free"), answer.get("files"))
-    if files is not None and files < limits.free_inodes_fraction:
+    if files is not None and files < min_free_inodes:
         return f"only {files:.1%} of its inodes are free"
     return None
 
@@ -237,19 +229,15 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         mountinfo: str | os.PathLike[str] = MOUNTINFO,
     ) -> None:
         super().__init__(interval, on_failure)
+        self.component = "network file systems"
         self._kinds = frozenset(kinds)
         self._timeout_s = timeout_s
-        self._limits = Limits(min_free_fraction, min_free_inodes_fraction)
+        self._limits = (min_free_fraction, min_free_inodes_fraction)
         self._lustre = f"{os.fspath(sysfs_root).rstrip('/')}/fs/lustre/health_check"
         self._mountinfo = os.fspath(mountinfo)
         self._caller = DeadlineCaller()
         self._probes = _Probes(_mount_command, Probe.start)
         self._writable = {mount.path for mount in self._mounts() or () if not mount.is_read_only}
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return "network file systems"
 
     def _examine(self) -> Finding:
         problems: list[str] = []
@@ -267,10 +255,10 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         if hanging:
             evidence["abandoned_probes"] = hanging
         if problems:
-            return unhealthy("; ".join(problems), evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
         if state is None and not mounts:
-            return skipped("no network file system is mounted")
-        return healthy(evidence=evidence)
+            return Finding("skipped", "no network file system is mounted")
+        return Finding("healthy", evidence=evidence)
 
     def _look(self, mounts: Sequence[Mount], problems: list[str], evidence: dict[str, Any]) -> None:
         paths = [mount.path for mount in mounts]
@@ -281,7 +269,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
                 problem: str | None = answer
             else:
                 found = parse_object(answer[1])
-                problem = evaluate_mount(found, self._limits)
+                problem = evaluate_mount(found, *self._limits)
                 evidence[mount.path] = {"type": mount.kind, **(found or {})}
             if problem is None and mount.is_read_only and mount.path in self._writable:
                 problem = "has become read-only"
@@ -329,18 +317,14 @@ class StoragePathHealthCheck(Check):
     ) -> None:
         super().__init__(on_failure)
         self.paths = list(paths or ())
+        self.component = ", ".join(str(path) for path in self.paths if path) or "no path"
         self._timeout_s = timeout_s
         self._probes = _Probes(_path_command(write=write), Probe.start)
-
-    @property
-    def component(self) -> str:
-        """What is looked at."""
-        return ", ".join(str(path) for path in self.paths if path) or "no path"
 
     def _examine(self) -> Finding:
         given = [path for path in self.paths if path is not None and path != ""]
         if not given:
-            return skipped("no path is given")
+            return Finding("skipped", "no path is given")
         paths = list(dict.fromkeys(path for path in given if isinstance(path, str)))
         problems = [f"invalid: {path!r}" for path in given if not isinstance(path, str)]
         for path, answer in self._probes.ask(paths, self._timeout_s).items():
@@ -349,8 +333,8 @@ class StoragePathHealthCheck(Check):
                 problems.append(problem if path in problem else f"{path}: {problem}")
         evidence = {"paths": paths, "abandoned_probes": abandoned_probes()}
         if problems:
-            return unhealthy("; ".join(problems), evidence)
-        return healthy(evidence=evidence)
+            return Finding("unhealthy", "; ".join(problems), evidence)
+        return Finding("healthy", evidence=evidence)
 
 
 def _mount_command(path: str) -> list[str]:

@@ -128,7 +128,7 @@ def attribute_spans(history: JobHistory) -> tuple[list[AttributedSpan], dict[Win
 
 def _cycle_spans(history: JobHistory, cycle: Cycle) -> list[AttributedSpan]:
     """Return the way to the first step and the time until the first fault was noticed."""
-    windows, faults = history.windows_in(cycle), history.faults_in(cycle)
+    windows, faults = history.cycle_windows[cycle], history.cycle_faults[cycle]
     spans: list[AttributedSpan] = []
     closing = [window.fault for window in windows if window.fault is not None]
     if not windows:
@@ -290,7 +290,7 @@ def _rank_spans(
         note = (
             "warm start" if is_warm else f"cold start: {event.text('cold_reason') or 'no reason'}"
         )
-    windows = history.windows_in(cycle)
+    windows = history.cycle_windows[cycle]
     if not windows:
         name = "bracket" if history.windows else "unknown"
         return flatten([Span(start, end, name, note)], ORDER, start, end, "unknown")
@@ -306,14 +306,13 @@ def _rank_spans(
         if event.kind == "inproc_restart":
             attributed.append(Span(event.at, end, "productive"))
         if event.kind == "ckpt_save" and event.seconds("stall_s"):
-            began = event.at - max(event.seconds("write_s"), event.seconds("stall_s"))
-            attributed.append(Span(began, began + event.seconds("stall_s"), "checkpoint_stall"))
+            attributed.extend(each.span for each in _event_spans(event))
     return flatten(_trimmed(attributed, windows), ORDER, start, end, "unknown")
 
 
-def _trimmed(attributed: list[Span], windows: Sequence[object]) -> list[Span]:
+def _trimmed(attributed: list[Span], windows: Sequence[Window]) -> list[Span]:
     """Let the stop after a fault end where the next window of the same cycle begins."""
-    begins = sorted(getattr(window, "start", 0.0) for window in windows)
+    begins = sorted(window.start for window in windows)
     trimmed = []
     for span in attributed:
         if span.name == "stop":

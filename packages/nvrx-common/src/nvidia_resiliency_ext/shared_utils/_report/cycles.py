@@ -162,7 +162,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class JobHistory:
-    """A job's cycles with what happened in each. ``windows`` is empty where no step was seen."""
+    """A job's cycles with what happened in each. ``windows`` is empty where no step was seen.
+
+    The faults of a cycle are in the order in which they were noticed.
+    """
 
     start: float
     end: float
@@ -173,13 +176,6 @@ class JobHistory:
     kinds: dict[str, list[TimedEvent]]
     cycle_faults: dict[Cycle, list[FaultNote]]
     cycle_windows: dict[Cycle, list[Window]]
-
-    def faults_in(self, cycle: Cycle) -> list[FaultNote]:
-        """Return the faults of one cycle in the order in which they were noticed."""
-        return self.cycle_faults[cycle]
-
-    def windows_in(self, cycle: Cycle) -> list[Window]:
-        return self.cycle_windows[cycle]
 
     def of_kind(self, kind: str) -> list[TimedEvent]:
         return self.kinds.get(kind, [])

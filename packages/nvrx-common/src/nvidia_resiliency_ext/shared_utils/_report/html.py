@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the fixed parts of the HTML report: style sheet and script; knows no data."""
+"""The report as one HTML page."""
 
 from __future__ import annotations
 
@@ -124,11 +124,7 @@ _TICKS = 8
 
 
 def render_html(timeline: Timeline) -> str:
-    """Return a report as one self-contained HTML page.
-
-    Args:
-        timeline: The job.
-    """
+    """Return the report of `timeline` as one self-contained HTML page."""
     noun = "jobs" if timeline.is_of_many_jobs else "job"
     title = f"{noun} {timeline.job_id}" if timeline.job_id else noun
     parts = [

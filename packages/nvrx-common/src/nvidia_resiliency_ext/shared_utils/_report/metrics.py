@@ -112,11 +112,7 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def render_prometheus(timeline: Timeline) -> str:
-    """Return a job's figures in the text format of Prometheus.
-
-    Args:
-        timeline: The job.
-    """
+    """Return the figures of `timeline` in the text format of Prometheus."""
     lines = []
     for metric in metrics_of(timeline):
         lines.append(f"# HELP {metric.name} {metric.help}")

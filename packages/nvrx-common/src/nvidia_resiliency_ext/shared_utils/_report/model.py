@@ -50,11 +50,7 @@ _MOST_JOBS = 20
 
 
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
-    """Reconstruct a job from its event files: cycles, faults, and where its time went.
-
-    Args:
-        files: The event files of all its nodes.
-    """
+    """Reconstruct a job from its nodes' event `files`: cycles, faults, where its time went."""
     seen = gather(files)
     if not seen:
         return Timeline(
@@ -154,8 +150,8 @@ def _restarts(history: JobHistory, lost_s: dict[Window, float]) -> list[Restart]
 def _in_job(
     history: JobHistory, before: Cycle, cycle: Cycle, lost_s: dict[Window, float]
 ) -> Restart:
-    faults, windows = history.faults_in(before), history.windows_in(cycle)
-    closed = [window for window in history.windows_in(before) if window.fault is not None]
+    faults, windows = history.cycle_faults[before], history.cycle_windows[cycle]
+    closed = [window for window in history.cycle_windows[before] if window.fault is not None]
     fault = closed[-1].fault if closed else (faults[0] if faults else None)
     begin = fault.onset if fault else before.end
     back = windows[0].start if windows else None
@@ -184,7 +180,7 @@ def _phases(history: JobHistory, begin: float, end: float) -> dict[str, float]:
 
 
 def _inprocess(history: JobHistory, cycle: Cycle, lost_s: dict[Window, float]) -> list[Restart]:
-    windows = history.windows_in(cycle)
+    windows = history.cycle_windows[cycle]
     found = []
     for reports in inprocess_restarts(history.events[cycle]):
         phases: dict[str, float] = {}

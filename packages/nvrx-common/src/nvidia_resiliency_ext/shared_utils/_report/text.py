@@ -7,11 +7,12 @@ import os
 import select
 import sys
 import time
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
-from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 
 from .timeline import (
     CATEGORIES,
@@ -38,12 +39,7 @@ _FIGURES_WIDTH = 24
 
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
-    """Return a summary for a terminal.
-
-    Args:
-        timeline: The job.
-        width: Columns of the terminal. Default 100.
-    """
+    """Return a summary of `timeline` for a terminal of `width` columns."""
     width = max(_NARROWEST, width)
     blocks = [
         _head(timeline),
@@ -147,15 +143,7 @@ def _count(number: int, noun: str) -> str:
 
 def _wrap(line: str, width: int) -> list[str]:
     """Break a line at blanks; what goes on is indented by four."""
-    wrapped = []
-    while len(line) > width:
-        indent = len(line) - len(line.lstrip())
-        at = line.rfind(" ", indent + 1, width + 1)
-        if at <= indent:
-            at = width
-        wrapped.append(line[:at].rstrip())
-        line = "    " + line[at:].lstrip()
-    return [*wrapped, line]
+    return wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [""]
 
 
 _HOME = "\x1b[H"
@@ -213,53 +201,18 @@ def _key(restart: object) -> tuple[object, ...]:
 
 
 _TICK_S = 1.0
-_GAP_S = 0.2
 # Reading a large record again and again must not take more than this part of a core.
 _SHARE = 0.2
-
-
-class Watch:
-    """Waits until something changes in the directories of these paths, or a second is over."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._directories: list[int] = []
-        self._notices: list[DirectoryNotices] = []
-        for path in {
-            path if os.path.isdir(path) else os.path.dirname(path) or "." for path in paths
-        }:
-            try:
-                directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError:
-                continue  # not there yet: the ticks look again
-            self._directories.append(directory)
-            self._notices.append(DirectoryNotices(directory))
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a change, or until the time is over."""
-        readable = [notices for notices in self._notices if notices.are_there]
-        poll = select.poll()
-        for notices in readable:
-            poll.register(notices.fileno(), select.POLLIN)
-        poll.poll(seconds * 1000)
-        for notices in readable:
-            notices.names()
-
-    def close(self) -> None:
-        for notices in self._notices:
-            notices.close()
-        for directory in self._directories:
-            os.close(directory)
 
 
 def follow(
     paths: Sequence[str],
     read: Callable[[], Timeline],
-    seen: Callable[[Timeline], None] | None,
+    seen: Callable[[Timeline], object] | None,
     width: int,
 ) -> int:
     """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    watch = Watch(paths)
     timeline: Timeline | None = None
     known: object = None
     is_first = True
@@ -282,20 +235,18 @@ def follow(
                     return 0
             spent_s = time.monotonic() - began
             if timeline is None or not timeline.is_ended:
-                watch.wait(_TICK_S)
-                select.poll().poll(min(60.0, max(_GAP_S, spent_s / _SHARE)) * 1000)
+                # Network disks send no notices, so that only another look finds new events.
+                select.poll().poll(min(60.0, max(_TICK_S, spent_s / _SHARE)) * 1000)
     except KeyboardInterrupt:
         write_out("\n")
         return 0
-    finally:
-        watch.close()
     if not is_terminal:
         write_out(render_text(timeline, width=width or 100))
     return 0
 
 
 def _state(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-    """Return what tells that a record has grown, also where no notices come (network disks)."""
+    """Return what tells that a record has grown."""
     found = []
     for path in paths:
         names = [path]
@@ -325,8 +276,12 @@ def _next(
 def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> bool:
     """Show what is new, and tell whether somebody reads it."""
     if is_terminal:
-        size = os.get_terminal_size(sys.stdout.fileno())
-        columns = width or min(size.columns or 100, 120)
-        return write_out(draw(timeline, columns, size.lines or 40, time.time()))
-    lines = new_lines(before, timeline) if timeline is not before else ()
-    return write_out("".join(f"{line}\n" for line in lines))
+        lines = get_terminal_size((100, 40)).lines
+        return write_out(draw(timeline, width or terminal_width(), lines, time.time()))
+    news = new_lines(before, timeline) if timeline is not before else ()
+    return write_out("".join(f"{line}\n" for line in news))
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, as far as lines are easy to read."""
+    return min(get_terminal_size((100, 40)).columns, 120)

@@ -463,6 +463,11 @@ class Job:
         """The global ranks that ran here in the last cycle, by local rank; none of a spare."""
         return self._agent.ranks
 
+    @property
+    def run_dir(self) -> str:
+        """The private directory of this launch, which is removed with it."""
+        return self._paths.run_dir.path
+
     # The run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:
@@ -590,9 +595,15 @@ def _sweep(run_id: str) -> None:
         logger.error("processes of this job that could not be ended: %s", left)
 
 
-def show_failures(name: str, result: Result) -> None:
-    """Print the failure report of a job that failed for good on stderr."""
+def show_failures(name: str, result: Result, run_dir: str) -> None:
+    """Print the failure report of a job that failed for good on stderr.
+
+    Args:
+        name: What ran.
+        result: How it ended.
+        run_dir: The directory of the launch whose files are about to go.
+    """
     from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
 
     if result.exit_code != 0 and result.failures:
-        write_err(failure_table(name, result.failures) + "\n")
+        write_err(failure_table(name, result.failures, run_dir) + "\n")

@@ -61,7 +61,7 @@ def run_plan(plan: LaunchPlan) -> int:
         with Job(plan, os.environ) as job:
             result = job.run()
             # Within the job: its own streams may lead into a log until it ends.
-            show_failures(plan.command.entry, result)
+            show_failures(plan.command.entry, result, job.run_dir)
     except ConfigError as error:
         usage_error(error)
     except NvrxError as error:

@@ -167,8 +167,13 @@ RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _text_f
 CONFIGURATION = Kind(
     "str", "a list like key=value,key=value", "KEY=VALUE,...", _text_for(parse_configuration)
 )
-ADDRESS = Kind("str", "HOST or HOST:PORT", "HOST[:PORT]", _text_for(parse_endpoint))
-ENDPOINT = Kind("str", "HOST:PORT", "HOST:PORT", _endpoint)
+ADDRESS = Kind(
+    "str",
+    f"HOST or HOST:PORT with a port up to {_HIGHEST_PORT}",
+    "HOST[:PORT]",
+    _text_for(parse_endpoint),
+)
+ENDPOINT = Kind("str", f"HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST:PORT", _endpoint)
 SIGNALS = Kind(
     "str",
     "a comma separated list of signals that can be handled",

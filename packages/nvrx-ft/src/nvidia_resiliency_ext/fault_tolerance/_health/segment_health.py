@@ -143,10 +143,7 @@ class SegmentHealthCheck(Check):
         super().__init__()
         self._directory = directory
         self._unit = unit_of(environ)
-
-    @property
-    def component(self) -> str:
-        return "no Slurm job" if self._unit is None else str(self._unit)
+        self.component = "no Slurm job" if self._unit is None else str(self._unit)
 
     def _examine(self) -> Finding:
         if self._unit is None:

@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel, inspect_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 logger = logging.getLogger("nvrx")
@@ -173,10 +173,16 @@ def fault_fields(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_evidence(report: Mapping[str, Any]) -> str:
-    """Return what each rank did, and where its stacks are, a line for each of the first ranks."""
+def describe_evidence(report: Mapping[str, Any], is_kept: Callable[[str], bool]) -> str:
+    """Return what each rank did, a line for each of the first ranks.
+
+    Args:
+        report: See `messages.HangFound`.
+        is_kept: Whether a file of stacks is still there: only such a one is named.
+    """
     lines = [
-        f"rank {r['rank']} {r['words']}" + (f", stacks: {r['stacks']}" if r["stacks"] else "")
+        f"rank {r['rank']} {r['words']}"
+        + (f", stacks: {r['stacks']}" if r["stacks"] and is_kept(r["stacks"]) else "")
         for r in report["ranks"][:MAX_RANKS]
     ]
     more = len(report["ranks"]) - MAX_RANKS

@@ -106,9 +106,15 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
     )
 
 
-def failure_table(name: str, failures: Sequence[Failure]) -> str:
-    """Return the report of a job that failed for good: the root cause first, then the rest."""
+def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = None) -> str:
+    """Return the report of a job that failed for good: the root cause first, then the rest.
+
+    Files in `run_dir`, which is removed at the end, are not named.
+    """
     import time
+
+    def is_kept(path: str) -> bool:
+        return os.path.exists(path) and not (run_dir and path.startswith(run_dir + os.sep))
 
     first = root_cause(failures)
     others = sorted((f for f in failures if f is not first), key=lambda f: (f.time, f.rank))
@@ -124,7 +130,7 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
             f"  exitcode  : {failure.status.returncode} (pid: {failure.pid})",
         ]
         if failure.error is not None:
-            if os.path.exists(failure.error.path):  # It may have gone with the run directory.
+            if is_kept(failure.error.path):
                 lines.append(f"  error_file: {failure.error.path}")
             trace = (failure.error.traceback or failure.error.message).rstrip()
             if trace in shown:
@@ -134,9 +140,8 @@ def failure_table(name: str, failures: Sequence[Failure]) -> str:
                 lines.append("  traceback : " + trace.replace("\n", "\n    "))
         elif failure.hang:
             lines.append(f"  hang      : {hang_report.found_in_words(failure.hang)}")
-            lines += [
-                f"    {line}" for line in hang_report.describe_evidence(failure.hang).splitlines()
-            ]
+            evidence = hang_report.describe_evidence(failure.hang, is_kept)
+            lines += [f"    {line}" for line in evidence.splitlines()]
         elif failure.status.signal is not None:
             lines.append(f"  traceback : none, it died by {signal_name(failure.status.signal)}")
         else:

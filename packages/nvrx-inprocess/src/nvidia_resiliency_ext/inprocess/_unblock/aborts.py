@@ -163,7 +163,7 @@ class AbortPersistentCheckpointProcesses(Abort):
         """
         failures = run_abort_hooks()
         if failures:
-            raise failures[0].error
+            raise failures[0]
         return state
 
 

@@ -17,7 +17,7 @@ from . import dist_utils
 __all__ = ["ReportIntervalTracker"]
 
 NEVER = 2**62
-"""Interval of a job in which no report will be due any more."""
+"""Interval of a job in which no report will be due any more; the longest one."""
 
 _SHORTEST_STEP_S = 1e-6
 _RECENT_STEPS = 64
@@ -133,11 +133,13 @@ class ReportIntervalTracker:
 def iterations_in(time_interval: float, step_time: float) -> float:
     """Return how many iterations of `step_time` seconds fit into `time_interval` seconds.
 
+    At most `NEVER`.
+
     Example:
         >>> iterations_in(60.0, 0.5)
         120.0
     """
-    return time_interval / max(step_time, _SHORTEST_STEP_S)
+    return min(time_interval / max(step_time, _SHORTEST_STEP_S), float(NEVER))
 
 
 def _median(values: Sequence[float] | deque[float]) -> float:

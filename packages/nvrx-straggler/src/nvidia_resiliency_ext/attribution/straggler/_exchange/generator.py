@@ -150,7 +150,7 @@ class ReportGenerator:
         self._best_kernels = BestTimes(self.options.max_kernels, self.options.best_decay)
         self._best_sections = BestTimes(self.options.max_kernels, self.options.best_decay)
         self._kernel_decisions: dict[str, bool] = {}
-        self._nodes: views.RankNodes | None = None
+        self._nodes: views.ByRank[str] | None = None
         self._announced: tuple[int, int, str] | None = None
         self._windows_below = np.zeros(0, dtype=np.int64)
         self.group = pg
@@ -215,7 +215,7 @@ class ReportGenerator:
             if agreement is not None and agreement.needs_nodes:
                 names = collectives.gather_nodes(self.node_name, agreement.longest_node, self.group)
                 self._announced = self._place()
-                self._nodes = None if names is None else views.RankNodes(names)
+                self._nodes = None if names is None else views.ByRank(names)
         else:
             rows, have_waited = row.reshape(1, -1), vote()
             if self.exchanges:

@@ -66,7 +66,7 @@ class Peers:
         self._prefix = f"nvrx-straggler/{name}/{number}"
         self._options = dict(options)
         self._timeout = dt.timedelta(seconds=max(_GROUP_TIMEOUT_S, timeout_s))
-        self._store: Store | None = None
+        self._store: Any = None
         self._stage = ""
 
     def join(self, wait: Callable[[Callable[[], bool]], None]) -> None:
@@ -79,7 +79,8 @@ class Peers:
             OptionsDifferError: Ranks have different options; it is raised on all of them.
             RuntimeError: The store or a rank is gone.
         """
-        store = self._store = PrefixStore(self._prefix, _own_connection(self._job_store))
+        store: Store = PrefixStore(self._prefix, _own_connection(self._job_store))
+        self._store = store
         own = {"rank": str(self._rank), **self._options}
         first = _read_options(store.compare_set("options", "", json.dumps(own)))
         for name, value in self._options.items():
@@ -105,13 +106,13 @@ class Peers:
         """Tell the other ranks that this one waits for them."""
         self._stage = stage
         with contextlib.suppress(RuntimeError):  # who is missing is then not known
-            self._keys().set(self._key(self._rank), "1")
+            self._store.set(self._key(self._rank), "1")
 
     def withdraw(self) -> None:
         """Take back what `announce` has told, if anything."""
         if self._stage:
             with contextlib.suppress(RuntimeError):
-                self._keys().delete_key(self._key(self._rank))
+                self._store.delete_key(self._key(self._rank))
         self._stage = ""
 
     def absent(self) -> str:
@@ -126,16 +127,12 @@ class Peers:
         return f"rank {names} has" if len(ranks) == 1 else f"ranks {names[:_LONGEST_LIST]} have"
 
     def _absent(self, ranks: list[int]) -> list[int]:
-        if self._keys().check([self._key(rank) for rank in ranks]):
+        if self._store.check([self._key(rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
             return ranks
         half = len(ranks) // 2
         return self._absent(ranks[:half]) + self._absent(ranks[half:])
-
-    def _keys(self) -> Store:
-        assert self._store is not None
-        return self._store
 
     def _key(self, rank: int) -> str:
         return f"{self._stage}/{rank}"

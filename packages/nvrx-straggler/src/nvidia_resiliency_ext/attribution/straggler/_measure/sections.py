@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES = 8192
 """Samples of a section that are kept for one window; the newest win."""
+MAX_SECTIONS = 4096
+"""Sections of a rank that have a name of their own; all others share `OTHER_SECTIONS`."""
+OTHER_SECTIONS = "<other sections>"
 
 logger = logging.getLogger("nvrx")
 # Of the two such functions the cheaper one; what is exported may be timed.
@@ -99,9 +102,20 @@ class SectionRegistry:
         self._lock = threading.Lock()
 
     def add(self, name: str, location: str) -> CustomSection:
-        """Return the section of this name, a new one if there is none."""
+        """Return the section of this name, a new one if there is none and there may be more."""
         with self._lock:
-            return self.sections.setdefault(name, CustomSection(name, location))
+            if name in self.sections or len(self.sections) < MAX_SECTIONS:
+                return self.sections.setdefault(name, CustomSection(name, location))
+            if OTHER_SECTIONS not in self.sections:
+                others = CustomSection(OTHER_SECTIONS, location, _has_warned=True)
+                self.sections[OTHER_SECTIONS] = others
+                logger.warning(
+                    "straggler: more than %d sections, such as %.80r: the times of new ones are"
+                    " mixed; use names that do not change from step to step",
+                    MAX_SECTIONS,
+                    name,
+                )
+            return self.sections[OTHER_SECTIONS]
 
     def at_frame(self, frame: FrameType) -> CustomSection:
         """Return the section that is named after a place in the code."""

@@ -91,6 +91,11 @@ class Wrapping:
     def _wrap(
         self, callable_id: CallableId, registry: SectionRegistry, *, profile_cuda: bool
     ) -> None:
+        if not isinstance(callable_id, CallableId):
+            raise TypeError(
+                f"wrap_callables: {callable_id!r} is no CallableId; give a list such as"
+                " [CallableId(trainer, 'train_step')]"
+            )
         obj, name = callable_id.obj, callable_id.name
         if callable_id in self._wrapped:
             logger.debug("straggler: %s is wrapped already", callable_id)

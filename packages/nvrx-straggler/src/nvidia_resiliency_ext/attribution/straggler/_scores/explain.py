@@ -85,12 +85,12 @@ def explain(report: Report, rank: int | None, k: int) -> Explanations:
             raise KeyError(f"the report has no rank {rank}; it covers {len(report.rank_to_node)}")
         return Explanations([_explain_rank(report, rank, k)])
     found = report.identify_stragglers(**report.thresholds)
-    ids = found["straggler_gpus_relative"] | found["straggler_gpus_individual"]
-    for kind in ("straggler_sections_relative", "straggler_sections_individual"):
-        for members in found[kind].values():
-            ids |= members
-    ranks = sorted(item.rank for item in ids)
-    explained = [_explain_rank(report, slow, k) for slow in ranks]
+    ids = found["straggler_gpus_relative"].union(
+        found["straggler_gpus_individual"],
+        *found["straggler_sections_relative"].values(),
+        *found["straggler_sections_individual"].values(),
+    )
+    explained = [_explain_rank(report, item.rank, k) for item in ids]
     return Explanations(sorted(explained, key=lambda item: (_or_one(item), item.rank)))
 
 

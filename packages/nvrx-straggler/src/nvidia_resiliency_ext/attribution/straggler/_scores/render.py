@@ -26,7 +26,8 @@ _DOTS_PER_INCH = 120
 def table(report: Report, k: int) -> str:
     """Return the slowest `k` ranks as lines, the reason of missing scores, and explanations."""
     kind, scores, threshold = gpu_scores(report)
-    worst = sorted((score, rank) for rank, score in scores.items() if not math.isnan(score))
+    found = report.summary(k + 1).get(f"gpu_{kind}", {"worst": [], "without_score": 0})
+    worst, missing = found["worst"][:k], found["without_score"]
     count = len(report.rank_to_node)
     lines = [
         (
@@ -34,21 +35,18 @@ def table(report: Report, k: int) -> str:
             f" report took {report.generate_report_elapsed_time:.1f} ms"
         )
     ]
-    if worst and k:
-        values = [score for score, _ in worst]
-        lines.append(
-            f"min {values[0]:.3f}  median {float(np.median(values)):.3f}  max {values[-1]:.3f}"
-        )
-        width = max(len(plain(report.rank_to_node.get(rank, "?"))) for _, rank in worst[:k])
-        lines.append(f"{'rank':>6}  {'node':{max(width, 4)}}  score")
-    for score, rank in worst[:k]:
-        node = plain(report.rank_to_node.get(rank, "?"))
+    if worst:
+        lines.append("min {min:.3f}  median {median:.3f}  max {max:.3f}".format(**found))
+        width = max(4, *(len(plain(node)) for _, node, _ in worst))
+        lines.append(f"{'rank':>6}  {'node':{width}}  score")
+    for rank, node, score in worst:
         bar = "#" * round(_BAR * min(score, 1.0))
         mark = "  straggler" if score < threshold else ""
-        lines.append(f"{rank:>6}  {node:{max(width, 4)}}  {score:.3f} {bar:{_BAR}}{mark}".rstrip())
-    if len(worst) > k > 0:
-        lines.append(f"   ...  {len(worst) - k} more ranks, all at {worst[k][0]:.3f} or better")
-    missing = len(scores) - len(worst)
+        lines.append(f"{rank:>6}  {plain(node):{width}}  {score:.3f} {bar:{_BAR}}{mark}".rstrip())
+    more = len(scores) - missing - len(worst)
+    if worst and more:
+        best = found["worst"][k][2]
+        lines.append(f"   ...  {more} more ranks, all at {best:.3f} or better")
     if missing:
         lines.append(f"{missing} rank{'' if missing == 1 else 's'} without a GPU score")
     lines += [f"{plain(name)}: {plain(text)}" for name, text in report.nan_reasons.items()]

@@ -16,8 +16,12 @@ from nvidia_resiliency_ext.attribution.straggler.statistics import Statistic
 if TYPE_CHECKING:
     import os
 
+    import numpy.typing as npt
+
     from .explain import RankExplanation
     from .views import RankDetail
+
+    _Array = npt.NDArray[np.float64]
 
 DEFAULT_THRESHOLDS: Mapping[str, float] = {
     "gpu_rel_threshold": 0.75,
@@ -27,10 +31,8 @@ DEFAULT_THRESHOLDS: Mapping[str, float] = {
 }
 """Scores below which a rank is a straggler, by argument of `Report.identify_stragglers`."""
 
-_ONE_DEVIATION = 0.84
-"""Part of a normal distribution below one standard deviation above its median."""
-_USUAL_DEVIATIONS = 5
-"""Standard deviations below the median rank at which a rank may be and is not called slow."""
+_FALSE_ALARMS = 1e-4
+"""Part of healthy jobs in which chance alone may take a rank beyond a suggested threshold."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +138,14 @@ class Report:
         for name, threshold in zip(DEFAULT_THRESHOLDS, given, strict=True):
             if math.isnan(threshold):
                 raise ValueError(f"{name}=nan: give a number, such as 0.75")
-        sections = self._section_ids_below
-        relative, individual = (
-            self.section_relative_perf_scores,
-            self.section_individual_perf_scores,
-        )
+        gpus, sections = self._ids_below, self._section_ids_below
         return {
-            "straggler_gpus_relative": self._ids_below(self.gpu_relative_perf_scores, given[0]),
-            "straggler_gpus_individual": self._ids_below(self.gpu_individual_perf_scores, given[2]),
-            "straggler_sections_relative": sections(relative, section_rel_threshold),
-            "straggler_sections_individual": sections(individual, section_indiv_threshold),
+            "straggler_gpus_relative": gpus(self.gpu_relative_perf_scores, given[0]),
+            "straggler_gpus_individual": gpus(self.gpu_individual_perf_scores, given[2]),
+            "straggler_sections_relative": sections(self.section_relative_perf_scores, given[1]),
+            "straggler_sections_individual": sections(
+                self.section_individual_perf_scores, given[3]
+            ),
         }
 
     def suggest_threshold(self, slowdown: float = 0.10) -> float:
@@ -153,13 +153,12 @@ class Report:
 
         The default of `identify_stragglers`, 0.75, names ranks that take a third longer than the
         best; one that takes 10 % longer scores 0.91. The suggestion lies half-way between the
-        median rank and one that is `slowdown` slower, and so far below the median rank that the
-        usual differences between ranks stay above it. It holds while fewer than half of the ranks
-        are slow.
+        healthy ranks and one that is `slowdown` slower, and beyond what chance makes of healthy
+        ranks that differ as much as these do. It holds while at most half of the ranks are slow.
 
         Args:
-            slowdown: Additional time, as a part of the median rank's, from which on a rank is to
-                be named; 0.10 for 10 %.
+            slowdown: Additional time, as a part of a healthy rank's, from which on a rank is to be
+                named; 0.10 for 10 %.
 
         Returns:
             A score between 0 and 1; the job's own threshold if no rank has a score.
@@ -176,14 +175,10 @@ class Report:
         if not slowdown > 0:
             raise ValueError(f"slowdown={slowdown}: must be more than 0, such as 0.10 for 10 %")
         scores = _array(self.gpu_relative_perf_scores)
-        scores = scores[np.isfinite(scores)]
+        scores = scores[np.isfinite(scores) & (scores > 0)]
         if not len(scores):
             return self.thresholds["gpu_rel_threshold"]
-        # Of two middle scores the better one, so that the slow one of two ranks is not the usual.
-        usual = float(np.quantile(scores, 0.5, method="higher"))
-        # How much ranks differ is seen on the side of the fast ones: no slow rank is there.
-        deviation = max(0.0, float(np.quantile(scores, _ONE_DEVIATION)) - usual)
-        return max(0.0, min(usual / (1 + slowdown / 2), usual - _USUAL_DEVIATIONS * deviation))
+        return 1 / _slow_from(np.sort(1 / scores), slowdown)
 
     def explain(self, rank: int | None = None, k: int = 3) -> list[RankExplanation]:
         """Return why ranks are slow: kernels and sections that cost time, and where the time went.
@@ -296,9 +291,30 @@ def _require_count(k: int) -> None:
         raise ValueError(f"k={k}: must be 0 or more")
 
 
-def _array(scores: Mapping[int, float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _array(scores: Mapping[int, float]) -> _Array:
     array = getattr(scores, "array", None)
     return np.asarray(list(scores.values()) if array is None else array, dtype=np.float64)
+
+
+def _slow_from(times: _Array, slowdown: float) -> float:
+    """Return the time from which on a rank is slow, for the sorted times of all ranks.
+
+    The fastest half is healthy, and so is the next rank as long as it is not too far from all
+    that are faster. How much healthy ranks differ is thus measured without the slow ones.
+    """
+    from statistics import NormalDist  # costs an import of some ms, which few programs need
+
+    count = len(times)
+    healthy = np.arange((count + 1) // 2, count + 1)
+    later = times - times[0]
+    mean = np.cumsum(later)[healthy - 1] / healthy
+    squares = np.cumsum(later**2)[healthy - 1] - healthy * mean**2
+    deviation = np.sqrt(np.maximum(squares, 0.0) / np.maximum(healthy - 1, 1))
+    usual = times[0] + mean
+    deviations = NormalDist().inv_cdf(1 - _FALSE_ALARMS / count)
+    limits = np.maximum(usual * (1 + slowdown / 2), usual + deviations * deviation)
+    following = np.append(times, math.inf)[healthy]
+    return float(limits[np.argmax(following > limits)])
 
 
 def _plain(value: Any) -> Any:

@@ -100,10 +100,13 @@ class ScoringOptions:
             )
 
     def _check_peer_groups(self) -> None:
+        if self.peer_groups is None:
+            return
         try:
-            members = [operator.index(rank) for group in self.peer_groups or () for rank in group]
+            groups = [[operator.index(rank) for rank in group] for group in self.peer_groups]
         except TypeError:
-            members = [-1]
+            groups = [[-1]]
+        members = [rank for group in groups for rank in group]
         if any(rank < 0 for rank in members):
             raise ConfigError(
                 f"peer_groups={self.peer_groups!r}: give lists of ranks, such as [[0, 1], [2, 3]]"
@@ -112,6 +115,7 @@ class ScoringOptions:
             raise ConfigError(
                 f"peer_groups={self.peer_groups!r}: a rank stands in more than one group"
             )
+        object.__setattr__(self, "peer_groups", groups)  # whatever kind of sequence was given
 
     @property
     def quantile(self) -> float:

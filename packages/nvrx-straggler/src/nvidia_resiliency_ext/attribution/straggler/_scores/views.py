@@ -24,7 +24,7 @@ STATUS_TEXTS = ("ok", "unavailable", "off", "paused: torch.profiler", "paused", 
 """How kernel timing stands on a rank; its number travels."""
 
 
-class _ByRank(Mapping[int, V]):
+class ByRank(Mapping[int, V]):
     """A value for each rank; `.items()` and `.values()` run over ranks in order.
 
     Args:
@@ -47,6 +47,10 @@ class _ByRank(Mapping[int, V]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __getitem__(self, rank: int) -> V:
+        value: V = self._row(rank)
+        return value
+
     def _row(self, rank: int) -> Any:
         index = rank - self.first_rank
         if not 0 <= index < len(self.array):
@@ -54,7 +58,7 @@ class _ByRank(Mapping[int, V]):
         return self.array[index]
 
 
-class RankScores(_ByRank[float]):
+class RankScores(ByRank[float]):
     """Scores by rank, from an array of one dimension."""
 
     __slots__ = ()
@@ -98,16 +102,6 @@ class SectionScores(Mapping[str, Mapping[int, float]]):
         return repr(dict(self))
 
 
-class RankNodes(_ByRank[str]):
-    """Node name of each rank, from a list."""
-
-    __slots__ = ()
-
-    def __getitem__(self, rank: int) -> str:
-        name: str = self._row(rank)
-        return name
-
-
 @dataclass(frozen=True, slots=True)
 class SlowKernel:
     """A kernel that costs a rank time.
@@ -145,7 +139,7 @@ class RankDetail:
     slowest: tuple[SlowKernel, ...]
 
 
-class RankDetails(_ByRank[RankDetail]):
+class RankDetails(ByRank[RankDetail]):
     """Details by rank.
 
     Args:

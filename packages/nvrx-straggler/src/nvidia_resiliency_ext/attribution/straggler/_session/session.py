@@ -125,7 +125,7 @@ class SessionOptions:
             "report_time_interval": str(float(self.settings.report_time_interval)),
             "reference": str(scoring.quantile),
             "reference_scope": scoring.reference_scope,
-            "peer_groups": str([sorted(map(int, group)) for group in scoring.peer_groups or ()]),
+            "peer_groups": str([sorted(group) for group in scoring.peer_groups or ()]),
         }
 
 
