@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         ("exit 0", ExitStatus(0), "exit code 0"),
         ("exit 7", ExitStatus(7), "exit code 7"),
         ("kill -SEGV $$", ExitStatus(None, signal.SIGSEGV), "killed by SIGSEGV (11)"),
-        ("kill -40 $$", ExitStatus(None, 40), "killed by signal (40)"),
+        ("kill -40 $$", ExitStatus(None, 40), "killed by signal 40"),
     ],
 )
 def test_status_is_read_once_and_kept(script: str, status: ExitStatus, words: str) -> None:

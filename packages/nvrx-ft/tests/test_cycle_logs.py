@@ -206,7 +206,7 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
         def close(self, _timeout_s: float = 0.0) -> bool:
             return True
 
-    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, None))
+    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, Spill("/nowhere", 0)))
     outlet.put(outlet.open("x"), b"a\n")
     started = time.monotonic()
     assert not outlet.close(0.2)
@@ -469,7 +469,7 @@ def test_lines_of_a_cycle_that_is_over_wait_for_the_server_without_limit() -> No
         def close(self, deadline_s: float | None) -> None:
             limits.put(deadline_s)
 
-    sinks.RemoteFile(Target(), []).close()  # type: ignore[arg-type]
+    sinks.RemoteFile(Target()).close()  # type: ignore[arg-type]
     assert limits.get(timeout=DEADLINE_S) is None
 
 

@@ -25,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
 )
 from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, WireError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.wire import receive_message
 
 REQUEST = (3, WorkloadControlRequest(WorkloadAction.ShutdownWorkload, "enough"))
@@ -329,98 +330,122 @@ def test_receiver_that_never_answers(path, queue_is_full, timeout_s):
         assert time.monotonic() - began < IpcConnector.SEND_TIMEOUT_S / 3
 
 
-def test_mailbox_serves_from_its_owners_loop(path):
-    """One pollable descriptor tells when anything is to be done; no thread is needed."""
-    with Mailbox(path) as mailbox, socket.socket(socket.AF_UNIX) as client:
+@pytest.fixture
+def loop():
+    """An event loop, closed at the end."""
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def mailbox(path, loop):
+    """A mailbox on that loop, with what it has received."""
+    received = []
+    mailbox = Mailbox(path, loop, received.append)
+    yield mailbox, received
+    mailbox.close()
+
+
+def run_ready(loop, rounds=3):
+    """Call what is due now: a connection, what it sent, what follows."""
+    for _ in range(rounds):
+        loop.run_once(until=0.0)
+
+
+def test_mailbox_serves_from_its_owners_loop(path, loop, mailbox):
+    """No thread is needed: messages arrive while the owner's loop runs."""
+    box, received = mailbox
+    with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(30)
-        assert mailbox.receive() == []
         client.connect(path)
         client.sendall(MESSAGES.encode(REQUEST))
-        received = []
-        while not received:
-            assert select.select([mailbox], [], [], 30)[0]
-            received = mailbox.receive()
+        deadline = time.monotonic() + 30
+        while not received and time.monotonic() < deadline:
+            loop.run_once(until=deadline)
         assert received == [REQUEST]
         receive_message(client, MESSAGES, 30)
-        assert not select.select([mailbox], [], [], 0)[0]
-    mailbox.close()
+    box.close()
     assert not os.path.exists(path)
 
 
-def test_mailbox_drops_the_oldest_of_too_many_clients(path, monkeypatch):
+def test_mailbox_drops_the_oldest_of_too_many_clients(path, loop, monkeypatch):
     """The number of clients is bounded; new ones get in at the cost of the oldest."""
     monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._core.mailbox._MOST_CLIENTS", 2)
-    with Mailbox(path) as mailbox, contextlib.ExitStack() as stack:
+    received = []
+    mailbox = Mailbox(path, loop, received.append)
+    with contextlib.closing(mailbox), contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
         for client in clients:
             client.settimeout(30)
             client.connect(path)
-            mailbox.receive()
+            run_ready(loop)
         assert clients[0].recv(1) == b""
         clients[2].sendall(MESSAGES.encode(1))
-        assert mailbox.receive() == [1]
+        run_ready(loop)
+        assert received == [1]
 
 
-def test_mailbox_leaves_its_owner_descriptors(path):
+def test_mailbox_leaves_its_owner_descriptors(path, loop):
     """However many connect and stay, three quarters of the process's descriptors are left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
-        with Mailbox(path) as mailbox, contextlib.ExitStack() as stack:
+        mailbox = Mailbox(path, loop, print)
+        with contextlib.closing(mailbox), contextlib.ExitStack() as stack:
             before = len(os.listdir("/proc/self/fd"))
             clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(60)]
             for client in clients:
                 client.connect(path)
-                mailbox.receive()
+                run_ready(loop)
             accepted = len(os.listdir("/proc/self/fd")) - before - len(clients)
             assert accepted == 50
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_mailbox_does_not_fill_the_log(path, caplog):
+def test_mailbox_does_not_fill_the_log(path, loop, mailbox, caplog):
     """Of a hundred senders of garbage five have a line in the log; then their number follows."""
-    with Mailbox(path) as mailbox:
-        for _ in range(100):
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(path)
-                client.sendall(b"\xff" * 8)
-                mailbox.receive()
-                mailbox.receive()
+    for _ in range(100):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            client.sendall(b"\xff" * 8)
+            run_ready(loop)
+    mailbox[0].close()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 6
     assert all("sent no message" in line for line in lines[:5])
     assert lines[5] == f"95 more refusals at {path}"
 
 
-def test_mailbox_survives_without_descriptors(path):
-    """When the process has no descriptors left a connection is refused, not waited on for ever."""
+def test_mailbox_survives_without_descriptors(path, loop, mailbox):
+    """While the process has no descriptors left clients wait, and the loop does not spin."""
+    received = mailbox[1]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Mailbox(path) as mailbox, contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
-        for client in (first, second):
-            client.settimeout(30)
-        first.connect(path)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(socket.socket(socket.AF_UNIX))
+        client.connect(path)
+        client.sendall(MESSAGES.encode(2))
         limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         try:
             with contextlib.suppress(OSError):
                 while True:
                     stack.callback(os.close, os.dup(0))
-            assert mailbox.receive() == []
+            run_ready(loop, 1)
+            assert select.select([loop._selector], [], [], 0)[0] == []
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert select.select([mailbox], [], [], 0)[0] == []
-        second.connect(path)
-        second.sendall(MESSAGES.encode(2))
-        received = mailbox.receive() + mailbox.receive()
+        deadline = time.monotonic() + 30
+        while not received and time.monotonic() < deadline:
+            loop.run_once(until=deadline)
         assert received == [2]
 
 
-def test_closing_leaves_a_successors_socket_alone(path):
+def test_closing_leaves_a_successors_socket_alone(path, loop):
     """A mailbox that closes late does not remove the socket of the one after it."""
-    old = Mailbox(path)
+    old = Mailbox(path, loop, print)
     os.unlink(path)
-    with Mailbox(path):
+    with contextlib.closing(Mailbox(path, loop, print)):
         old.close()
         assert os.path.exists(path)

@@ -16,9 +16,8 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import (
     MAX_REPORT_BYTES,
     BadNodeHook,
-    RunRecord,
-    is_allowed,
-    of_cause,
+    RunLimit,
+    report_of,
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
@@ -140,21 +139,23 @@ def test_the_same_node_is_reported_once_in_a_while(hook, tmp_path):
         reporter.report(CAUSE)
     reporter.close()
     assert (tmp_path / "runs").read_text() == "x\n"
-    record = RunRecord().with_run("a", 0.0)
-    assert not is_allowed(record, "a", 599.0)
-    assert is_allowed(record, "a", 600.0)
-    assert is_allowed(record, "b", 1.0)
+    limit = RunLimit()
+    limit.count("a", 0.0)
+    assert limit.allows("b", 1.0)
+    assert not limit.allows("a", 599.0)
+    assert limit.allows("a", 600.0)
     for number in range(20):
-        record = record.with_run(f"n{number}", 10.0)
-    assert not is_allowed(record, "c", 11.0)
-    assert is_allowed(record, "c", 3700.0)
-    assert len(record.with_run("c", 9000.0).runs) == 1
+        limit.count(f"n{number}", 610.0)
+    assert not limit.allows("c", 611.0)
+    assert limit.allows("c", 4300.0)
+    assert limit.allows("c", 9000.0)
+    assert not limit._runs
 
 
 def test_evidence_that_is_too_large_is_left_out():
     """A report has a bounded size, and says that something is missing."""
     cause = Cause("unhealthy", "x", host="n", detail={"evidence": "y" * MAX_REPORT_BYTES})
-    text = of_cause(cause, job="j", reported_by="h", time=1.0).to_json()
+    text = report_of(cause, job="j", reported_by="h", time=1.0)
     assert json.loads(text)["evidence"] == {"dropped": "too large"}
 
 

@@ -24,7 +24,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Phase,
     Policy,
     ReportFault,
-    Request,
     RequestReceived,
     RoundClosed,
     RoundReady,
@@ -36,6 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     WorkerExited,
     WorkerStuck,
 )
+from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
 POLICY = Policy(max_restarts=2, stop_grace_s=15.0, signal_grace_s=1800.0, no_restart_exit_code=93)
@@ -108,7 +108,7 @@ def test_no_progress_ends_with_the_no_restart_code():
 
 @pytest.mark.parametrize(
     ("request_", "code", "closes"),
-    [(Request.EXCLUDE_NODE, 1, False), (Request.SHUTDOWN, 1, True)],
+    [(WorkloadAction.ExcludeThisNode, 1, False), (WorkloadAction.ShutdownWorkload, 1, True)],
 )
 def test_requests_act_at_the_next_rendezvous(request_, code, closes):
     """A rank's request changes nothing until a restart would join the next round."""
@@ -174,8 +174,8 @@ def test_shutdown_wins_over_exclusion():
     """When ranks ask for both, the whole workload is shut down."""
     node, _ = play(
         running(),
-        RequestReceived(Request.EXCLUDE_NODE, "a"),
-        RequestReceived(Request.SHUTDOWN, "b"),
+        RequestReceived(WorkloadAction.ExcludeThisNode, "a"),
+        RequestReceived(WorkloadAction.ShutdownWorkload, "b"),
         WorkerExited(1, KILLED, DEAD),
     )
     assert play(node, GroupStopped())[1][0].reason == "failure"
@@ -240,7 +240,7 @@ def test_any_order_of_events_ends_once_and_stays_ended():
         GroupStopped(unkillable=(1,)),
         Signalled(signal.SIGTERM),
         Signalled(signal.SIGINT),
-        RequestReceived(Request.SHUTDOWN, "x"),
+        RequestReceived(WorkloadAction.ShutdownWorkload, "x"),
         NextRoundOpened(DEAD),
         StartFailed(DEAD),
         WorkerStuck(DEAD),

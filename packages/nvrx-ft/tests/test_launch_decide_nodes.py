@@ -28,7 +28,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     ReportBroken,
     ReportFault,
     ReportSuccess,
-    Request,
     RequestReceived,
     RoundClosed,
     RoundReady,
@@ -41,6 +40,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     WorkerExited,
     WorkerStuck,
 )
+from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
 POLICY = Policy(
@@ -95,7 +95,10 @@ def test_a_peer_that_fails_after_this_node_succeeded_takes_it_along():
 
 @pytest.mark.parametrize(
     ("request_", "expected"),
-    [(Request.EXCLUDE_NODE, LeaveRendezvous), (Request.SHUTDOWN, CloseRendezvous)],
+    [
+        (WorkloadAction.ExcludeThisNode, LeaveRendezvous),
+        (WorkloadAction.ShutdownWorkload, CloseRendezvous),
+    ],
 )
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_request_is_honoured_by_a_node_that_waits(request_, expected, is_early):
@@ -112,7 +115,7 @@ def test_a_request_is_honoured_by_a_node_that_waits(request_, expected, is_early
 
 def test_a_request_that_comes_while_a_node_joins_is_honoured_before_the_next_round():
     """A rank's last words may be read after it has ended."""
-    asks = RequestReceived(Request.EXCLUDE_NODE, "rank 2: why")
+    asks = RequestReceived(WorkloadAction.ExcludeThisNode, "rank 2: why")
     node, done = play(Node(POLICY), asks, NextRoundOpened(FAR))
     assert (node.phase, done[-1].exit_code) == (Phase.FINISHED, 1)
     assert isinstance(done[1], LeaveRendezvous)
@@ -251,7 +254,7 @@ def test_the_end_of_the_store_host_is_the_end_of_the_job():
 
 def test_an_excluded_node_leaves_and_the_others_restart():
     """Excluding a node ends its launcher without closing the rendezvous."""
-    node, _ = play(running(), RequestReceived(Request.EXCLUDE_NODE, "bad NIC"))
+    node, _ = play(running(), RequestReceived(WorkloadAction.ExcludeThisNode, "bad NIC"))
     _, done = play(node, WorkerExited(1, KILLED, DEAD), GroupStopped())
     assert OpenNextRound(DEAD) in done
     assert isinstance(done[-2], LeaveRendezvous)
@@ -276,7 +279,8 @@ def test_any_order_of_events_ends_once_and_stays_ended():
         GroupStopped((1,)), RoundClosed("graceful"), RoundClosed("failure", cause=FAR), LOST,
         JoinTimedOut("late"), BarrierTimedOut(), Signalled(signal.SIGTERM),
         Signalled(signal.SIGINT), StartFailed(DEAD), WorkerStuck(DEAD),
-        RequestReceived(Request.EXCLUDE_NODE, "x"), RequestReceived(Request.SHUTDOWN, "y"),
+        RequestReceived(WorkloadAction.ExcludeThisNode, "x"),
+        RequestReceived(WorkloadAction.ShutdownWorkload, "y"),
         *(RoundReady(Assignment(c, 0, 2, 0, 4, "h", 1), (0, 1)) for c in range(3)),
     ]  # fmt: skip
     for seed, policy in itertools.product(range(400), (POLICY, HOST_POLICY, PATIENT)):

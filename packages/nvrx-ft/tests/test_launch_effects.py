@@ -457,7 +457,7 @@ def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, capl
         shown.append(min(len(data), 1000))
         return shown[-1]
 
-    monkeypatch.setattr(output, "offer", take_slowly)
+    monkeypatch.setattr(output.ConsoleStream, "write", take_slowly)
     tee = output.Tee()
     paths = [tmp_path / "0.log", tmp_path / "1.log"]
     for path in paths:
@@ -515,8 +515,10 @@ def test_streams_that_cannot_all_be_opened_leave_no_descriptor(tmp_path, loop):
     out = output.Target(str(tmp_path / "stdout.log"))
     streams = output.WorkerOutput(out, output.Target(str(tmp_path / "no" / "stderr.log")), "")
     spec = workers.WorkerSpec(0, 0, ("true",), {}, streams, "")
-    tee, listener = output.Tee(), workers.Listener(print, print, print)
-    group = workers.WorkerGroup(loop, SystemClock(), tee, listener=listener)
+    tee = output.Tee()
+    group = workers.WorkerGroup(
+        loop, SystemClock(), tee, exited=print, stopped=print, started_again=print
+    )
     before = os.listdir("/proc/self/fd")
     with pytest.raises(output.LogDirectoryError):
         group.start([spec], workers.Starter())

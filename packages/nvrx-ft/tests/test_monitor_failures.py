@@ -19,14 +19,13 @@ import pytest
 from monitored_ranks import Node, wait_until
 
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.acceptor import RefusalLog
 from nvidia_resiliency_ext.fault_tolerance._monitor import handle as sweep
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as control
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages as rank_messages
-from nvidia_resiliency_ext.fault_tolerance._monitor.acceptor import Acceptor
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, MonitorStartError
 from nvidia_resiliency_ext.fault_tolerance._monitor.link import LinkError, RankLink
-from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer, _Order
+from nvidia_resiliency_ext.fault_tolerance._monitor.server import MonitorServer
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout, SlotMemory, read_slot
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import LineHandler
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -119,7 +118,7 @@ def test_a_port_that_cannot_be_closed_does_not_keep_the_sweep_away(stray):
         start = control.Start(config=CONFIG, socket_paths=[], run_id=stray.run_id)
         server = MonitorServer(start, theirs)
         server.ports.append(BrokenPort())
-        server._is_leaving, server._last_order = True, _Order.LEAVE
+        server._is_leaving = server._is_told_to_leave = True
         server.run()
     assert stray.wait(timeout=150) == -signal.SIGKILL
 
@@ -406,42 +405,6 @@ def test_a_rank_takes_its_state_into_a_new_monitors_slot(node):
     rank.do("open inner", "close inner")
     report = it.hang()
     assert (report["section"], report["limit"], report["iteration"]) == ("outer", 4.0, 7)
-
-
-class Watched(dict):
-    """A loop of which only the descriptors to watch are known."""
-
-    def watch(self, fileobj, on_ready):
-        self[fileobj] = on_ready
-
-    def unwatch(self, fileobj):
-        self.pop(fileobj, None)
-
-
-class NoDescriptors:
-    """A listener with a caller in its queue, and no descriptor left for him."""
-
-    def accept(self):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-def test_an_acceptor_without_descriptors_does_not_make_the_loop_spin(socket_folder):
-    """A caller for whom no descriptor is left waits, and the listener is not watched meanwhile."""
-    loop = Watched()
-    acceptor = Acceptor(str(socket_folder / "m.sock"), loop, print, print)
-    [listener] = loop
-    accept = loop[listener]
-    acceptor._listener = NoDescriptors()
-    loop.watch(acceptor._listener, accept)
-    loop.unwatch(listener)
-    accept()
-    assert not loop
-    acceptor._listener = listener
-    resumes_at = acceptor.next_expiry()
-    acceptor.expire(resumes_at)
-    assert list(loop) == [listener]
-    assert acceptor.next_expiry() is None
-    acceptor.close()
 
 
 SERVE = """

@@ -33,12 +33,32 @@ from ._processes import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["Child", "ExitStatus", "PidHandle", "end_with_parent", "pidfd_available", "start_child"]
+__all__ = [
+    "Child",
+    "ExitStatus",
+    "PidHandle",
+    "end_with_parent",
+    "pidfd_available",
+    "signal_name",
+    "start_child",
+]
 
 logger = logging.getLogger("nvrx")
 
 _LOST_STATUS = 255
 _CLOSE_WAIT_S = 10.0
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as `SIGKILL`, or `signal 40` for one without a name.
+
+    Args:
+        number: The signal.
+    """
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +88,8 @@ class ExitStatus:
             return "ended, but another waiter took its exit status"
         if self.signal is None:
             return f"exit code {self.code}"
-        try:
-            name = signals.Signals(self.signal).name
-        except ValueError:
-            name = "signal"
-        return f"killed by {name} ({self.signal})"
+        name = signal_name(self.signal)
+        return f"killed by {name}" if " " in name else f"killed by {name} ({self.signal})"
 
     @classmethod
     def from_wait_status(cls, status: int) -> ExitStatus:

@@ -19,13 +19,7 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    DEFAULT_PORT,
-    FIRST_PAUSE_S,
-    EndpointError,
-    Probing,
-    wait_until_reachable,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
@@ -58,7 +52,7 @@ def create_tcp_store(params: RendezvousParameters) -> TCPStore:
         ValueError: a setting has an unusable value.
         RendezvousConnectionError: the store cannot be served or reached.
     """
-    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=endpoint.DEFAULT_PORT)
     read_timeout = params.get_as_int("read_timeout", _READ_TIMEOUT_S)
     if read_timeout is None or read_timeout <= 0:
         raise ValueError(f"read_timeout={read_timeout}: must be a positive number of seconds")
@@ -116,19 +110,19 @@ def _wait_for_tcp_store_server(
         TimeoutError: nobody did in time.
     """
     jitter = min(1.0, max(0.0, probe_interval_jitter_fraction))
-    longest_s = max(FIRST_PAUSE_S, probe_interval_seconds)
+    longest_s = max(endpoint.FIRST_PAUSE_S, probe_interval_seconds)
     stop = threading.Event()
     # Thousands of nodes start in the same instant: the first attempts are spread too.
-    first_s = min(FIRST_PAUSE_S, max_wait_seconds) * jitter
+    first_s = min(endpoint.FIRST_PAUSE_S, max_wait_seconds) * jitter
     stop.wait(random.uniform(0.0, max(0.0, first_s)))  # noqa: S311 - spreads load
     try:
-        wait_until_reachable(
+        endpoint.wait_until_reachable(
             host,
             port,
             max_wait_seconds,
             SystemClock(),
             stop,
-            probing=Probing(probe_timeout_seconds, longest_s, jitter),
+            probing=endpoint.Probing(probe_timeout_seconds, longest_s, jitter),
         )
-    except EndpointError as error:
+    except endpoint.EndpointError as error:
         raise TimeoutError(str(error)) from None

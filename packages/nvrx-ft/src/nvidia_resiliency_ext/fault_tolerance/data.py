@@ -50,14 +50,7 @@ def current_global_rank() -> int:
 
 @dataclass
 class RankInfo:
-    """A rank's place in the job, its host and its process.
-
-    Args:
-        global_rank: Rank in the job.
-        local_rank: Rank on its node.
-        host: Name of its host.
-        pid: Number of its process.
-    """
+    """A rank in the job (`global_rank`) and on its node (`local_rank`), its `host` and `pid`."""
 
     global_rank: int
     local_rank: int
@@ -152,9 +145,7 @@ class WorkloadAction(Enum):
 class WorkloadControlRequest:
     """A rank's request to its launcher, handled at the node's next rendezvous.
 
-    Args:
-        action: `ExcludeThisNode` or `ShutdownWorkload`.
-        description: The reason, for log and record.
+    `action` is `ExcludeThisNode` or `ShutdownWorkload`, `description` the reason, for the log.
     """
 
     action: WorkloadAction
@@ -163,11 +154,7 @@ class WorkloadControlRequest:
 
 @dataclass
 class AuthkeyMsg:
-    """The first message of a session. No key is needed: the peer's uid is checked.
-
-    Args:
-        authkey: Accepted for compatibility; not used.
-    """
+    """The first message of a session. `authkey` is not used: the peer's uid is checked."""
 
     authkey: str | None = None
 
@@ -189,12 +176,7 @@ class InitMsg:
 
 @dataclass
 class HeartbeatMsg:
-    """A rank is alive.
-
-    Args:
-        rank: The global rank.
-        state: Accepted for compatibility; not used.
-    """
+    """The global `rank` is alive; `state` is accepted for compatibility and not used."""
 
     rank: int
     state: Any = None
@@ -236,11 +218,7 @@ class OkMsg:
     """A request was accepted; keyword arguments of the answer become attributes."""
 
     def __init__(self, /, **attrs: Any) -> None:
-        """Take the attributes of the answer, for example `cfg`.
-
-        Args:
-            attrs: Attributes of the answer, for example `cfg`.
-        """
+        """Take the attributes of the answer (`attrs`), for example `cfg`."""
         self.__dict__.update(attrs)
 
     def __getattr__(self, name: str) -> Any:
@@ -261,10 +239,6 @@ class OkMsg:
 
 @dataclass
 class ErrorMsg:
-    """A request was refused.
-
-    Args:
-        cause: Why.
-    """
+    """A request was refused; `cause` says why."""
 
     cause: str = "<not set>"

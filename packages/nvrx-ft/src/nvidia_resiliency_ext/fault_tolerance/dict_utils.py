@@ -65,12 +65,7 @@ def extract_matching_values(
 def diff(
     x1: Any, x2: Any, prefix: Path = ()
 ) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
-    """Compare two nested dicts or lists.
-
-    Args:
-        x1: The first structure.
-        x2: The second structure.
-        prefix: Path in front of every reported path.
+    """Compare two nested dicts or lists; `prefix` stands in front of every reported path.
 
     Returns:
         Paths only in `x1`, paths only in `x2`, and (path, type in x1, type in x2) of leaves that
@@ -118,21 +113,13 @@ def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
 
 
 def nested_values(x: Any) -> Iterator[Any]:
-    """Yield the leaves of a nested dict or list in order.
-
-    Args:
-        x: The dict or list.
-    """
+    """Yield the leaves of the nested dict or list `x` in order."""
     for _, _, value in nested_items_iter(x):
         yield value
 
 
 def nested_items_iter(x: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (container, key or index, leaf) for every leaf, so that leaves can be replaced.
-
-    Args:
-        x: The dict or list.
-    """
+    """Yield (container, key or index, leaf) for every leaf of `x`, so that it can be replaced."""
     for key, value in _children(x):
         if isinstance(value, (dict, list)):
             yield from nested_items_iter(value)
@@ -141,29 +128,19 @@ def nested_items_iter(x: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace every value of a flat dict by `f(value)`.
-
-    Args:
-        f: Takes a value and returns its replacement.
-        d: The dict; changed in place.
-    """
+    """Replace every value of the flat dict `d` by `f(value)`, in place."""
     for key, value in list(d.items()):
         d[key] = f(value)
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replace every value of a flat dict by `f(key, value)`.
-
-    Args:
-        f: Takes key and value, and returns the new value.
-        d: The dict; changed in place.
-    """
+    """Replace every value of the flat dict `d` by `f(key, value)`, in place."""
     for key, value in list(d.items()):
         d[key] = f(key, value)
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace every leaf of a nested dict or list by `f(leaf)`; return `x` itself."""
+    """Replace every leaf of the nested dict or list `x` by `f(leaf)`; return `x` itself."""
     if not isinstance(x, (dict, list)):
         return f(x)
     for key, value in list(_children(x)):
@@ -172,12 +149,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return a copy of a nested dict or list with every leaf replaced by `f(leaf)`.
-
-    Args:
-        f: Takes a leaf and returns its replacement.
-        x: The structure.
-    """
+    """Return a copy of the nested dict or list `x` with every leaf replaced by `f(leaf)`."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):
@@ -219,13 +191,9 @@ def map_reduce(
     value_fn: Callable[[_Item], _Value],
     reduce_fn: Callable[[list[_Value]], _Result],
 ) -> dict[_Key, _Result]:
-    """Group values by key and reduce every group; keys are in order of appearance.
+    """Group `value_fn(x)` of all `xs` by `key_fn(x)`, and reduce each list with `reduce_fn`.
 
-    Args:
-        xs: The items.
-        key_fn: Returns the key of an item.
-        value_fn: Returns the value of an item.
-        reduce_fn: Reduces the list of values of a key.
+    Keys are in the order of their appearance.
     """
     groups: defaultdict[_Key, list[_Value]] = defaultdict(list)
     for item in xs:
@@ -301,11 +269,6 @@ def compare_namespaces(ns1: Namespace, ns2: Namespace) -> dict[str, Any]:
 
 
 def merge_namespace_changes(ns: Namespace, changes: Mapping[str, Any]) -> Namespace:
-    """Apply the changes that `compare_namespaces` returned.
-
-    Args:
-        ns: Changed in place, and returned.
-        changes: New values by name.
-    """
+    """Apply `changes`, as `compare_namespaces` returns them, to `ns`; return `ns`."""
     merge_state_dicts_(vars(ns), changes)
     return ns

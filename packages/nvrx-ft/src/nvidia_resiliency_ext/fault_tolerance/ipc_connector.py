@@ -2,7 +2,6 @@
 """A one-way mailbox between processes of one user on one host: a thread receives, anyone sends."""
 
 import logging
-import select
 import threading
 from collections import deque
 
@@ -11,7 +10,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES
 from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
-from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.unix_sockets import connect
 from nvidia_resiliency_ext.shared_utils.wire import (
     MessageSet,
@@ -69,8 +68,13 @@ class IpcConnector:
         with self._lock:
             if self._receiver is not None:
                 raise RuntimeError(f"{self.socket_path}: receiving was started already")
-            mailbox = Mailbox(self.socket_path, self._messages, deliver=self._received.append)
-            self._receiver = _Receiver(mailbox)
+            loop = EventLoop()
+            try:
+                mailbox = Mailbox(self.socket_path, loop, self._received.append, self._messages)
+            except (ValueError, OSError):
+                loop.close()
+                raise
+            self._receiver = _Receiver(mailbox, loop)
 
     def stop_receiving(self) -> None:
         """End the thread and remove the socket; what was received stays. May be repeated."""
@@ -131,29 +135,27 @@ class IpcConnector:
 class _Receiver:
     """The thread that serves a mailbox until it is closed."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, loop: EventLoop) -> None:
         self._mailbox = mailbox
-        self._wake_up = WakeUp()
+        self._loop = loop
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="nvrx-ipc-receiver", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        self._wake_up.set()
+        self._is_closing = True
+        self._loop.wake()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.error("%s: the receiver thread does not end", self._mailbox.socket_path)
-            return
-        self._wake_up.close()
 
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake_up, select.POLLIN)
-        poll.register(self._mailbox.fileno(), select.POLLIN)
         try:
-            while all(descriptor != self._wake_up.fileno() for descriptor, _ in poll.poll()):
-                self._mailbox.receive()
+            while not self._is_closing:
+                self._loop.run_once()
         except Exception:
             # The thread's boundary: senders then find nobody listening, and the log says why.
             logger.exception("%s: receiving ended", self._mailbox.socket_path)
         finally:
             self._mailbox.close()
+            self._loop.close()

@@ -111,19 +111,11 @@ class TrainingProgressTracker:
         return self.max_no_progress_cycles > 0
 
     def update_iteration(self, iteration: int) -> None:
-        """Record an iteration that a rank reported; one below the maximum changes nothing.
-
-        Args:
-            iteration: The iteration.
-        """
+        """Record an `iteration` that a rank reported; one below the maximum changes nothing."""
         self.current_max_iteration = max(self.current_max_iteration, iteration)
 
     def sync_cycle_number(self, new_cycle_number: int) -> None:
-        """Set the cycle number that the job agreed on.
-
-        Args:
-            new_cycle_number: The number, from 0.
-        """
+        """Set `new_cycle_number`, from 0, on which the job agreed."""
         self.cycle_number = new_cycle_number
 
     def analyze_previous_cycle(self) -> None:

@@ -22,17 +22,8 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
     WorkloadControlRequest,
 )
 
+from ._monitor import slot
 from ._monitor.hotpath import HotPath, training_iteration
-from ._monitor.slot import (
-    NO_ITERATION,
-    SAVE_ASKED,
-    W_SAVE,
-    W_SESSION_ID,
-    SlotError,
-    SlotLayout,
-    SlotMemory,
-    begin_slot,
-)
 
 if TYPE_CHECKING:
     import socket
@@ -86,7 +77,7 @@ class RankMonitorClient(HotPath):
         self._calc: TimeoutsCalc | None = None
         self._own_limits: dict[str, Any] = {}
         self._link: RankLink | None = None
-        self._memory: SlotMemory | None = None
+        self._memory: slot.SlotMemory | None = None
         self._dump_fd = -1
         self._may_dump = False
         self._num_warmup_iters: int | None = None
@@ -169,10 +160,7 @@ class RankMonitorClient(HotPath):
             self._release()
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
-        """Ask the launcher to exclude this node or to end the job, before the next rendezvous.
-
-        Args:
-            req: What is asked for, and why.
+        """Ask the launcher by `req` to exclude this node or to end the job, at the next rendezvous.
 
         Raises:
             RuntimeError: The environment names no launcher.
@@ -264,11 +252,7 @@ class RankMonitorClient(HotPath):
         return {self.CURRENT_TIMEOUTS_STATE_KEY: state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take timeouts out of a checkpoint; in a session they count at once.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Take the `state` that `state_dict` returned; in a session its timeouts count at once."""
         self._check_process()
         current = state.get(self.CURRENT_TIMEOUTS_STATE_KEY) or {}
         self.loaded_hb_timeouts, self.loaded_section_timeouts = _read_state(current)
@@ -349,9 +333,9 @@ class RankMonitorClient(HotPath):
     def _should_save(self, calls: int) -> bool:
         """Return whether this is the agreed call or a later one; waits until that is agreed."""
         words = self._words
-        if words is not None and words[W_SAVE] == SAVE_ASKED:
+        if words is not None and words[slot.W_SAVE] == slot.SAVE_ASKED:
             words = self._wait_for_agreement()
-        return words is not None and 0 < words[W_SAVE] <= calls
+        return words is not None and 0 < words[slot.W_SAVE] <= calls
 
     def _wait_for_agreement(self) -> memoryview | None:
         from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -365,7 +349,7 @@ class RankMonitorClient(HotPath):
             link, words = self._link, self._words
             if link is None or words is None:
                 self._refuse()
-            if words[W_SAVE] != SAVE_ASKED:
+            if words[slot.W_SAVE] != slot.SAVE_ASKED:
                 return words
             answer = link.request(HeldForSave, deadline.remaining())
             if answer is None:
@@ -401,7 +385,7 @@ class RankMonitorClient(HotPath):
                 self._begin_session(accepted, slot_fd)
             else:
                 self._resume_session(accepted, slot_fd)
-        except (SlotError, ValueError) as exc:
+        except (slot.SlotError, ValueError) as exc:
             os.close(slot_fd)
             os.close(dump_fd)
             raise LinkError(f"the rank monitor's offer is of no use: {exc}") from exc
@@ -412,8 +396,8 @@ class RankMonitorClient(HotPath):
         from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
         cfg = FaultToleranceConfig.from_dict(accepted.config)
-        layout = SlotLayout(tuple(accepted.sections))
-        memory = SlotMemory.adopt(slot_fd, layout, must_be_sealed=False)
+        layout = slot.SlotLayout(tuple(accepted.sections))
+        memory = slot.SlotMemory.adopt(slot_fd, layout, must_be_sealed=False)
         self.cfg = cfg
         self.hb_timeouts = HeartbeatTimeouts(
             cfg.initial_rank_heartbeat_timeout, cfg.rank_heartbeat_timeout, were_calculated=False
@@ -430,8 +414,8 @@ class RankMonitorClient(HotPath):
             sections=layout.sections, start_time=began * 1e-9, safety_factor=cfg.safety_factor
         )
         iteration = training_iteration()
-        first = NO_ITERATION if iteration is None else iteration
-        begin_slot(memory.words, accepted.session_id, began, first)
+        first = slot.NO_ITERATION if iteration is None else iteration
+        slot.begin_slot(memory.words, accepted.session_id, began, first)
 
     def _resume_session(self, accepted: Accepted, slot_fd: int) -> None:
         """Go on with a new monitor: in the same slot, or in the one that it insists on."""
@@ -440,12 +424,12 @@ class RankMonitorClient(HotPath):
         if os.path.sameopenfile(slot_fd, memory.fd):
             os.close(slot_fd)
         else:
-            fresh = SlotMemory.adopt(slot_fd, memory.layout, must_be_sealed=False)
+            fresh = slot.SlotMemory.adopt(slot_fd, memory.layout, must_be_sealed=False)
             self._memory = fresh
             self._move(fresh.words)
             memory.close()
             memory = fresh
-        memory.words[W_SESSION_ID] = accepted.session_id
+        memory.words[slot.W_SESSION_ID] = accepted.session_id
 
     def _register_dump(self, dump_fd: int) -> None:
         if self._may_dump:

@@ -44,11 +44,7 @@ _MAX_LINE_CHARS = 1 << 16
 
 
 def main(fd: int) -> None:
-    """Run a monitor: take the order from the launcher's socket, serve, clean up, exit.
-
-    Args:
-        fd: The monitor's end of the socketpair.
-    """
+    """Run a monitor: take the order from the launcher's socket `fd`, serve, clean up, exit."""
     # Whatever is meant for the job reaches us too (a terminal's Ctrl-C, a scheduler's signal for
     # the whole step); the launcher alone decides when the monitor leaves.
     for sig in _OTHERS_SIGNALS:
@@ -158,12 +154,9 @@ class RankMonitorLogger(logging.Logger):
         level: int = logging.INFO,
         is_restarter_logger: bool = False,
     ) -> None:
-        """Make a logger under "nvrx".
+        """Make the logger `name` under "nvrx" with a `level`.
 
-        Args:
-            name: Its name.
-            level: What it passes on.
-            is_restarter_logger: Whether layered-restart lines are written.
+        With `is_restarter_logger` it writes layered-restart lines.
         """
         super().__init__(name, level)
         self.parent = logging.getLogger("nvrx")
@@ -171,39 +164,22 @@ class RankMonitorLogger(logging.Logger):
         self.rank: int | None = None
 
     def set_connected_rank(self, rank: int | None) -> None:
-        """Set the rank that is named in later messages.
-
-        Args:
-            rank: The rank; None: no rank.
-        """
+        """Set the `rank` that is named in later messages; None: no rank."""
         self.rank = rank
 
     def makeRecord(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # noqa: N802 - logging's
-        """Add the rank as an attribute of the record.
-
-        Args:
-            args: As for `logging.Logger.makeRecord`.
-            kwargs: As for `logging.Logger.makeRecord`.
-        """
+        """Add the rank to the record; `args` and `kwargs` are those of `logging.Logger`."""
         record = super().makeRecord(*args, **kwargs)
         record.connected_rank = self.rank
         return record
 
     def log_for_restarter(self, message: str) -> None:
-        """Write a line that only tools for layered restarts want.
-
-        Args:
-            message: The line.
-        """
+        """Write the line `message`, which only tools for layered restarts want."""
         if self.is_restarter_logger:
             self.info("%s", message)
 
     def log_restarter_event(self, message: str) -> None:
-        """Write a line of the layered-restart protocol.
-
-        Args:
-            message: The line.
-        """
+        """Write `message`, a line of the layered-restart protocol."""
         self.log_for_restarter(message)
 
 

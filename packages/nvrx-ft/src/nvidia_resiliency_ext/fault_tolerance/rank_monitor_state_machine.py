@@ -39,11 +39,7 @@ class RestarterEventLogger(Protocol):
     """The logger that the state machine needs."""
 
     def log_restarter_event(self, message: str) -> None:
-        """Write one line for tools that follow restarts.
-
-        Args:
-            message: The line.
-        """
+        """Write the line `message` for tools that follow restarts."""
 
 
 _S = RankMonitorState
@@ -95,11 +91,7 @@ class RankMonitorStateMachine:
     """
 
     def __init__(self, logger: RestarterEventLogger) -> None:
-        """Start as UNINITIALIZED, which writes nothing.
-
-        Args:
-            logger: Writes a line for each transition.
-        """
+        """Start as UNINITIALIZED; `logger` writes a line for each transition from then on."""
         self.logger = logger
         self.state = RankMonitorState.UNINITIALIZED
 

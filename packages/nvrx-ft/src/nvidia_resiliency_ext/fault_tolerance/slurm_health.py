@@ -19,13 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from nvidia_resiliency_ext.fault_tolerance._core.infra import expand_nodelist
-from nvidia_resiliency_ext.fault_tolerance._health.segment_health import (
-    MAX_FIRST_LINE_BYTES,
-    Unit,
-    state_file,
-    state_text,
-    unit_of,
-)
+from nvidia_resiliency_ext.fault_tolerance._health import segment_health
 from nvidia_resiliency_ext.shared_utils.children import end_with_parent
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, plain, write_err
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
@@ -54,8 +48,7 @@ class SlurmAnswerError(RuntimeError):
 def unavailable_nodes(sinfo: str) -> dict[str, str]:
     """Return what is wrong with each node that must not work.
 
-    Args:
-        sinfo: What `sinfo` printed, lines of `NODE|STATE|REASON`.
+    `sinfo` is what that command printed, lines of `NODE|STATE|REASON`.
 
     Raises:
         SlurmAnswerError: A line is none of these.
@@ -111,15 +104,15 @@ def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str
     """
     unavailable = unavailable_nodes(_ask(_SINFO, environ))
     excluded = excluded_units(_ask((*_SQUEUE, f"--jobs={job_id}"), environ), job_id, unavailable)
-    path = state_file(directory, job_id)
+    path = segment_health.state_file(directory, job_id)
     if not excluded:
         try:
             os.unlink(path)
         except FileNotFoundError:
             os.stat(directory)  # a directory that is not there is a mistake
         return excluded
-    content = state_text(excluded).encode()
-    if content.index(b"\n") > MAX_FIRST_LINE_BYTES:
+    content = segment_health.state_text(excluded).encode()
+    if content.index(b"\n") > segment_health.MAX_FIRST_LINE_BYTES:
         raise SlurmAnswerError(f"{len(excluded)} excluded tasks are more than a file can list")
     atomic_write(path, content, mode=FILE_MODE)
     return excluded
@@ -187,15 +180,14 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program and exit: 0, 1 where a single look failed, 2 for a wrong command line.
+    """Run the program with `argv` (None: the process's arguments without its name) and exit.
 
-    Args:
-        argv: The arguments without the program's name; None: those of the process.
+    The exit code is 0, 1 where a single look failed, 2 for a wrong command line.
     """
     open_missing_streams()
     parser = get_args_parser()
     args = parser.parse_args(argv)
-    unit = unit_of(os.environ)
+    unit = segment_health.unit_of(os.environ)
     job_id = args.job_id or (unit.job_id if unit else "")
     if not job_id.isdecimal():
         parser.error("--job-id is needed outside a Slurm job, the number of the job or array")
@@ -226,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _in_words(excluded: Mapping[str, Sequence[str]], job_id: str) -> str:
     if not excluded:
         return "nobody is excluded any more"
-    units = [f"{Unit(job_id, task)} ({'; '.join(why)})" for task, why in excluded.items()]
+    units = [
+        f"{segment_health.Unit(job_id, task)} ({'; '.join(why)})" for task, why in excluded.items()
+    ]
     return f"excluded: {', '.join(units)}"
 
 

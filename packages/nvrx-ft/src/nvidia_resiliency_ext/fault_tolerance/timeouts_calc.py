@@ -181,11 +181,9 @@ class TimeoutsCalc:
     def can_get_section_timeouts(
         self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
     ) -> bool:
-        """Return whether all requested times were measured.
+        """Return whether `get_section_timeouts` of the same arguments has all that it needs.
 
-        Args:
-            selected_sections: Names of the sections; None: all.
-            calc_out_of_section: Whether the time outside all sections is requested, too.
+        `selected_sections` and `calc_out_of_section` are described there.
 
         Raises:
             TimeoutsCalcError: A selected section is unknown.
@@ -339,17 +337,14 @@ def _gather_names(
 
 
 def _describe_difference(names_of_ranks: Sequence[Sequence[str]]) -> str:
+    from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
+
     ranks_by_names: dict[tuple[str, ...], list[int]] = {}
     for rank, names in enumerate(names_of_ranks):
         ranks_by_names.setdefault(tuple(names), []).append(rank)
     groups = "; ".join(
-        f"ranks {_short_list(ranks)} have {list(names)}" for names, ranks in ranks_by_names.items()
+        f"ranks {format_ranks(ranks)} have {list(names)}" for names, ranks in ranks_by_names.items()
     )
     common = set(names_of_ranks[0]).intersection(*names_of_ranks)
     different = sorted(set().union(*names_of_ranks) - common)
     return f"sections {different} are not configured on all ranks: {groups}"
-
-
-def _short_list(ranks: Sequence[int], limit: int = 16) -> str:
-    shown = ",".join(str(rank) for rank in ranks[:limit])
-    return shown if len(ranks) <= limit else f"{shown},... ({len(ranks)} in all)"

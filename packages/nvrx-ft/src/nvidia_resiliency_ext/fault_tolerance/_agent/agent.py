@@ -111,11 +111,9 @@ class NodeAgent:
             self.loop,
             self.clock,
             self.tee,
-            listener=workers.Listener(
-                self._worker_exited,
-                lambda given_up: self.post(machine.GroupStopped(given_up)),
-                self._started_again,
-            ),
+            exited=self._worker_exited,
+            stopped=lambda given_up: self.post(machine.GroupStopped(given_up)),
+            started_again=self._started_again,
             reports_leftovers=self.reports_leftovers,
         )
         self._events: collections.deque[machine.Event] = collections.deque()

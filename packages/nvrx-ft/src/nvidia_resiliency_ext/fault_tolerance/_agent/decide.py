@@ -80,7 +80,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     ReportBroken,
     ReportFault,
     ReportSuccess,
-    Request,
     RequestReceived,
     RoundClosed,
     RoundReady,
@@ -107,6 +106,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
     SaveAgreed,
     StartGrace,
 )
+from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 
 Decision = tuple[Node, tuple[Effect, ...]]
 
@@ -528,11 +528,11 @@ def _asked(node: Node, event: NextRoundOpened) -> Decision:
 def _as_requested(node: Node) -> tuple[Effect, ...]:
     # Shutting down is asked for all nodes, excluding for this one: the former includes the latter.
     asked = dict(reversed(node.requests))
-    if (why := asked.get(Request.SHUTDOWN)) is not None:
+    if (why := asked.get(WorkloadAction.ShutdownWorkload)) is not None:
         reason = f"a rank asked to shut the workload down: {why}"
         cause = Cause("shutdown", reason, host=node.policy.host)
         return CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause), Finish(EXIT_FAILURE, reason)
-    reason = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
+    reason = f"a rank asked to exclude this node: {asked[WorkloadAction.ExcludeThisNode]}"
     return *_left(node, reason), Finish(EXIT_FAILURE, reason)
 
 

@@ -164,7 +164,8 @@ class Job:
         stack.callback(self._rendezvous.shutdown)
         self._controller = self._build_controller()
         self._monitor = self._build_monitor()
-        self._mailbox = stack.enter_context(Mailbox(self._paths.launcher_socket))
+        mailbox = Mailbox(self._paths.launcher_socket, self._loop, self._receive_mail)
+        stack.callback(mailbox.close)
         self._tee = Tee(self._look_at_output)
         stack.callback(self._tee.close)
         self._agent = self._build_agent()
@@ -400,7 +401,6 @@ class Job:
 
     def _watch(self) -> None:
         self._loop.watch(self._signals.fileno(), self._receive_signals)
-        self._loop.watch(self._mailbox.fileno(), self._receive_mail)
         if self._tee.fileno() >= 0:
             self._loop.watch(self._tee.fileno(), self._look_at_output)
 
@@ -414,11 +414,10 @@ class Job:
             else:
                 self._agent.post(Signalled(signum))
 
-    def _receive_mail(self) -> None:
-        for message in self._mailbox.receive():
-            event = request_event(message)
-            if event is not None:
-                self._agent.post(event)
+    def _receive_mail(self, message: object) -> None:
+        event = request_event(message)
+        if event is not None:
+            self._agent.post(event)
 
     def _cycle_ended(self, cause: Cause | None) -> None:
         """Record that a cycle is over here; of many nodes, the host knows when it is for all."""

@@ -14,12 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import (
-    StoreEndpoint,
-    find_endpoint,
-    must_agree,
-    rules_of,
-)
+from nvidia_resiliency_ext.fault_tolerance._agent import many_nodes
 from nvidia_resiliency_ext.fault_tolerance._config.flags import DEPRECATED, FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
@@ -178,11 +173,11 @@ def _check_with_others(
     plan: LaunchPlan, environ: Mapping[str, str], clock: SystemClock
 ) -> list[Finding]:
     """Claim or resolve the endpoint, check this node and compare it with the others."""
-    rules = rules_of(plan, environ)
+    rules = many_nodes.rules_of(plan, environ)
     conf, token_file = plan.rdzv_configs, plan.fault_tol_cfg.rdzv_token_file
     try:
         wait_s = rdzv_config_get_as_float(conf, "join_timeout", WAIT_S) or WAIT_S
-        endpoint = find_endpoint(plan)
+        endpoint = many_nodes.find_endpoint(plan)
         secret = read_token(token_file) if token_file else None
     except ConfigError:
         raise
@@ -202,7 +197,7 @@ def _check_with_others(
         report = NodeReport(
             host=socket.gethostname(),
             versions=versions(),
-            settings=must_agree(plan, rules),
+            settings=many_nodes.must_agree(plan, rules),
             failures=[f"{f.name}: {f.text}" for f in found if f.status == "fail"],
         )
         try:
@@ -310,7 +305,7 @@ _FIELDS = ("host", "versions", "settings", "failures")
 
 
 def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
-    endpoint: StoreEndpoint,
+    endpoint: many_nodes.StoreEndpoint,
     report: NodeReport,
     *,
     run_id: str,

@@ -35,24 +35,15 @@ def run_command_line(argv: Sequence[str] | None) -> int:
 
             return print_config(parsed, os.environ)
         plan = plan_from_args(parsed, os.environ)
+        setup_logger().setLevel(plan.fault_tol_cfg.log_level)
+        log_warnings(plan)
+        if parsed.check:
+            from .check import check
+
+            return check(plan, os.environ, as_json=parsed.json)
     except (ConfigError, OSError) as error:
         usage_error(error)
-    setup_logger().setLevel(plan.fault_tol_cfg.log_level)
-    log_warnings(plan)
-    if parsed.check:
-        return _check(plan, as_json=parsed.json)
     return run_plan(plan)
-
-
-def _check(plan: LaunchPlan, *, as_json: bool) -> int:
-    from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
-    from .check import check
-
-    try:
-        return check(plan, os.environ, as_json=as_json)
-    except ConfigError as error:
-        usage_error(error)
 
 
 def run_plan(plan: LaunchPlan) -> int:

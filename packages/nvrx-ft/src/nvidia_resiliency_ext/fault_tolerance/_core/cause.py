@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,11 +23,3 @@ class Cause:
     signal: int | None = None
     detected_by: str = "launcher"
     detail: Mapping[str, object] = field(default_factory=dict)
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

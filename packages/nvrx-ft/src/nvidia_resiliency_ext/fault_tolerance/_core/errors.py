@@ -21,11 +21,7 @@ RDZV_NO_RESTART_REASONS: Final = frozenset(
 
 
 class UnhealthyNodeException(Exception):  # noqa: N818  # the name is public
-    """A node failed its health check and leaves the job.
-
-    Args:
-        message: Text of the error.
-    """
+    """A node failed its health check and leaves the job; `message` says why."""
 
     def __init__(self, message: str = "A node in the cluster is unhealthy") -> None:
         super().__init__(message)
@@ -38,12 +34,7 @@ class TerminalWorkerGroupFailure(Exception):  # noqa: N818  # the name is public
 class NoRestartRequested(Exception):  # noqa: N818  # the name is public
     """The job must not be restarted and not be queued again.
 
-    Args:
-        reason: `attribution_stop` or `no_progress`.
-        message: Text of the error; None: made from the reason.
-
-    Attributes:
-        reason: Why, such as `no_progress`.
+    `reason` is `attribution_stop` or `no_progress`; without `message` it makes the text.
     """
 
     def __init__(self, reason: str, message: str | None = None) -> None:
@@ -60,11 +51,7 @@ class TimeoutsCalcError(Exception):
 
 
 class FaultToleranceConfigError(ConfigError):
-    """One or more settings are wrong.
-
-    Args:
-        problems: One sentence each: where, which key, which value, what is allowed.
-    """
+    """Settings are wrong: each of `problems` says where, which key and value, what is allowed."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)

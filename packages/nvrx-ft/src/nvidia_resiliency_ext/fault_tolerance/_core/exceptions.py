@@ -78,9 +78,7 @@ def read_error_file(path: str) -> ErrorFile | None:
 def read_error_output(path: str, since: int) -> ErrorFile | None:
     """Return the exception in a worker's stderr file that `last_exception` finds, or None.
 
-    Args:
-        path: The file that the worker's stderr went to.
-        since: Bytes that it held before this worker was started.
+    The first `since` bytes were there before this worker was started.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -20,10 +20,7 @@ _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": Fals
 
 
 def parse_bool_env(var_name: str) -> bool:
-    """Return a switch from the environment: 1/true/yes or 0/false/no in any case; unset is False.
-
-    Args:
-        var_name: Name of the variable.
+    """Return the variable `var_name`: 1/true/yes or 0/false/no in any case; unset is False.
 
     Raises:
         ValueError: The variable has another value.
@@ -72,11 +69,7 @@ _MOST_NODES: Final = 100_000
 
 
 def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
-    """Return host names as Slurm writes them, such as `node[001-004,007]`.
-
-    Args:
-        hostnames: The names; each may occur several times.
-    """
+    """Return `hostnames` as Slurm writes them, such as `node[001-004,007]`, each name once."""
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
 
     return format_hosts(list(hostnames))
@@ -136,20 +129,12 @@ def compact_nodes(addrs: Iterable[str]) -> str:
 
 
 def slurm_sort_addrs(addrs: Iterable[str]) -> list[str]:
-    """Return addresses sorted with their numbers counted as numbers: `n2` before `n10`.
-
-    Args:
-        addrs: The addresses.
-    """
+    """Return `addrs` sorted with their numbers counted as numbers: `n2` before `n10`."""
     return sorted(addrs, key=_natural_key)
 
 
 def ranks_to_range_str(ranks: Iterable[int]) -> str:
-    """Return ranks in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`.
-
-    Args:
-        ranks: The ranks.
-    """
+    """Return `ranks` in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`."""
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
 
     return format_runs(ranks)
@@ -177,8 +162,7 @@ class _Rule(NamedTuple):
 def get_infrastructure_rank(skip_nodename_logic: bool = False) -> int:
     """Return this node's infrastructure rank, or -1 outside any known scheduler.
 
-    Args:
-        skip_nodename_logic: leave out the rules that use the node's name or topology address.
+    `skip_nodename_logic` leaves out the rules that use the node's name or topology address.
 
     Raises:
         ValueError: a variable has an unusable value.

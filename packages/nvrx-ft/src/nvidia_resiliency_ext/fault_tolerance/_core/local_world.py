@@ -13,10 +13,7 @@ MOST_WORKERS = 65536
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
-    """Return the number of workers of this machine that `--nproc-per-node` means.
-
-    Args:
-        nproc_per_node: A number of 1 or more, "cpu", "gpu" or "auto".
+    """Return the number of workers here: `nproc_per_node` is a number, "cpu", "gpu" or "auto".
 
     Raises:
         ValueError: The value is none of these, the number is too large, or there is no GPU.
@@ -54,12 +51,7 @@ def count_cpus() -> int:
 
 
 def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
-    """Return the number of GPUs that a worker would see.
-
-    Args:
-        environ: Holds CUDA_VISIBLE_DEVICES, if it is set.
-        root: Where the file tree with dev and proc begins.
-    """
+    """Return the number of GPUs that a worker would see; `root` holds dev and proc."""
     return count_visible(environ, _present_gpus(root))
 
 

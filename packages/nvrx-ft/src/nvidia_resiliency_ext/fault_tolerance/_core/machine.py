@@ -39,13 +39,6 @@ class Outcome(enum.Enum):
     TOLERATED = "tolerated"
 
 
-class Request(enum.Enum):
-    """What a rank asked the launcher to do at the next rendezvous."""
-
-    EXCLUDE_NODE = "exclude_node"
-    SHUTDOWN = "shutdown"
-
-
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """This node's place in a round: what rendezvous decided."""
@@ -92,7 +85,7 @@ class Node:
     outcome: Outcome | None = None
     cause: Cause | None = None
     stop_signal: int | None = None
-    requests: tuple[tuple[Request, str], ...] = ()
+    requests: tuple[tuple[WorkloadAction, str], ...] = ()
     group_world_size: int = 1
     over: RoundClosed | None = None
     budget: int | None = None
@@ -241,7 +234,7 @@ class StopRequested:
 class RequestReceived:
     """A rank asked for a change at the next rendezvous."""
 
-    request: Request
+    request: WorkloadAction
     description: str
 
 
@@ -342,10 +335,6 @@ Effect = (
     | preemption.ReportHeld | preemption.ReleaseRanks
 )  # fmt: skip
 logger = logging.getLogger("nvrx")
-_REQUESTS = {
-    WorkloadAction.ExcludeThisNode: Request.EXCLUDE_NODE,
-    WorkloadAction.ShutdownWorkload: Request.SHUTDOWN,
-}
 
 
 def request_event(message: object) -> RequestReceived | None:
@@ -358,7 +347,6 @@ def request_event(message: object) -> RequestReceived | None:
         logger.warning("rank %s sent a message that is no request: %.200r", rank, request)
         return None
     logger.info("rank %s asks: %s (%s)", rank, request.action.name, request.description)
-    kind = _REQUESTS.get(request.action)
-    if kind is None:
+    if request.action is WorkloadAction.Continue:
         return None
-    return RequestReceived(kind, f"rank {rank}: {request.description}")
+    return RequestReceived(request.action, f"rank {rank}: {request.description}")

@@ -9,21 +9,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance.data import (
-    AuthkeyMsg,
-    ErrorMsg,
-    HeartbeatMsg,
-    HeartbeatTimeouts,
-    InitMsg,
-    OkMsg,
-    RankInfo,
-    SectionAction,
-    SectionMsg,
-    SectionTimeouts,
-    UpdateConfigMsg,
-    WorkloadAction,
-    WorkloadControlRequest,
-)
+from nvidia_resiliency_ext.fault_tolerance import data
+from nvidia_resiliency_ext.fault_tolerance.data import OkMsg
 from nvidia_resiliency_ext.shared_utils.errors import FrameTooLargeError, PeerClosedError, WireError
 from nvidia_resiliency_ext.shared_utils.wire import MAX_FRAME_BYTES, MessageSet
 
@@ -53,21 +40,11 @@ class FtMessageSet(MessageSet):
 
     def __init__(self, *extra: type) -> None:
         super().__init__(
-            AuthkeyMsg,
-            ErrorMsg,
-            HeartbeatMsg,
-            HeartbeatTimeouts,
-            InitMsg,
-            OkAttributes,
-            RankInfo,
-            SectionAction,
-            SectionMsg,
-            SectionTimeouts,
-            UpdateConfigMsg,
-            WorkloadAction,
-            WorkloadControlRequest,
-            *extra,
-        )
+            data.AuthkeyMsg, data.ErrorMsg, data.HeartbeatMsg, data.HeartbeatTimeouts,
+            data.InitMsg, OkAttributes, data.RankInfo, data.SectionAction, data.SectionMsg,
+            data.SectionTimeouts, data.UpdateConfigMsg, data.WorkloadAction,
+            data.WorkloadControlRequest, *extra,
+        )  # fmt: skip
 
     def encode(self, message: object) -> bytes:
         """Return the whole frame of a message, length included.
@@ -98,11 +75,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def recv_all(sock: socket.socket, n: int) -> bytes:
-    """Return exactly `n` bytes from a blocking socket.
-
-    Args:
-        sock: The socket.
-        n: Number of bytes.
+    """Return exactly `n` bytes from the blocking socket `sock`.
 
     Raises:
         PeerClosedError: The peer closed the connection before (a `ConnectionError`).
@@ -117,14 +90,10 @@ def recv_all(sock: socket.socket, n: int) -> bytes:
 
 
 def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> object:
-    """Return the next object from a blocking socket.
+    """Return the next object from the blocking socket `sock`.
 
-    A lost connection and malformed data give None and a log line at DEBUG, or are raised; the
-    stream cannot be used after that.
-
-    Args:
-        sock: The socket.
-        raise_exc: Raise instead of returning None. Default False.
+    A lost connection and malformed data give None and a log line at DEBUG, or are raised with
+    `raise_exc`; the stream cannot be used after that.
     """
     try:
         size = _checked_size(recv_all(sock, _LENGTH.size))
@@ -137,11 +106,7 @@ def read_obj_from_ipc_socket(sock: socket.socket, raise_exc: bool = False) -> ob
 
 
 def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
-    """Send one object over a blocking socket.
-
-    Args:
-        obj: A message of the closed set in `data`.
-        sock: The socket.
+    """Send `obj`, of the closed set in `data`, over the blocking socket `sock`.
 
     Raises:
         WireError: The message holds an object that may not be sent, or is over 1 MiB.
@@ -151,10 +116,7 @@ def write_object_to_ipc_socket(obj: object, sock: socket.socket) -> None:
 
 
 async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
-    """Return the next object from a stream.
-
-    Args:
-        reader: The stream.
+    """Return the next object from the stream `reader`.
 
     Raises:
         EOFError: The stream ended (asyncio's `IncompleteReadError`).
@@ -165,11 +127,7 @@ async def read_obj_from_ipc_stream(reader: StreamReader) -> object:
 
 
 async def write_obj_to_ipc_stream(obj: object, writer: StreamWriter) -> None:
-    """Send one object over a stream and wait until the stream's buffer has drained.
-
-    Args:
-        obj: A message of the closed set in `data`.
-        writer: The stream.
+    """Send `obj`, of the closed set in `data`, over `writer`, and wait until its buffer is empty.
 
     Raises:
         WireError: The message holds an object that may not be sent, or is over 1 MiB.

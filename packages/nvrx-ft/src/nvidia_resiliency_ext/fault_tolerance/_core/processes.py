@@ -87,11 +87,7 @@ class SettableEvent(Protocol):
 
 
 def is_process_alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie.
-
-    Args:
-        pid: The process.
-    """
+    """Return whether the process `pid` exists and is no zombie."""
     return procfs.is_running(pid)
 
 
@@ -121,11 +117,7 @@ def wait_until_process_terminated(pid: int, timeout: float = 0) -> None:
 
 
 def wait_for_mp_events(events: Iterable[SettableEvent], timeout: float = 60) -> None:
-    """Wait until every event is set.
-
-    Args:
-        events: The events.
-        timeout: Seconds for all of them together. Default 60.
+    """Wait until all `events` are set, for `timeout` seconds together.
 
     Raises:
         DeadlineExceededError: An event is not set in time; this is a `TimeoutError`.
@@ -211,11 +203,9 @@ class ProcessEntry(TypedDict):
 def get_processes_by_pgids(
     pgids: Collection[int], exclude_launcher: bool = True
 ) -> list[ProcessEntry]:
-    """Return all processes of the groups, zombies included, ordered by pid.
+    """Return all processes of the groups `pgids`, zombies included, ordered by pid.
 
-    Args:
-        pgids: process groups.
-        exclude_launcher: leave out the calling process.
+    The calling process is left out unless `exclude_launcher` is false.
     """
     wanted = frozenset(pgids)
     excluded = os.getpid() if exclude_launcher else -1
@@ -245,9 +235,7 @@ def end_program(code: int, *, is_own: bool) -> NoReturn:
     the interpreter is taken down aborts the process (SIGABRT). So where threads are left, that is
     left out: all that programs ask for at their end is done first.
 
-    Args:
-        code: The exit code.
-        is_own: Whether the process is the program's. Else its caller has still to do things.
+    A process that is not the program's (`is_own`) is not ended so: its caller has things to do.
     """
     if is_own and any(thread.daemon for thread in threading.enumerate()):
         with contextlib.suppress(Exception):

@@ -20,6 +20,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -197,8 +198,7 @@ _service: NodeHealthCheck | None = None
 def init_node_health_check(endpoint: str | None) -> None:
     """Name the service that judges this node, for all launches of this process.
 
-    Args:
-        endpoint: Path of its Unix socket, or the same as `unix://...`; None forgets it.
+    `endpoint` is the path of its Unix socket, also as `unix://...`; None forgets it.
     """
     global _service  # noqa: PLW0603 - the one object of the process
     _service = _service_at(endpoint) if endpoint else None
@@ -226,6 +226,7 @@ class _Checking(enum.Enum):
     DONE = "done"
 
 
+@dataclass(eq=False)
 class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
@@ -234,28 +235,18 @@ class AdmissionCheck:
     that a test wants in a cycle.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        check: Callable[[], list[HealthResult]],
-        memory: GpuMemory,
-        *,
-        host: str,
-        backoff_limit_s: float,
-        memory_rules: MemoryRules,
-        injected: Callable[[int], Cause | None],
-        loop: EventLoop,
-        clock: Clock,
-        reporter: EventReporter,
-    ) -> None:
-        self._host = host
-        self._backoff_limit_s = backoff_limit_s
-        self._memory_rules = memory_rules
-        self._injected = injected
-        self._check = check
-        self._memory = memory
-        self._loop = loop
-        self._clock = clock
-        self._reporter = reporter
+    check: Callable[[], list[HealthResult]]
+    memory: GpuMemory
+    _: KW_ONLY
+    host: str
+    backoff_limit_s: float
+    memory_rules: MemoryRules
+    injected: Callable[[int], Cause | None]
+    loop: EventLoop
+    clock: Clock
+    reporter: EventReporter
+
+    def __post_init__(self) -> None:
         self._checking = _Checking.NOT_BEGUN
         self._finding: Cause | None = None
         self._joining: tuple[int, Callable[[Cause | None], None]] | None = None
@@ -269,7 +260,7 @@ class AdmissionCheck:
         self._check_thread = WorkerThread("nvrx-health")
         self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
-            loop.watch(thread.fileno(), thread.collect)
+            self.loop.watch(thread.fileno(), thread.collect)
 
     # Before joining --------------------------------------------------------------------------
 
@@ -279,7 +270,7 @@ class AdmissionCheck:
             return
         self._checking = _Checking.RUNNING
         try:
-            self._check_thread.submit(self._check, self._checked)
+            self._check_thread.submit(self.check, self._checked)
         except RuntimeError as error:
             logger.warning("the health checks cannot run now: %s", error)
             self._checking, self._finding = _Checking.DONE, None
@@ -294,8 +285,8 @@ class AdmissionCheck:
         if self._checking is not _Checking.RUNNING:
             return
         found = results or []
-        self._checking, self._finding = _Checking.DONE, unfit(found, self._host)
-        self._reporter.node_checked(found)
+        self._checking, self._finding = _Checking.DONE, unfit(found, self.host)
+        self.reporter.node_checked(found)
         self._answer()
 
     def _answer(self) -> None:
@@ -303,25 +294,25 @@ class AdmissionCheck:
             return
         (cycle, answer), self._joining = self._joining, None
         self._checking = _Checking.NOT_BEGUN
-        answer(self._finding or self._injected(cycle))
+        answer(self._finding or self.injected(cycle))
 
     # Before the workers start ----------------------------------------------------------------
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
-        pause_s = delay_s(self._crashes, self._backoff_limit_s)
-        self._not_before = self._clock.monotonic() + pause_s
+        pause_s = delay_s(self._crashes, self.backoff_limit_s)
+        self._not_before = self.clock.monotonic() + pause_s
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
-        rules = self._memory_rules
+        rules = self.memory_rules
         if rules.timeout_s <= 0 or self._reclaiming:
             return
         self._reclaiming = True
 
         def wait() -> float | None:
-            return wait_for_memory(self._memory, rules, self._clock, self._stopped)
+            return wait_for_memory(self.memory, rules, self.clock, self._stopped)
 
         try:
             self._memory_thread.submit(wait, self._reclaimed)
@@ -332,7 +323,7 @@ class AdmissionCheck:
     def _reclaimed(self, seconds: float | None) -> None:
         self._reclaiming = False
         if seconds is not None:
-            self._reporter.memory_reclaimed(seconds)
+            self.reporter.memory_reclaimed(seconds)
         self._let_start()
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -343,7 +334,7 @@ class AdmissionCheck:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        wait_s = self._not_before - self._clock.monotonic()
+        wait_s = self._not_before - self.clock.monotonic()
         if wait_s > 0:
             if self._pause is None:
                 logger.warning(
@@ -354,7 +345,7 @@ class AdmissionCheck:
                     math.ceil(wait_s),
                 )
             self._cancel_pause()
-            self._pause = self._loop.call_at(self._not_before, self._let_start)
+            self._pause = self.loop.call_at(self._not_before, self._let_start)
             return
         self._pause = None
         begin, self._starting = self._starting, None
@@ -376,7 +367,7 @@ class AdmissionCheck:
         self._joining = None
         self._stopped.set()
         for thread in (self._check_thread, self._memory_thread):
-            self._loop.unwatch(thread.fileno())
+            self.loop.unwatch(thread.fileno())
             thread.close(CLOSE_WAIT_S)
 
 

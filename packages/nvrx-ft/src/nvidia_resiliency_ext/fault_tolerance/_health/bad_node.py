@@ -8,7 +8,6 @@ group of its own, and is killed at its deadline. What goes wrong with it is one 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -17,7 +16,6 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import IO, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -37,56 +35,45 @@ MAX_REPORT_BYTES = 64 << 10
 MAX_END_BYTES = 300
 
 
-@dataclass(frozen=True, slots=True)
-class BadNode:
-    """One report. `time` is unix seconds; `evidence` holds plain values."""
+def report_of(cause: Cause, *, job: str, reported_by: str, time: float) -> str:
+    """Return a bad node's report as the command gets it; evidence that is too large is left out.
 
-    node: str
-    reason: str
-    what: str
-    job: str
-    reported_by: str
-    time: float
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Return the report as the command gets it; evidence that is too large is left out."""
-        document = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        text = json.dumps(document, default=str)
-        if len(text) > MAX_REPORT_BYTES:
-            text = json.dumps({**document, "evidence": {"dropped": "too large"}}, default=str)
-        return text
-
-
-def of_cause(cause: Cause, *, job: str, reported_by: str, time: float) -> BadNode:
-    """Return the report that a cause makes."""
+    `time` is unix seconds.
+    """
     evidence = dict(cause.detail)
     for name in ("rank", "local_rank", "exit_code", "signal", "detected_by"):
         if (value := getattr(cause, name)) not in (None, ""):
             evidence.setdefault(name, value)
-    return BadNode(cause.host, cause.kind, cause.what, job, reported_by, time, evidence)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "node": cause.host,
+        "reason": cause.kind,
+        "what": cause.what,
+        "job": job,
+        "reported_by": reported_by,
+        "time": time,
+        "evidence": evidence,
+    }
+    text = json.dumps(document, default=str)
+    if len(text) > MAX_REPORT_BYTES:
+        text = json.dumps({**document, "evidence": {"dropped": "too large"}}, default=str)
+    return text
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """When the command ran: by node the last time, and all times of the last hour (monotonic s)."""
+class RunLimit:
+    """Which nodes the command ran for in the last hour, and when (monotonic s)."""
 
-    last: Mapping[str, float] = field(default_factory=dict)
-    runs: tuple[float, ...] = ()
+    def __init__(self) -> None:
+        self._runs: list[tuple[str, float]] = []
 
-    def with_run(self, node: str, now: float) -> RunRecord:
-        """Return the record with one run more."""
-        recent = {name: at for name, at in self.last.items() if now - at < SAME_NODE_PAUSE_S}
-        runs = tuple(at for at in self.runs if now - at < HOUR_S)
-        return RunRecord({**recent, node: now}, (*runs, now))
+    def allows(self, node: str, now: float) -> bool:
+        """Return whether the command may run for this node."""
+        self._runs = [(name, at) for name, at in self._runs if now - at < HOUR_S]
+        is_known = any(name == node and now - at < SAME_NODE_PAUSE_S for name, at in self._runs)
+        return not is_known and len(self._runs) < MOST_PER_HOUR
 
-
-def is_allowed(record: RunRecord, node: str, now: float) -> bool:
-    """Return whether the command may run again for this node. Pure."""
-    last = record.last.get(node)
-    if last is not None and now - last < SAME_NODE_PAUSE_S:
-        return False
-    return sum(now - at < HOUR_S for at in record.runs) < MOST_PER_HOUR
+    def count(self, node: str, now: float) -> None:
+        self._runs.append((node, now))
 
 
 class BadNodeHook:
@@ -108,26 +95,31 @@ class BadNodeHook:
         self._host = host
         self._clock = clock
         self._deadline_s = deadline_s
-        self._record = RunRecord()  # guarded by _lock
+        self._limit = RunLimit()  # guarded by _lock
         self._is_closed = False  # guarded by _lock
         self._lock = threading.Lock()
         self._thread = WorkerThread("nvrx-bad-node-hook")
 
     def report(self, cause: Cause) -> None:
         """Run the command for a bad node if the limits allow; return at once, never raise."""
-        node = of_cause(cause, job=self._job, reported_by=self._host, time=self._clock.wall())
-        now = self._clock.monotonic()
+        wall, now = self._clock.wall(), self._clock.monotonic()
+        text = report_of(cause, job=self._job, reported_by=self._host, time=wall)
         with self._lock:
-            if self._is_closed or not is_allowed(self._record, node.node, now):
+            if self._is_closed or not self._limit.allows(cause.host, now):
                 return
-            nodes = [node]
+            reports = [text]
+
+            def job() -> None:
+                for report in reports:
+                    self._notify(cause, report)
+
             try:
-                self._thread.submit(lambda: [*map(self._notify, nodes)], lambda _: None)
+                self._thread.submit(job, lambda _: None)
             except RuntimeError as error:
-                nodes.clear()  # the thread of a later report finds this job, too
-                logger.warning("bad node %s is not reported: %s", node.node, error)
+                reports.clear()  # the thread of a later report finds this job, too
+                logger.warning("bad node %s is not reported: %s", cause.host, error)
             else:
-                self._record = self._record.with_run(node.node, now)
+                self._limit.count(cause.host, now)
 
     def close(self) -> None:
         """Finish what was reported, within the command's deadline for all of it."""
@@ -135,24 +127,24 @@ class BadNodeHook:
             self._is_closed = True
         self._thread.close(self._deadline_s + 1.0)
 
-    def _notify(self, report: BadNode) -> None:
+    def _notify(self, cause: Cause, report: str) -> None:
         try:
             problem = self._run(report)
         except (ChildStartError, OSError) as error:
             problem = str(error)
         if problem:
             problem = " ".join(problem.split())
-            logger.warning("--ft-bad-node-hook for %s: %s", report.node, problem)
+            logger.warning("--ft-bad-node-hook for %s: %s", cause.host, problem)
         else:
-            logger.info("--ft-bad-node-hook was notified of %s: %s", report.node, report.what)
+            logger.info("--ft-bad-node-hook was notified of %s: %s", cause.host, cause.what)
 
-    def _run(self, report: BadNode) -> str:
+    def _run(self, report: str) -> str:
         """Run the command; return what went wrong, or an empty text."""
         # Files and not pipes: a command that reads or writes nothing, or all day, blocks nobody.
         import tempfile  # slow, and few jobs have a bad node
 
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as said:
-            stdin.write(report.to_json().encode())
+            stdin.write(report.encode())
             stdin.seek(0)
             child = start_child(
                 self._argv,

@@ -34,7 +34,6 @@ class Unit:
     task_id: str
 
     def __str__(self) -> str:
-        """Return the unit in words."""
         if self.task_id == self.job_id:
             return f"job {self.job_id}"
         return f"array task {self.task_id} of job {self.job_id}"
@@ -42,12 +41,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A unit must not work.
-
-    Attributes:
-        path: The file that says so.
-        reason: The diagnosis in it, one line; may be empty.
-    """
+    """A unit must not work: the file that says so, and the diagnosis in it, one line or empty."""
 
     path: str
     reason: str

@@ -21,11 +21,7 @@ _STREAMS = (1, 2)
 
 
 class CapturedStreams:
-    """Both streams lead into a pipe until `restore`.
-
-    Attributes:
-        fd: The reading end; whoever reads it owns it.
-    """
+    """Both streams lead into a pipe until `restore`; whoever reads its end `fd` owns that."""
 
     def __init__(self) -> None:
         self.fd, writing = open_pipe()
@@ -89,7 +85,6 @@ class CycleLogs:
         self._is_closed = False
 
     def file_of(self, cycle: int) -> str:
-        """Return the path of a cycle's log."""
         return cycle_log_file(self._base_log_file, cycle)
 
     def write_files_instead(self) -> None:

@@ -11,12 +11,7 @@ import re
 
 
 def cycle_log_file(base_log_file: str, cycle: int) -> str:
-    """Return the log of one cycle: `/logs/job.log` gives `/logs/job_cycle3.log`.
-
-    Args:
-        base_log_file: Path of the job's log.
-        cycle: Number of the cycle, from 0.
-    """
+    """Return the log of one `cycle`: the `base_log_file` job.log gives job_cycle3.log."""
     stem, extension = os.path.splitext(base_log_file)
     return f"{stem}_cycle{cycle}{extension or '.log'}"
 

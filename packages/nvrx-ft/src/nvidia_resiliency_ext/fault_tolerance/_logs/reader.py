@@ -114,39 +114,24 @@ class MultiplexingReaderThread(threading.Thread):
     # Orders ----------------------------------------------------------------------------------
 
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
-        """Read a pipe from now on and close it at its end.
+        """Read the pipe `fd`, non-blocking and ours now, into `target`; close it at its end.
 
-        Args:
-            fd: The pipe's read end, non-blocking; the thread owns it.
-            lines: Assembles whole lines.
-            target: The log.
+        `lines` assembles whole lines.
         """
         if not self._order(lambda: self._add(fd, _Pipe(target, lines))):
             os.close(fd)
 
     def end(self, target: Target) -> None:
-        """Finish a log when its pipes are closed, at the latest after `config.drain_s` seconds.
-
-        Args:
-            target: The log.
-        """
+        """Finish the log `target` when its pipes are closed, at the latest after `drain_s`."""
         at = time.monotonic() + self._config.drain_s
         self._order(lambda: self._end(target, at))
 
     def leave(self, target: Target) -> None:
-        """Read what the pipes of a log hold now, and close them even if a process has them open.
-
-        Args:
-            target: The log.
-        """
+        """Read what the pipes of `target` hold now, and close them even if a process has them."""
         self._order(lambda: self._leave(target))
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Read every pipe to its end, within a limit, and end the thread.
-
-        Args:
-            timeout_s: The limit in seconds; None: `config.drain_s`.
-        """
+        """Read every pipe to its end, within `timeout_s` (None: `drain_s`), and end the thread."""
         limit_s = self._config.drain_s if timeout_s is None else timeout_s
         at = time.monotonic() + limit_s
         self._order(lambda: self._stop_by(at))

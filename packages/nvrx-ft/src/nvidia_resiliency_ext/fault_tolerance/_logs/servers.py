@@ -84,27 +84,22 @@ def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
     return [root, *leaves]
 
 
+@dataclass(eq=False)
 class LogServers:
     """The log servers of a job. One thread only: the kernel ends them with it."""
 
-    def __init__(
-        self,
-        plan: LogServerPlan,
-        host: str,
-        token_file: str | None,
-        environ: Mapping[str, str],
-        loop: EventLoop,
-        clock: Clock,
-    ) -> None:
-        self._plan = plan
-        self._host = host
-        self._env = dict(environ)
-        self._env.pop(_env.LOG_FUNNEL_TOKEN_FILE, None)
-        if token_file is not None:
-            self._env[_env.LOG_FUNNEL_TOKEN_FILE] = token_file
-        self._loop = loop
-        self._clock = clock
-        self._commands = server_commands(plan, host)
+    plan: LogServerPlan
+    host: str
+    token_file: str | None
+    environ: Mapping[str, str]
+    loop: EventLoop
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._env = {k: v for k, v in self.environ.items() if k != _env.LOG_FUNNEL_TOKEN_FILE}
+        if self.token_file is not None:
+            self._env[_env.LOG_FUNNEL_TOKEN_FILE] = self.token_file
+        self._commands = server_commands(self.plan, self.host)
         self._running: dict[str, Child] = {}
         self._delays: dict[str, float] = {}
         self._is_stopping = False
@@ -112,7 +107,7 @@ class LogServers:
 
     def start(self) -> None:
         """Start all of them; they listen a moment later, and clients try until then."""
-        check_ports(self._host, [command.port for command in self._commands])
+        check_ports(self.host, [command.port for command in self._commands])
         try:
             for command in self._commands:
                 self._start(command)
@@ -122,12 +117,11 @@ class LogServers:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes by name."""
         return {name: child.pid for name, child in self._running.items()}
 
     def expect_nodes(self) -> None:
         """Record that nodes have lines for these servers and have still to find them."""
-        self._nodes_are_back_at = self._clock.monotonic() + _NODES_COME_BACK_S
+        self._nodes_are_back_at = self.clock.monotonic() + _NODES_COME_BACK_S
 
     def _start(self, command: ServerCommand) -> None:
         with contextlib.ExitStack() as opened:
@@ -138,10 +132,10 @@ class LogServers:
                 command.argv, env=self._env, stdout=output, stderr=output, die_with_parent=True
             )
         self._running[command.name] = child
-        self._loop.watch(child.fileno(), lambda: self._ended(command))
+        self.loop.watch(child.fileno(), lambda: self._ended(command))
 
     def _open_log(self, name: str) -> int | None:
-        prefix = self._plan.log_prefix
+        prefix = self.plan.log_prefix
         if prefix is None:
             return None
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
@@ -166,7 +160,7 @@ class LogServers:
         """Start a server again after a pause that grows, and return the pause."""
         delay_s = self._delays.get(command.name, _FIRST_DELAY_S)
         self._delays[command.name] = min(2 * delay_s, _LONGEST_DELAY_S)
-        self._loop.call_at(self._clock.monotonic() + delay_s, lambda: self._start_again(command))
+        self.loop.call_at(self.clock.monotonic() + delay_s, lambda: self._start_again(command))
         return delay_s
 
     def _start_again(self, command: ServerCommand) -> None:
@@ -182,13 +176,13 @@ class LogServers:
 
     def _forget(self, name: str) -> None:
         child = self._running.pop(name)
-        self._loop.unwatch(child.fileno())
+        self.loop.unwatch(child.fileno())
         child.close()
 
     def stop(self, *, at_once: bool = False) -> None:
         """End them, leaves first, each within its time; what they have is written."""
         self._is_stopping = True
-        left_s = self._nodes_are_back_at - self._clock.monotonic()
+        left_s = self._nodes_are_back_at - self.clock.monotonic()
         root_child = self._running.get("root")
         if left_s > 0 and root_child is not None and not at_once:
             root_child.wait(left_s)

@@ -41,7 +41,6 @@ class LocalFile:
         return os.write(self._fd, data)
 
     def close(self) -> None:
-        """Give the descriptor back."""
         with contextlib.suppress(OSError):  # NFS tells late that something was not written.
             os.close(self._fd)
 
@@ -73,9 +72,8 @@ def funnel_of(
 class RemoteFile:
     """A log that the log server keeps; closing it waits for nobody."""
 
-    def __init__(self, target: LogTarget, closing: list[threading.Thread]) -> None:
+    def __init__(self, target: LogTarget) -> None:
         self._target = target
-        self._closing = closing
 
     def write(self, data: memoryview) -> int:
         """Hand lines to the client, which keeps them until the server has them."""
@@ -87,11 +85,9 @@ class RemoteFile:
 
     def close(self) -> None:
         """Let a thread wait until the server has everything, however long it is away."""
-        thread = threading.Thread(
+        threading.Thread(
             target=self._target.close, args=(None,), name="nvrx-log-close", daemon=True
-        )
-        self._closing.append(thread)
-        thread.start()
+        ).start()
 
 
 LogFile: TypeAlias = LocalFile | RemoteFile
@@ -103,7 +99,6 @@ class FunnelSink:
     def __init__(self, address: FunnelAddress) -> None:
         self._address = address
         self._client: LogFunnelClient | None = None
-        self._closing: list[threading.Thread] = []
         self._writes_here = False
 
     def write_files_instead(self) -> None:
@@ -126,11 +121,9 @@ class FunnelSink:
         try:
             if self._client is None:
                 self._client = self._connect()
-            target = self._client.open(path)
+            return RemoteFile(self._client.open(path))
         except NvrxError as error:
             raise OSError(str(error)) from error
-        self._closing = [thread for thread in self._closing if thread.is_alive()]
-        return RemoteFile(target, self._closing)
 
     def _connect(self) -> LogFunnelClient:
         if _FORK_SUPPORT not in os.environ:

@@ -124,12 +124,6 @@ class MonitorHandle:
     """A running monitor: its process, its socket and the slots of its ranks.
 
     Closing the socket (or dying) makes the monitor sweep and leave. Not thread-safe.
-
-    Attributes:
-        child: The process.
-        layout: Layout of the slots.
-        slots: One view per local rank in the order of the socket paths, as 8-byte words for
-            `read_slot`; empty until the monitor is ready.
     """
 
     def __init__(
@@ -138,7 +132,6 @@ class MonitorHandle:
         """Take over a process; use `launch` or `start`."""
         self.child = child
         self.layout = layout
-        self.slots: list[memoryview] = []
         self._channel = channel
         self._local_ranks = tuple(local_ranks)
         self._memories: list[SlotMemory] = []
@@ -202,9 +195,14 @@ class MonitorHandle:
         return cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
 
     @property
+    def slots(self) -> list[memoryview]:
+        """One view per local rank in the order of the socket paths, as 8-byte words."""
+        return [memory.words for memory in self._memories]
+
+    @property
     def is_ready(self) -> bool:
         """Whether the monitor listens and the slots are here."""
-        return len(self.slots) == len(self._local_ranks)
+        return len(self._memories) == len(self._local_ranks)
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +263,6 @@ class MonitorHandle:
         """Close the socket, end the process if it still runs, give back the memory; idempotent."""
         self._channel.close()
         self.child.close()
-        self.slots = []
         for memory in self._memories:
             memory.close()
         self._memories = []
@@ -273,7 +270,6 @@ class MonitorHandle:
     def _take_slots(self) -> None:
         for fd in self._channel.take_fds(len(self._local_ranks)):
             self._memories.append(self._adopt(fd))
-        self.slots = [memory.words for memory in self._memories]
 
     def _replace_slot(self, local_rank: int) -> None:
         index = self._local_ranks.index(local_rank)
@@ -281,7 +277,6 @@ class MonitorHandle:
             memory = self._adopt(fd)
             self._memories[index].close()
             self._memories[index] = memory
-            self.slots[index] = memory.words
 
     def _adopt(self, fd: int) -> SlotMemory:
         try:

@@ -106,13 +106,10 @@ class HotPath:
             self._ask()
 
     def start_section(self, section: str) -> None:
-        """Open a section; sections may nest and overlap.
+        """Open `section`; sections may nest and overlap.
 
         A name that has no configured timeout is ignored; the first use of one is logged, as a
         warning when it looks like a misspelt one.
-
-        Args:
-            section: Name of the section.
 
         Raises:
             RankMonitorClientError: The client is not initialised, or the section is open.
@@ -145,10 +142,7 @@ class HotPath:
             self._ask()
 
     def end_section(self, section: str) -> None:
-        """Close a section.
-
-        Args:
-            section: Name of the section.
+        """Close `section`.
 
         Raises:
             RankMonitorClientError: The client is not initialised, or the section is not open.
@@ -208,11 +202,7 @@ class HotPath:
 
     @contextmanager
     def section(self, section: str) -> Iterator[None]:
-        """Open a section for the length of a block; it is closed also if the block raises.
-
-        Args:
-            section: Name of the section.
-        """
+        """Open `section` for the length of a block; it is closed also if the block raises."""
         self.start_section(section)
         try:
             yield
@@ -242,15 +232,11 @@ class HotPath:
     def _post(self, message: object) -> None:
         raise NotImplementedError
 
-    def _post_life(self) -> None:
-        from .messages import FirstActivity
+    def _show(self) -> None:
+        """Let the monitor look: the slot has the session's first section, heartbeat or step."""
+        from .messages import Ask
 
-        self._post(FirstActivity())
-
-    def _post_step(self, at: float) -> None:
-        from .messages import StepBegun
-
-        self._post(StepBegun(at))
+        self._post(Ask(0))
 
     def _begin(self, words: memoryview, sections: tuple[str, ...], *, is_answered: bool) -> int:
         """Let calls through into a slot that was just begun; return when that is."""
@@ -296,7 +282,7 @@ class HotPath:
         self._step_at = self._index.get(slot.STEP, 0)
         self._never_opened = set(self._index.values())
         self._is_first_step_due = True
-        self._has_posted_life = False
+        self._has_shown_life = False
 
     def _close(self, words: memoryview, section: str, at: int, now: int) -> None:
         opened = self._open
@@ -319,13 +305,13 @@ class HotPath:
         if self._is_first_step_due and (at == self._step_at or not self._step_at):
             self._is_first_step_due = False
             words[slot.W_STEP_FIRST_CLOSE] = now
-            self._post_step(now * _NS)
+            self._show()
 
     def _record_long_gap(self, words: memoryview, now: int, gap: int) -> None:
         if not self._heartbeat_first:
             self._heartbeat_first = now
             words[slot.W_HEARTBEAT_FIRST] = now
-            self._post_step(now * _NS)
+            self._show()
         else:
             self._heartbeat_longest = gap
 
@@ -333,9 +319,9 @@ class HotPath:
         self._never_opened.discard(at)
         if at == self._step_at:
             words[slot.W_STEP_FIRST_OPEN] = now
-        if not self._has_posted_life:
-            self._has_posted_life = True
-            self._post_life()
+        if not self._has_shown_life:
+            self._has_shown_life = True
+            self._show()
 
     def _record_iteration(self, words: memoryview) -> None:
         iteration = training_iteration()

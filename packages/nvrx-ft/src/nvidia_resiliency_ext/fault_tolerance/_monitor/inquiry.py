@@ -13,14 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import read_error_file
-from nvidia_resiliency_ext.shared_utils import rank_activity
-from nvidia_resiliency_ext.shared_utils.hang_culprit import (
-    Confidence,
-    Finding,
-    RankState,
-    find_culprit,
-)
-from nvidia_resiliency_ext.shared_utils.hang_culprit import describe as describe_finding
+from nvidia_resiliency_ext.shared_utils import hang_culprit, rank_activity
+from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding, RankState
 
 from . import messages
 from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
@@ -64,16 +58,15 @@ class Inquiries:
     """The inquiries of one monitor, one after another. The loop's thread only."""
 
     def __init__(self, server: MonitorServer) -> None:
-        """Begin none."""
         self._server = server
         self._open: list[_Inquiry] = []
 
-    def accuse(self, port: RankPort, verdict: Verdict) -> None:
+    def accuse(self, port: RankPort, verdict: Verdict | None) -> None:
         """Begin an inquiry: a rank broke a limit, or its device is unfit.
 
         That rank has been looked at by now: a stopped one is not held up by the others' stacks.
         """
-        if not port.is_looked_into:
+        if verdict is None or not port.is_looked_into:
             return  # It was found dead.
         inquiry = self._begin(port, verdict)
         if verdict.rule in HEALTH_RULES:
@@ -177,7 +170,7 @@ class Inquiries:
     def _evaluate(self, inquiry: _Inquiry, states: Sequence[RankState]) -> Finding:
         if inquiry.verdict is None or inquiry.verdict.rule in HEALTH_RULES:
             return Finding()
-        return find_culprit(states, self._server.workers.world_size)
+        return hang_culprit.find_culprit(states, self._server.workers.world_size)
 
     # What is known --------------------------------------------------------------------------
 
@@ -289,7 +282,7 @@ class Inquiries:
             "wchan": own.kernel.wchan,
             "rss_bytes": own.rss_bytes,
             "reason": verdict.reason,
-            "finding": describe_finding(finding),
+            "finding": hang_culprit.describe(finding),
             "confidence": finding.confidence.value,
             "culprits": [r.rank for r in finding.culprits],
             "candidates": [r.rank for r in finding.candidates],
@@ -318,7 +311,7 @@ def _is_certain(
     The evidence on the culprits themselves is waited for: a stopped one is asked for nothing.
     """
     blamed = {r.rank for r in finding.culprits}
-    return finding.confidence is Confidence.CERTAIN and not any(
+    return finding.confidence is hang_culprit.Confidence.CERTAIN and not any(
         testimony.rank in blamed and port.local_rank in inquiry.awaited
         for port, testimony in testimonies.items()
     )

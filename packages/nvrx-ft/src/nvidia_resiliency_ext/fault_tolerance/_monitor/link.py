@@ -13,16 +13,12 @@ import os
 import socket
 import threading
 import time
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils import wire
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError, WireError
-from nvidia_resiliency_ext.shared_utils.wire import (
-    FrameReader,
-    receive_with_fds,
-    require_same_user,
-    send_with_fds,
-)
 
 from .messages import RANK_MESSAGES, Accepted, Answer, Hello, Refused
 
@@ -55,33 +51,27 @@ class _AbsentError(LinkError):
 _ABSENT = (_AbsentError, ConnectionError)
 
 
+@dataclass(eq=False)
 class RankLink:
-    """A session with the monitor that outlives the monitor; thread-safe."""
+    """A session with the monitor that outlives the monitor; thread-safe. `open` makes it.
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        make_hello: Callable[[], tuple[Hello, list[int]]],
-        take: Callable[[Accepted, list[int]], None],
-        on_lost: Callable[[], bool],
-        on_restored: Callable[[], None],
-    ) -> None:
-        """Prepare a connection; `open` makes it.
+    Attributes:
+        path: The monitor's socket.
+        make_hello: Gives the first message and the descriptors to hand over, per attempt.
+        take: Gets the monitor's answer and its descriptors, which it owns from then on, before
+            anything else is read. It may raise `LinkError`.
+        on_lost: Called when the monitor is gone; whether to look for another one.
+        on_restored: Called when another one was found.
+    """
 
-        Args:
-            path: The monitor's socket.
-            make_hello: Gives the first message and the descriptors to hand over, per attempt.
-            take: Gets the monitor's answer and its descriptors, which it owns from then on, before
-                anything else is read. It may raise `LinkError`.
-            on_lost: Called when the monitor is gone; whether to look for another one.
-            on_restored: Called when another one was found.
-        """
-        self.path = path
-        self._make_hello = make_hello
-        self._take = take
-        self._on_lost = on_lost
-        self._on_restored = on_restored
+    path: str
+    _: KW_ONLY
+    make_hello: Callable[[], tuple[Hello, list[int]]]
+    take: Callable[[Accepted, list[int]], None]
+    on_lost: Callable[[], bool]
+    on_restored: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._sock: socket.socket | None = None
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -162,7 +152,7 @@ class RankLink:
             if sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) != len(data):
                 _shut_down(sock)  # a torn frame: the thread opens a new session
 
-    def _find_monitor(self, timeout_s: float) -> tuple[socket.socket, FrameReader]:
+    def _find_monitor(self, timeout_s: float) -> tuple[socket.socket, wire.FrameReader]:
         """Shake hands, and wait a little for a monitor that is just being replaced."""
         deadline = Deadline.after(timeout_s)
         patience = Deadline.after(min(ABSENT_LIMIT_S, timeout_s))
@@ -173,7 +163,7 @@ class RankLink:
                 if patience.expired() or self._closing.wait(_ABSENT_PAUSE_S):
                     raise
 
-    def _shake_hands(self, timeout_s: float) -> tuple[socket.socket, FrameReader]:
+    def _shake_hands(self, timeout_s: float) -> tuple[socket.socket, wire.FrameReader]:
         deadline = Deadline.after(timeout_s)
         fds: list[int] = []
         with contextlib.ExitStack() as on_failure:
@@ -182,14 +172,14 @@ class RankLink:
             try:
                 sock.settimeout(timeout_s)
                 sock.connect(self.path)
-                require_same_user(sock)
-                hello, handed = self._make_hello()
+                wire.require_same_user(sock)
+                hello, handed = self.make_hello()
                 data = RANK_MESSAGES.encode(hello)
                 if handed:
-                    send_with_fds(sock, data, handed, timeout_s)
+                    wire.send_with_fds(sock, data, handed, timeout_s)
                 else:
                     sock.sendall(data)
-                reader = FrameReader()
+                reader = wire.FrameReader()
                 answer = _receive_accepted(sock, reader, deadline, fds)
             except (OSError, NvrxError, LinkError) as exc:
                 kind = _AbsentError if isinstance(exc, _ABSENT) else LinkError
@@ -199,12 +189,12 @@ class RankLink:
                 raise LinkError("the link was closed while it was being made")
             taken = fds.copy()
             fds.clear()
-            self._take(answer, taken)
+            self.take(answer, taken)
             sock.settimeout(None)
             on_failure.pop_all()
         return sock, reader
 
-    def _serve(self, reader: FrameReader) -> None:
+    def _serve(self, reader: wire.FrameReader) -> None:
         """Take answers until the link is closed (body of the thread)."""
         while not self._closing.is_set():
             assert self._sock is not None
@@ -213,14 +203,14 @@ class RankLink:
                 sock, self._sock = self._sock, None
                 self._changed.notify_all()
             sock.close()
-            if self._closing.is_set() or not self._on_lost():
+            if self._closing.is_set() or not self.on_lost():
                 return
             again = self._reconnect()
             if again is None:
                 return
             reader = again
 
-    def _read_until_end(self, sock: socket.socket, reader: FrameReader) -> None:
+    def _read_until_end(self, sock: socket.socket, reader: wire.FrameReader) -> None:
         try:
             while data := sock.recv(_READ_BYTES):
                 for payload in reader.feed(data):
@@ -233,7 +223,7 @@ class RankLink:
         except (OSError, WireError) as exc:
             logger.debug("the connection to the rank monitor broke: %s", exc)
 
-    def _reconnect(self) -> FrameReader | None:
+    def _reconnect(self) -> wire.FrameReader | None:
         next_try_at = time.monotonic()
         while not self._closing.wait(max(0.0, next_try_at - time.monotonic())):
             next_try_at = time.monotonic() + RECONNECT_PAUSE_S
@@ -247,20 +237,20 @@ class RankLink:
                 self._changed.notify_all()
                 if self._closing.is_set():
                     _shut_down(sock)
-            self._on_restored()
+            self.on_restored()
             logger.info("the rank monitor is back: a new session is open")
             return reader
         return None
 
 
 def _receive_accepted(
-    sock: socket.socket, reader: FrameReader, deadline: Deadline, fds: list[int]
+    sock: socket.socket, reader: wire.FrameReader, deadline: Deadline, fds: list[int]
 ) -> Accepted:
     """Return the monitor's answer; `fds` gets what came with it, also when this raises."""
     payloads: list[bytes] = []
     while not payloads:
         limit_s = max(0.001, deadline.remaining())
-        data, more = receive_with_fds(sock, _READ_BYTES, _EXPECTED_FDS, limit_s)
+        data, more = wire.receive_with_fds(sock, _READ_BYTES, _EXPECTED_FDS, limit_s)
         fds += more
         if not data:
             raise _AbsentError("the monitor closed the connection")

@@ -249,7 +249,11 @@ class SetTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Rank to monitor, only when calls are answered: look at my slot now; answered."""
+    """Rank to monitor: look at my slot now; answered.
+
+    Sent for each call when calls are answered, and without a wait (request 0) when a session has
+    its first section, heartbeat or finished step.
+    """
 
     request: int
 
@@ -269,18 +273,4 @@ class Answer:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FirstActivity:
-    """Rank to monitor: first heartbeat or section of the session; not answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBegun:
-    """Rank to monitor: first heartbeat or first finished step of the session; not answered."""
-
-    t: float
-
-
-RANK_MESSAGES = MessageSet(
-    Hello, Accepted, Refused, SetTimeouts, Ask, HeldForSave, Answer, FirstActivity, StepBegun,
-)  # fmt: skip
+RANK_MESSAGES = MessageSet(Hello, Accepted, Refused, SetTimeouts, Ask, HeldForSave, Answer)

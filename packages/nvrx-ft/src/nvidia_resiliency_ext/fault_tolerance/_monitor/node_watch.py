@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
@@ -29,24 +28,18 @@ logger = logging.getLogger("nvrx")
 STOP_WAIT_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Unfit:
-    """The device of a local rank failed its check: `rule` is `gpu_health` or `nic_health`."""
-
-    local_rank: int
-    rule: str
-    reason: str
-    interval_s: float
-
-
 class NodeWatch:
-    """Checks the devices of local ranks again and again."""
+    """Checks the devices of local ranks again and again.
+
+    `found` is called, in a thread of its own, with the local rank of a device that is unfit, the
+    rule (`gpu_health` or `nic_health`) and the reason.
+    """
 
     def __init__(
         self,
         local_ranks: Sequence[int],
         config: Mapping[str, Any],
-        found: Callable[[Unfit], None],
+        found: Callable[[int, str, str], None],
         *,
         sysfs_root: str = "/sys",
     ) -> None:
@@ -120,4 +113,4 @@ class NodeWatch:
 
     def _evaluate(self, local_rank: int, rule: str, result: HealthResult) -> None:
         if not result and not self._stopped.is_set():
-            self._found(Unfit(local_rank, rule, result.reason, self._interval_s))
+            self._found(local_rank, rule, result.reason)

@@ -10,13 +10,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import messages, session
-from .acceptor import Acceptor
 from .hang_report import Evidence, inspect_process, save_evidence
-from .node_watch import Unfit
 from .session import change_limits, policy_of
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
 from .timeout_rules import Verdict, evaluate
@@ -24,13 +22,16 @@ from .timeout_rules import Verdict, evaluate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .acceptor import Connection
+    from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Connection
+
     from .server import MonitorServer
     from .session import RestartLines
 
 
 logger = logging.getLogger("nvrx")
 
+HELLO_LIMIT_S = 5.0
+MAX_PENDING = 8
 MAX_STACKS_BYTES = 1 << 20
 _NO_PIDFD_POLL_S = 0.1
 LATE_MARGIN_S = 0.5
@@ -85,7 +86,6 @@ class RankPort:
         config: Mapping[str, Any],
         lines: RestartLines,
     ) -> None:
-        """Make the slot and listen."""
         self.local_rank = local_rank
         self._server = server
         self._config = dict(config)
@@ -100,13 +100,20 @@ class RankPort:
         self._pending: _Client | None = None
         self._save_word = 0
         self._refusals = RefusalLog(f"the socket of local rank {local_rank}")
-        self._acceptor = Acceptor(path, server.loop, self._request_session, self._record_refusal)
+        self._acceptor = Acceptor(
+            path,
+            server.loop,
+            messages.RANK_MESSAGES,
+            most=MAX_PENDING,
+            limit_s=HELLO_LIMIT_S,
+            on_received=self._receive_hello,
+            on_refused=self._record_refusal,
+        )
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
         times = [
             self._state.wake_at,
-            self._acceptor.next_expiry(),
             self._lines.next_check,
             self._refusals.next_check,
         ]
@@ -115,8 +122,6 @@ class RankPort:
         return min((at for at in times if at is not None), default=None)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
-        self._acceptor.expire(now)
         client = self._client
         if client is not None and client.process.fileno() is None and not client.process.alive():
             self._process(session.Happened.DIED)
@@ -132,17 +137,18 @@ class RankPort:
         self._look_now()
         return problem
 
-    def condemn(self, unfit: Unfit) -> None:
+    def condemn(self, rule: str, reason: str) -> None:
         """End the rank because its device is unfit; nothing happens without a session."""
         if self._client is None:
             return
+        interval_s = float(self._config["node_health_check_interval"])
         verdict = Verdict(
-            rule=unfit.rule,
+            rule=rule,
             section=None,
-            since=time.monotonic() - unfit.interval_s,
-            limit_s=unfit.interval_s,
+            since=time.monotonic() - interval_s,
+            limit_s=interval_s,
             iteration=self._look().iteration,
-            reason=unfit.reason,
+            reason=reason,
         )
         self._process(session.Condemned(verdict))
 
@@ -200,6 +206,15 @@ class RankPort:
         self._refusals.finish()
         self.memory.close()
 
+    def _receive_hello(self, connection: Connection, received: list[object]) -> None:
+        """Take the first words of a connection: only one well-formed `Hello` reaches a session."""
+        hello = received[0] if len(received) == 1 else None
+        if isinstance(hello, messages.Hello) and not connection.channel.is_over:
+            self._acceptor.release(connection)
+            self._request_session(connection, hello)
+        elif received:
+            self._acceptor.drop(connection)
+
     def _request_session(self, connection: Connection, hello: messages.Hello) -> None:
         # The end of the present client may be in the queue behind this hello.
         self._read_client()
@@ -213,7 +228,7 @@ class RankPort:
         client = self._client
         self._pending = _Client(connection, hello, process)
         is_alive = client is not None and client.process.alive()
-        self._process(session.Joined(connection.number, is_alive))
+        self._process(session.Joined(is_alive))
 
     def _record_refusal(self, text: str) -> None:
         self._refusals.record(time.monotonic(), text)
@@ -229,7 +244,7 @@ class RankPort:
         if channel.is_over:
             self._server.loop.unwatch(channel)
             channel.close()
-            self._process(session.Closed(client.connection.number))
+            self._process(session.Happened.CLOSED)
         else:
             self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
 
@@ -243,10 +258,6 @@ class RankPort:
                 channel.send(messages.Answer(request))
             case messages.HeldForSave(request):
                 self._hold(client, request)
-            case messages.StepBegun(t):
-                self._report_step(client, t)
-            case messages.FirstActivity():
-                self._report_life(client)
             case _:
                 channel.is_over = True  # a second hello, or a message of the other direction
 
@@ -269,20 +280,20 @@ class RankPort:
         for effect in effects:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: session.Effect) -> None:
+    def _carry_out(self, effect: session.Do) -> None:
         match effect:
-            case session.Accept(_, session_id):
-                self._accept(session_id)
-            case session.Refuse(_, reason):
-                self._refuse(reason)
+            case session.Do.ACCEPT:
+                self._accept()
+            case session.Do.REFUSE:
+                self._refuse("another live process has the session of this rank")
             case session.Do.END:
                 self._end()
             case session.Do.LOOK:
                 self._process(session.Looked(self._look()))
             case session.Do.SAVE_EVIDENCE:
                 self._save()
-            case session.Accuse(verdict):
-                self._server.inquiries.accuse(self, verdict)
+            case session.Do.ACCUSE:
+                self._server.inquiries.accuse(self, self._state.verdict)
             case session.Do.TESTIFY:
                 self._server.inquiries.testify(self)
             case session.Do.REPORT_UNKILLABLE:
@@ -290,7 +301,7 @@ class RankPort:
             case _:
                 self._act_on_process(effect)
 
-    def _act_on_process(self, effect: session.Effect) -> None:
+    def _act_on_process(self, effect: session.Do) -> None:
         client = self._client
         assert client is not None
         match effect:
@@ -305,26 +316,28 @@ class RankPort:
             case session.Do.KILL:
                 client.process.signal(signal.SIGKILL)
 
-    def _accept(self, session_id: int) -> None:
+    def _accept(self) -> None:
         client, self._pending = self._pending, None
         assert client is not None
         self._client = client
         self._renew_policy()
         try:
-            self._open_session(client, session_id)
+            self._open_session(client)
         except OSError as exc:
             # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
             rank, pid = client.hello.rank, client.process.pid
             logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
-            self._process(session.Closed(client.connection.number))
+            self._process(session.Happened.CLOSED)
 
-    def _open_session(self, client: _Client, session_id: int) -> None:
+    def _open_session(self, client: _Client) -> None:
         client.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             os.set_blocking(client.dump_fd, False)
             self._take_slot(client)
             self.memory.words[W_SAVE] = self._save_word
-            accepted = messages.Accepted(session_id, self._config, list(self._layout.sections))
+            accepted = messages.Accepted(
+                self._state.session_id, self._config, list(self._layout.sections)
+            )
             channel = client.connection.channel
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
@@ -382,7 +395,7 @@ class RankPort:
             self._process(session.Happened.WOKE)
 
     def _look(self, client: _Client | None = None) -> SlotView:
-        """Read the slot, and pass on what a message of the rank may have failed to tell."""
+        """Read the slot, and pass on the first signs of life and of a step in it."""
         client = client or self._client
         view = read_slot(self.memory.words, self._layout)
         if client is not None and view.session_id:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from . import messages
 from .handle import sweep
 from .hang_report import HEALTH_RULES, fault_fields
 from .inquiry import Inquiries
-from .node_watch import NodeWatch, Unfit
+from .node_watch import NodeWatch
 from .port import RankPort
 from .session import RestartLines
 
@@ -32,14 +31,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("nvrx")
-
-
-class _Order(Enum):
-    """Why the monitor leaves."""
-
-    NONE = "none"
-    LEAVE = "leave"
-    LAUNCHER_GONE = "launcher gone"
 
 
 class MonitorServer:
@@ -56,7 +47,6 @@ class MonitorServer:
         lines: SimpleQueue[messages.LogLine] | None = None,
         restarter: RestarterEventLogger | None = None,
     ) -> None:
-        """Listen for ranks."""
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
         self.run_dir = start.run_dir
@@ -67,7 +57,8 @@ class MonitorServer:
         self._pgids: set[int] = set()
         self._lease_until: float | None = None
         self._is_leaving = False
-        self._last_order = _Order.NONE
+        self._is_told_to_leave = False
+        self._is_launcher_gone = False
         self.loop = EventLoop(call=self._guard)
         self.slow = WorkerThread()
         self.loop.watch(self.slow, self.slow.collect)
@@ -86,7 +77,7 @@ class MonitorServer:
     @property
     def is_dismissed(self) -> bool:
         """Whether the launcher is gone or said `Leave`: nobody needs the run directory any more."""
-        return self._last_order is not _Order.NONE
+        return self._is_told_to_leave or self._is_launcher_gone
 
     def announce(self) -> None:
         """Tell the launcher that ranks may connect, and begin to listen to it."""
@@ -113,14 +104,10 @@ class MonitorServer:
         finally:
             self._close()
 
-    def _record_unfit(self, unfit: Unfit) -> None:
+    def _record_unfit(self, local_rank: int, rule: str, reason: str) -> None:
         """Take a finding of the node watch, in its thread."""
-        self.loop.post(partial(self._condemn, unfit))
-
-    def _condemn(self, unfit: Unfit) -> None:
-        for port in self.ports:
-            if port.local_rank == unfit.local_rank:
-                port.condemn(unfit)
+        [port] = [port for port in self.ports if port.local_rank == local_rank]
+        self.loop.post(partial(port.condemn, rule, reason))
 
     def leave(self) -> None:
         """End `run` soon; from any thread and from a signal handler."""
@@ -134,7 +121,6 @@ class MonitorServer:
             self._watch_launcher()
 
     def log_restarter_event(self, message: str) -> None:
-        """Write a line of the layered-restart protocol."""
         logger.info("%s", message)
 
     def record_fault(self, report: Mapping[str, Any]) -> None:
@@ -202,8 +188,7 @@ class MonitorServer:
             self._obey(message)
         if channel.is_over:
             self._is_leaving = True
-            if self._last_order is _Order.NONE and not channel.is_garbled:
-                self._last_order = _Order.LAUNCHER_GONE
+            self._is_launcher_gone = not channel.is_garbled
             self.loop.unwatch(channel)
         else:
             self._watch_launcher()
@@ -231,7 +216,7 @@ class MonitorServer:
                 self.notify_launcher(messages.SaveAcknowledged(word))
             case messages.Leave():
                 self._is_leaving = True
-                self._last_order = _Order.LEAVE
+                self._is_told_to_leave = True
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
@@ -252,7 +237,7 @@ class MonitorServer:
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():
-            spared = {os.getppid()} if self._last_order is _Order.LEAVE else set()
+            spared = {os.getppid()} if self._is_told_to_leave else set()
             left = sweep(self._start.run_id, self._pgids, spared=spared)
             if left:
                 logger.error("still there after SIGKILL: %s", left)
@@ -268,6 +253,6 @@ class MonitorServer:
         # Not without an order: a monitor that fails must not take healthy ranks with it.
         if not self._start.run_id:
             return False
-        if self._last_order is _Order.LAUNCHER_GONE:
-            return bool(self._start.config["orphan_workers"] != "keep")
-        return self._last_order is _Order.LEAVE
+        if self._is_told_to_leave:
+            return True
+        return self._is_launcher_gone and self._start.config["orphan_workers"] != "keep"

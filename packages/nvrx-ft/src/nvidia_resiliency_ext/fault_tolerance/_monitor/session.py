@@ -38,7 +38,6 @@ class RestartLines:
             self.next_check = None
 
     def lost(self, now: float) -> None:
-        """Record the end of the session."""
         if self._machine is not None:
             self._machine.handle_ipc_connection_lost()
             self.next_check = now + self._interval_s if self._machine.is_restarting() else None
@@ -51,7 +50,6 @@ class RestartLines:
         self.next_check = now + self._interval_s
 
     def finish(self) -> None:
-        """Record that the monitor ends in order."""
         if self._machine is not None:
             self._machine.handle_signal()
 
@@ -104,7 +102,6 @@ class SessionState:
     """One rank as the monitor knows it; `wake_at` is when the machine wants `Woke`."""
 
     phase: Phase = Phase.IDLE
-    connection: int | None = None
     session_id: int = 0
     started: float = 0.0
     wake_at: float | None = None
@@ -117,15 +114,7 @@ class SessionState:
 class Joined:
     """A process asks for the session; whether the one that has it, if any, still lives."""
 
-    connection: int
     has_live_owner: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """A connection ended."""
-
-    connection: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,32 +145,10 @@ class Dumped:
     ends_line: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """Open the session for this connection; end the wait of others."""
-
-    connection: int
-    session_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer the connection with a reason and close it."""
-
-    connection: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Accuse:
-    """Look at all ranks of the node: this one broke a rule."""
-
-    verdict: Verdict
-
-
 class Happened(Enum):
     """An event without further content."""
 
+    CLOSED = "the session's connection ended"
     DIED = "the process that has the session ended"
     WOKE = "`wake_at` passed, or the limits changed"
     SUMMONED = "another rank of the node broke a rule: the state of this one is evidence"
@@ -193,7 +160,10 @@ class Happened(Enum):
 class Do(Enum):
     """An effect without further content."""
 
+    ACCEPT = "open the session for the process that asks"
+    REFUSE = "tell the process that asks that another one has the session"
     LOOK = "read the slot and report `Looked`"
+    ACCUSE = "look at all ranks of the node: this one broke a rule"
     INSPECT = "ask the kernel about the process and report `Inspected`"
     ASK_STACKS = "send the signal that makes the process write its stacks"
     SAVE_EVIDENCE = "write the evidence without waiting for it; report SAVED when done"
@@ -204,9 +174,8 @@ class Do(Enum):
     END = "close the session's connection and forget the rank"
 
 
-Event: TypeAlias = Joined | Closed | Looked | Condemned | Inspected | Dumped | Happened
-Effect: TypeAlias = Accept | Refuse | Accuse | Do
-Result: TypeAlias = tuple[SessionState, tuple[Effect, ...]]
+Event: TypeAlias = Joined | Looked | Condemned | Inspected | Dumped | Happened
+Result: TypeAlias = tuple[SessionState, tuple[Do, ...]]
 
 
 def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
@@ -214,12 +183,13 @@ def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
 ) -> Result:
     """Return the next state and the effects; events that do not fit the phase change nothing."""
     match event:
-        case Joined():
-            return _join(state, event, now)
-        case Closed(connection):
-            return _close(state, connection)
+        case Joined(has_live_owner):
+            return _join(state, now, has_live_owner=has_live_owner)
+        # A condemned one gave up its session but not its life: the escalation goes on.
+        case Happened.CLOSED if state.phase not in _CONDEMNED:
+            return _end(state)
         case Happened.DIED:
-            return _end(state) if state.phase is not Phase.IDLE else (state, ())
+            return _end(state)
         case Happened.WOKE:
             return _wake(state, now)
         case Looked(view):
@@ -247,32 +217,18 @@ def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
             return state, ()
 
 
-def _join(state: SessionState, event: Joined, now: float) -> Result:
-    if state.phase is not Phase.IDLE and event.has_live_owner:
-        reason = "another live process has the session of this rank"
-        return state, (Refuse(event.connection, reason),)
-    before: tuple[Effect, ...] = () if state.phase is Phase.IDLE else (Do.END,)
-    session_id = state.session_id + 1
-    joined = SessionState(
-        phase=Phase.LIVE,
-        connection=event.connection,
-        session_id=session_id,
-        started=now,
-        wake_at=now,
-    )
-    return joined, (*before, Accept(event.connection, session_id))
-
-
-def _close(state: SessionState, connection: int) -> Result:
-    if connection != state.connection:
-        return state, ()
-    if state.phase in _CONDEMNED:
-        # It gave up its session but not its life: the escalation goes on until it is gone.
-        return replace(state, connection=None), ()
-    return _end(state)
+def _join(state: SessionState, now: float, *, has_live_owner: bool) -> Result:
+    if state.phase is not Phase.IDLE and has_live_owner:
+        return state, (Do.REFUSE,)
+    _, before = _end(state)
+    number = state.session_id + 1
+    joined = SessionState(phase=Phase.LIVE, session_id=number, started=now, wake_at=now)
+    return joined, (*before, Do.ACCEPT)
 
 
 def _end(state: SessionState) -> Result:
+    if state.phase is Phase.IDLE:
+        return state, ()
     return SessionState(session_id=state.session_id), (Do.END,)
 
 
@@ -319,7 +275,7 @@ def _is_same(verdict: Verdict, before: Verdict | None) -> bool:
 
 def _accused(state: SessionState, verdict: Verdict) -> Result:
     asking = replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None)
-    return asking, (Do.INSPECT, Accuse(verdict))
+    return asking, (Do.INSPECT, Do.ACCUSE)
 
 
 def _save(state: SessionState, now: float) -> Result:

@@ -70,12 +70,10 @@ class SlotLayout:
 
     @property
     def words(self) -> int:
-        """Number of 8-byte words."""
         return HEADER_WORDS + len(self.sections)
 
     @property
     def size_bytes(self) -> int:
-        """Size of the memory that holds the slot."""
         return self.words * WORD_BYTES
 
 

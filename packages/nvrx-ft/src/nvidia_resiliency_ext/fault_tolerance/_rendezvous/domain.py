@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import resource
 import subprocess
 import tempfile
 from typing import Final
@@ -57,6 +59,9 @@ def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
             stdout=output.fileno(),
             stderr=subprocess.DEVNULL,
         ) as child:
+            # Beyond it the kernel ends it by SIGXFSZ: a report without end must not fill the disk.
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
             status = child.wait(timeout_s)
         output.seek(0)
         return status, output.read(_MOST_BYTES)

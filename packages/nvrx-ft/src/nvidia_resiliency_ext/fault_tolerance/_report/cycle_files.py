@@ -9,17 +9,13 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    hostnames_to_slurm_nodelist,
-    ranks_to_range_str,
-    slurm_sort_addrs,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
@@ -62,7 +58,6 @@ class CycleInfo:
 
 
 def file_name(job_id: str, attempt_index: int, cycle_number: int) -> str:
-    """Return the name of a cycle's file."""
     _check_job_id(job_id)
     return f"cycle_info.{job_id}.{attempt_index}.{cycle_number}"
 
@@ -73,10 +68,10 @@ def current_name(job_id: str) -> str:
     return f"cycle_info.{job_id}.current"
 
 
-def iso_utc(unix_s: float) -> str:
-    """Return a time as the files have it."""
-    when = datetime.fromtimestamp(unix_s, timezone.utc)
-    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def utc_iso_now() -> str:
+    """Return the time as the files have it: ISO 8601, UTC, with Z."""
+    now = datetime.now(timezone.utc)
+    return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def attempt_of(text: str | None) -> int:
@@ -149,11 +144,7 @@ class CycleInfoWriter:
         return self._directory
 
     def get_current_cycle_info_path(self, job_id: str) -> str:
-        """Return the path of the link to the current cycle's file.
-
-        Args:
-            job_id: The job.
-        """
+        """Return the path of the link to the file of the current cycle of `job_id`."""
         return os.path.join(self._directory, current_name(job_id))
 
     def write_cycle_start(  # noqa: PLR0913, PLR0917 - the fields of the file
@@ -175,9 +166,9 @@ class CycleInfoWriter:
             Whether it was taken over: not after `shutdown`, nor when the file system has hung.
         """
         info = CycleInfo(
-            job_id,
-            attempt_index,
-            cycle_number,
+            job_id=job_id,
+            attempt_index=attempt_index,
+            cycle_number=cycle_number,
             cycle_start_time=cycle_start_time,
             cycle_log_file=cycle_log_file,
             active_nodes=active_nodes,
@@ -203,9 +194,9 @@ class CycleInfoWriter:
         written as `write_cycle_start` does, which see for arguments and answer.
         """
         info = CycleInfo(
-            job_id,
-            attempt_index,
-            cycle_number,
+            job_id=job_id,
+            attempt_index=attempt_index,
+            cycle_number=cycle_number,
             cycle_start_time=cycle_start_time,
             cycle_log_file=cycle_log_file,
             active_nodes=active_nodes,
@@ -223,22 +214,21 @@ class CycleInfoWriter:
     ) -> bool:
         """Write the end of a cycle into its file; returns as `write_cycle_start`."""
         name = file_name(job_id, attempt_index, cycle_number)
-        return self._hand_over(lambda: self._end(name, cycle_end_time))
+        return self._hand_over(lambda: self._end(name, cycle_end_time, once=False))
 
     def end_cycle_once(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
     ) -> bool:
         """Write the end of a cycle into its file, unless the file is missing or has an end."""
         name = file_name(job_id, attempt_index, cycle_number)
-        return self._hand_over(lambda: self._end_once(name, cycle_end_time))
+        return self._hand_over(lambda: self._end(name, cycle_end_time, once=True))
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
         """End an open cycle and write what waits, for 2 s at most; harmless when repeated.
 
-        Args:
-            ends_cycle: False leaves an open cycle open, for a writer that takes it up.
+        Without `ends_cycle` an open cycle stays open, for a writer that takes it up.
         """
-        now = iso_utc(time.time())
+        now = utc_iso_now()
         with self._lock:
             if not self._is_ending:
                 if ends_cycle:
@@ -314,21 +304,17 @@ class CycleInfoWriter:
         link = os.path.join(self._directory, current_name(info.job_id))
         _replace_link(_name_of(info), link)
 
-    def _end(self, name: str, at: str) -> None:
-        if self._open is not None and _name_of(self._open) == name:
-            self._end_open(at)
-        else:
-            self._save(self._read(name).ended(at))
-
-    def _end_once(self, name: str, at: str) -> None:
+    def _end(self, name: str, at: str, *, once: bool) -> None:
         if self._open is not None and _name_of(self._open) == name:
             self._end_open(at)
             return
         try:
             known = self._read(name)
         except FileNotFoundError:
-            return
-        if not known.cycle_end_time:
+            if once:
+                return
+            raise
+        if not (once and known.cycle_end_time):
             self._save(known.ended(at))
 
     def _end_open(self, at: str) -> None:
@@ -358,11 +344,6 @@ def _replace_link(target: str, path: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def utc_iso_now() -> str:
-    """Return the time as the files have it: ISO 8601, UTC, with Z."""
-    return iso_utc(time.time())
 
 
 @dataclass(frozen=True)
@@ -413,12 +394,7 @@ class CycleInfoReporter:
 
     @staticmethod
     def current_cycle_info_path(cycle_info_dir: str, job_id: str) -> str:
-        """Return the path of the link to the current cycle's file.
-
-        Args:
-            cycle_info_dir: Directory of the files.
-            job_id: The job.
-        """
+        """Return the link to the file of the current cycle of `job_id` in `cycle_info_dir`."""
         return os.path.join(os.path.abspath(cycle_info_dir), current_name(job_id))
 
     @property
@@ -427,44 +403,37 @@ class CycleInfoReporter:
         return self._job_id
 
     def report_cycle_start(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that a cycle begins; return whether its file will be written.
-
-        Args:
-            snapshot: The cycle, its nodes and its log.
-        """
+        """Report that the cycle of `snapshot` begins; return whether its file will be written."""
         with self._lock:
             self._open_cycle = snapshot.cycle_number
-        return self._writer.write_cycle_start(*self._fields(snapshot))
+        return self._writer.write_cycle_start(**self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that this reporter continues a cycle that another one began.
+        """Report that this reporter continues the cycle of `snapshot`, which another one began.
 
         An existing file of the cycle stays as it is; a missing one is written.
-
-        Args:
-            snapshot: The cycle, its nodes and its log.
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
-        return self._writer.take_up_cycle(*self._fields(snapshot))
+        return self._writer.take_up_cycle(**self._fields(snapshot))
 
-    def _fields(
-        self, snapshot: CycleInfoRoundSnapshot
-    ) -> tuple[str, int, int, str, str, str, str, str]:
+    def _fields(self, snapshot: CycleInfoRoundSnapshot) -> dict[str, Any]:
+        """Return the arguments of `CycleInfoWriter.write_cycle_start`."""
         log_file = snapshot.cycle_log_file
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        return (
-            self._job_id,
-            self._attempt_index,
-            snapshot.cycle_number,
-            utc_iso_now(),
-            log_file,
-            hostnames_to_slurm_nodelist(nodes),
-            hostnames_to_slurm_nodelist(short_host_names(list(snapshot.standby_node_addrs or ()))),
-            ranks_to_range_str(ranks),
-        )
+        standby = short_host_names(list(snapshot.standby_node_addrs or ()))
+        return {
+            "job_id": self._job_id,
+            "attempt_index": self._attempt_index,
+            "cycle_number": snapshot.cycle_number,
+            "cycle_start_time": utc_iso_now(),
+            "cycle_log_file": log_file,
+            "active_nodes": infra.hostnames_to_slurm_nodelist(nodes),
+            "standby_nodes": infra.hostnames_to_slurm_nodelist(standby),
+            "active_ranks": infra.ranks_to_range_str(ranks),
+        }
 
     def report_cycle_end(self) -> bool:
         """Report that the present cycle is over; False when there is none."""
@@ -477,23 +446,14 @@ class CycleInfoReporter:
         )
 
     def report_end_of(self, cycle: int) -> bool:
-        """Report the end of a cycle, whichever reporter began it; a second end changes nothing.
-
-        Args:
-            cycle: Number of the cycle.
-        """
+        """Report the end of `cycle`, whichever reporter began it; a second end changes nothing."""
         with self._lock:
             if self._open_cycle == cycle:
                 self._open_cycle = None
         return self._writer.end_cycle_once(self._job_id, self._attempt_index, cycle, utc_iso_now())
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
-        """Write what is queued, for 2 s at most.
-
-        Args:
-            ends_cycle: Also end the open cycle. Default True; False if another reporter continues
-                it.
-        """
+        """Write what is queued, for 2 s at most; with `ends_cycle` also the open cycle's end."""
         with self._lock:
             self._open_cycle = None
         if ends_cycle:
@@ -509,5 +469,5 @@ def _in_order(snapshot: CycleInfoRoundSnapshot) -> tuple[list[str], list[int]]:
     if len(nodes) != len(ranks) or len(set(nodes)) != len(nodes):
         return nodes, ranks
     rank_of = dict(zip(nodes, ranks, strict=True))
-    ordered = slurm_sort_addrs(nodes)
+    ordered = infra.slurm_sort_addrs(nodes)
     return ordered, [rank_of[node] for node in ordered]

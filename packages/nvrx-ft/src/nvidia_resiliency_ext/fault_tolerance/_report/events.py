@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
@@ -32,25 +33,19 @@ MAX_SHOWN_STACKS = 16_384
 _HEALTH_WORDS = {"healthy": "pass", "unhealthy": "fail", "skipped": "skipped"}
 
 
+@dataclass(eq=False)
 class EventReporter:
     """The launcher's record of one job on one node. One thread only."""
 
-    def __init__(
-        self,
-        log: events.EventLog,
-        failures: FailureLog,
-        clock: Clock,
-        *,
-        host: str,
-        shows_stacks: bool,
-        on_cycle_ended: Callable[[Cause | None], None] = lambda _: None,
-    ) -> None:
-        self._events = log
-        self._failures = failures
-        self._clock = clock
-        self._host = host
-        self._shows_stacks = shows_stacks
-        self._on_cycle_ended = on_cycle_ended
+    log: events.EventLog
+    failures: FailureLog
+    clock: Clock
+    _: KW_ONLY
+    host: str
+    shows_stacks: bool
+    on_cycle_ended: Callable[[Cause | None], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self._on_started: Callable[[Assignment, Mapping[int, int]], None] = lambda *_: None
         self._assignment: Assignment | None = None
         self._cycle = 0
@@ -77,7 +72,7 @@ class EventReporter:
 
     def round_joined(self, assignment: Assignment) -> None:
         """Record that the rendezvous of a cycle is complete."""
-        self._times.joined = self._clock.monotonic()
+        self._times.joined = self.clock.monotonic()
         self._assignment = assignment
         self._cycle = assignment.cycle
         self._rank_offset = assignment.rank_offset
@@ -93,7 +88,7 @@ class EventReporter:
 
     def workers_started(self, workers: Mapping[int, Started]) -> None:
         """Record how each worker was started; the time runs from here to the first step."""
-        self._started_at = self._times.started = self._clock.monotonic()
+        self._started_at = self._times.started = self.clock.monotonic()
         self._done = []
         self._first_steps.clear()
         reasons = set()
@@ -116,7 +111,6 @@ class EventReporter:
         self._restart_complete()
 
     def worker_started(self, local_rank: int, started: Started) -> None:
-        """Record how one worker was started."""
         event = events.WorkerStart(
             warm=started.warm, cold_reason=started.cold_reason, saved_s=started.saved_s or None
         )
@@ -140,7 +134,6 @@ class EventReporter:
         self._record_at(now.last_at, event, 0)
 
     def worker_exited(self, local_rank: int, status: ExitStatus) -> None:
-        """Record one exit."""
         if status.code == 0:
             self._done.append(self._rank_offset + local_rank)
         self._record(
@@ -150,7 +143,6 @@ class EventReporter:
     def prewarm_changed(
         self, slot: int, state: str, seconds: float | None, private_bytes: int | None
     ) -> None:
-        """Record a prewarmed worker's change of state."""
         private_mb = None if private_bytes is None else round(private_bytes / 1e6, 1)
         self._record(events.Standby(slot=slot, state=state, seconds=seconds, private_mb=private_mb))
 
@@ -174,9 +166,9 @@ class EventReporter:
             for failure in failures
             if failure.rank != cause.rank
         ]
-        self._times = RestartTimes(fault=self._clock.monotonic())
+        self._times = RestartTimes(fault=self.clock.monotonic())
         if cause.detected_by != "monitor" or self._speaks_of(cause):
-            self._events.record(
+            self.log.record(
                 events.Fault(cause=cause.kind, what=cause.what, detected_by=cause.detected_by),
                 cycle=self._cycle,
                 rank=cause.rank,
@@ -190,7 +182,7 @@ class EventReporter:
                 "rank %s ended with exit code 0 before that: others may have failed for want of it",
                 format_ranks(self._done),
             )
-        if self._shows_stacks:
+        if self.shows_stacks:
             self._show_stacks(cause)
 
     def _say_what_follows(self, cause: Cause, outcome: Outcome, restarts_left: int) -> None:
@@ -241,8 +233,7 @@ class EventReporter:
                 logger.error("stacks of rank %s:\n%s", rank["rank"], text)
 
     def workers_stopped(self) -> None:
-        """Record that the cycle's workers are gone."""
-        now = self._times.stopped = self._clock.monotonic()
+        now = self._times.stopped = self.clock.monotonic()
         if self._times.fault is not None:
             self._record(events.Phase(name="stop", dur_s=round(now - self._times.fault, 6)))
 
@@ -261,9 +252,8 @@ class EventReporter:
         self._record(events.Phase(name="reclaim", dur_s=round(seconds, 6)))
 
     def cycle_ended(self, result: str) -> None:
-        """Record the end of a cycle."""
         self._record(events.CycleEnd(result=result))
-        self._on_cycle_ended(self._fault[0] if self._fault else None)
+        self.on_cycle_ended(self._fault[0] if self._fault else None)
 
     def _restart_complete(self) -> None:
         if self._fault is None:
@@ -280,10 +270,10 @@ class EventReporter:
         if self._fault is None:
             return
         cause, outcome, last_iteration = self._fault
-        self._failures.write(
+        self.failures.write(
             {
-                "time": self._clock.wall(),
-                "host": self._host,
+                "time": self.clock.wall(),
+                "host": self.host,
                 "cycle": cycle,
                 "outcome": outcome.value,
                 "rank": cause.rank,
@@ -311,17 +301,17 @@ class EventReporter:
 
     def _record_at(self, at: float, event: events.Event, local_rank: int) -> None:
         """Record what happened at `at` (monotonic s) and was learned later."""
-        self._events.record(
+        self.log.record(
             event,
             cycle=self._cycle,
             rank=self._rank_offset + local_rank,
-            t=self._clock.wall() - (self._clock.monotonic() - at),
+            t=self.clock.wall() - (self.clock.monotonic() - at),
             m=at,
         )
 
     def _record(self, event: events.Event, *, local_rank: int | None = None) -> None:
         rank = None if local_rank is None else self._rank_offset + local_rank
-        self._events.record(event, cycle=self._cycle, rank=rank)
+        self.log.record(event, cycle=self._cycle, rank=rank)
 
 
 def _origins(workers: Iterable[Started]) -> str:

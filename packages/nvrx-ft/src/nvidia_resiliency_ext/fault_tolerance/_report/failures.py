@@ -19,14 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause, signal_name
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import MAX_ERROR_FILE_BYTES, ErrorFile
-from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import (
-    cause_kind,
-    describe_evidence,
-    found_in_words,
-)
-from nvidia_resiliency_ext.shared_utils.children import ExitStatus
+from nvidia_resiliency_ext.fault_tolerance._monitor import hang_report
+from nvidia_resiliency_ext.shared_utils.children import ExitStatus, signal_name
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
 
@@ -95,12 +91,12 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
     Where nobody can be blamed the cause names no rank and no host: none is held against it.
     """
-    kind, is_blamed = cause_kind(hang), bool(hang["culprits"])
+    kind, is_blamed = hang_report.cause_kind(hang), bool(hang["culprits"])
     if kind == "unhealthy":
         is_blamed = True
     return Cause(
         kind=kind,
-        what=found_in_words(hang),
+        what=hang_report.found_in_words(hang),
         rank=hang["rank"] if is_blamed else None,
         local_rank=hang["local_rank"] if is_blamed else None,
         host=hang["host"] if is_blamed else "",
@@ -143,8 +139,8 @@ def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = 
                 shown[trace] = failure.rank
                 lines.append("  traceback : " + trace.replace("\n", "\n    "))
         elif failure.hang:
-            lines.append(f"  hang      : {found_in_words(failure.hang)}")
-            evidence = describe_evidence(failure.hang, is_kept)
+            lines.append(f"  hang      : {hang_report.found_in_words(failure.hang)}")
+            evidence = hang_report.describe_evidence(failure.hang, is_kept)
             lines += [f"    {line}" for line in evidence.splitlines()]
         elif failure.status.signal is not None:
             lines.append(f"  traceback : none, it died by {signal_name(failure.status.signal)}")

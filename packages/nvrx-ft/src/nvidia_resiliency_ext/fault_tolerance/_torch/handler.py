@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     UnhealthyNodeException,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Request, request_event
+from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
@@ -49,6 +49,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     agree_on_secret,
     another_client,
 )
+from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 
@@ -275,12 +276,14 @@ class StoreRendezvousHandler(RendezvousHandler):
             event = request_event(message)
             if event is not None:
                 asked[event.request] = event.description
-        if Request.SHUTDOWN in asked:
-            what = f"a rank asked to shut the workload down: {asked[Request.SHUTDOWN]}"
+        if WorkloadAction.ShutdownWorkload in asked:
+            what = (
+                f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
+            )
             self._member.end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise RendezvousClosedError(what)
-        if Request.EXCLUDE_NODE in asked:
-            what = f"a rank asked to exclude this node: {asked[Request.EXCLUDE_NODE]}"
+        if WorkloadAction.ExcludeThisNode in asked:
+            what = f"a rank asked to exclude this node: {asked[WorkloadAction.ExcludeThisNode]}"
             self._leave_unfit(what)
             raise UnhealthyNodeException(what)
 

@@ -14,13 +14,6 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import NUMA_MODES
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
-from nvidia_resiliency_ext.fault_tolerance._env import (
-    CURRENT_CYCLE_INFO,
-    FT_LAUNCHER_IPC_SOCKET,
-    FT_RANK_MONITOR_IPC_SOCKET,
-    INPROCESS_STORE,
-    RUN_ID,
-)
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
@@ -75,7 +68,6 @@ def worker_command(
     is_python: bool = True,
     is_run_path: bool = False,
 ) -> WorkerCommand:
-    """Return the command that runs a script."""
     python = environ.get(_env.PYTHON_EXEC) or sys.executable
     if is_run_path:
         argv = (python, "-u", "-m", _RUN_PATH_MODULE, script, *script_args)
@@ -239,30 +231,31 @@ def _loaded_at_start(command: WorkerCommand) -> set[str]:
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:
     """Return the path of a program that can be executed, or None."""
-    paths = _paths_of(name, environ)
-    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+    import shutil
 
-
-def _paths_of(name: str, environ: Mapping[str, str]) -> list[str]:
-    if "/" in name:
-        return [name]
-    folders = (environ.get("PATH") or os.defpath).split(os.pathsep)
-    return [os.path.join(folder or ".", name) for folder in folders]
+    return shutil.which(name, path=environ.get("PATH") or os.defpath)
 
 
 def missing_program(name: str, environ: Mapping[str, str]) -> str:
     """Return what keeps `name` from being executed, or an empty text."""
+    import shutil
+
     if find_program(name, environ) is not None:
         return ""
-    if any(os.path.isfile(path) for path in _paths_of(name, environ)):
+    if shutil.which(name, os.F_OK, environ.get("PATH") or os.defpath) is not None:
         return f"program {name!r} is not executable; change its permissions"
     return f"program {name!r} does not exist or is not on PATH"
 
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    (CURRENT_CYCLE_INFO, FT_RANK_MONITOR_IPC_SOCKET, "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK")
-)
+    (
+        _env.CURRENT_CYCLE_INFO,
+        _env.FT_RANK_MONITOR_IPC_SOCKET,
+        "NVRX_CYCLE_START_TIME",
+        "NVRX_INFRA_RANK",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +282,9 @@ class JobEnvironment:
 def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return what every worker of the node has, whatever its rank and cycle."""
     added = {
-        RUN_ID: job.run_id,
+        _env.RUN_ID: job.run_id,
         "NVRX_MEMBERSHIP": "active",
-        FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
+        _env.FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
         "LOCAL_WORLD_SIZE": str(job.nproc),
         "ROLE_NAME": job.role,
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
@@ -303,7 +296,7 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
     }
     if job.inprocess_store is not None:
         # Ranks that restart in their processes meet there: it outlives them all.
-        added[INPROCESS_STORE] = inherited.get(INPROCESS_STORE, job.inprocess_store)
+        added[_env.INPROCESS_STORE] = inherited.get(_env.INPROCESS_STORE, job.inprocess_store)
     if job.omp_num_threads is not None:
         added["OMP_NUM_THREADS"] = job.omp_num_threads
     return added
@@ -346,7 +339,7 @@ def rank_variables(
         variables["LOCAL_RANK"] = "0"
         variables["CUDA_VISIBLE_DEVICES"] = job.virtual_devices[local_rank]
     if job.monitor_sockets:
-        variables[FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
+        variables[_env.FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
     if stamp.cycle_start_time is not None:
         variables["NVRX_CYCLE_START_TIME"] = repr(stamp.cycle_start_time)
     if stamp.infra_rank is not None and stamp.infra_rank >= 0:
@@ -387,7 +380,6 @@ class PortReservation:
         self.port: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Give the port back."""
         self._socket.close()
 
 

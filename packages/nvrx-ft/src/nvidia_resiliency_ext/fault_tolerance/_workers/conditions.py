@@ -116,9 +116,8 @@ _LIBTORCH = "libtorch_cpu"
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """The interpreter in a command line: where it stands and what comes before the entry."""
+    """The interpreter in a command line: what comes before the entry, and what kind that is."""
 
-    index: int
     flags: tuple[str, ...]
     entry_kind: str
 
@@ -194,7 +193,7 @@ def _rank_reason(env: Mapping[str, str], local_envs: Sequence[Mapping[str, str]]
 
 
 def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
-    """Return where this Python stands in a command line, or None when it does not.
+    """Return how a command line runs this Python, or None when it does not.
 
     The entry kind is `script`, `module` or `code` (`-c`, `-` or no entry).
     """
@@ -205,7 +204,7 @@ def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
     words = iter(argv[index + 1 :])
     for word in words:
         if word == "-" or not word.startswith("-"):
-            return Interpreter(index, tuple(flags), "code" if word == "-" else "script")
+            return Interpreter(tuple(flags), "code" if word == "-" else "script")
         if word.startswith("--"):
             flags.append(word)
             if word == "--check-hash-based-pycs":
@@ -220,10 +219,10 @@ def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
         if position > 1:
             flags.append(word[:position])
         if word[position] in "cm":
-            return Interpreter(index, tuple(flags), "module" if word[position] == "m" else "code")
+            return Interpreter(tuple(flags), "module" if word[position] == "m" else "code")
         value = word[position + 1 :] or next(words, "")
         flags.append(f"-{word[position]}{value}")
-    return Interpreter(index, tuple(flags), "code")
+    return Interpreter(tuple(flags), "code")
 
 
 def _is_this_python(word: str) -> bool:

@@ -14,6 +14,7 @@ import select
 import signal
 import stat
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -52,32 +53,32 @@ def parse_request(line: bytes) -> TimerRequest | None:
     return found if is_typed and numbers_fit else None
 
 
+@dataclass(eq=False)
 class FileTimers:
     """Reads the pipe in the launcher's loop and keeps a timer for each deadline."""
 
-    def __init__(
-        self, path: str, loop: EventLoop, clock: Clock, worker_pids: Callable[[], Collection[int]]
-    ) -> None:
-        self._path = path
-        self._loop = loop
-        self._clock = clock
-        self._worker_pids = worker_pids
+    path: str
+    loop: EventLoop
+    clock: Clock
+    worker_pids: Callable[[], Collection[int]]
+
+    def __post_init__(self) -> None:
         self._timers: dict[tuple[int, str], Timer] = {}
         self._rest = b""
-        _make_pipe(path)
+        _make_pipe(self.path)
         # For writing too: so there is always a reader, and never an end.
-        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        loop.watch(self._fd, self._receive)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.loop.watch(self._fd, self._receive)
 
     def close(self) -> None:
         """Forget all deadlines and remove the pipe."""
-        self._loop.unwatch(self._fd)
+        self.loop.unwatch(self._fd)
         os.close(self._fd)
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         try:
-            os.unlink(self._path)
+            os.unlink(self.path)
         except OSError:
             return  # gone with its directory
 
@@ -91,7 +92,7 @@ class FileTimers:
         for line in lines:
             request = parse_request(line) if len(line) <= LONGEST_LINE else None
             if request is None:
-                logger.warning("a line in %s is no request for a timer: %.100r", self._path, line)
+                logger.warning("a line in %s is no request for a timer: %.100r", self.path, line)
             else:
                 self._take(request)
 
@@ -106,14 +107,14 @@ class FileTimers:
             logger.warning("timer %r of process %d is one too many", request.scope, request.pid)
             return
         # The request has a wall time, the loop goes by the other clock.
-        wait_s = max(0.0, request.expires - self._clock.wall())
-        at = self._clock.monotonic() + wait_s
-        self._timers[key] = self._loop.call_at(at, lambda: self._expired(request))
+        wait_s = max(0.0, request.expires - self.clock.wall())
+        at = self.clock.monotonic() + wait_s
+        self._timers[key] = self.loop.call_at(at, lambda: self._expired(request))
 
     def _expired(self, request: TimerRequest) -> None:
         self._timers.pop((request.pid, request.scope), None)
         try:
-            is_ours = os.getsid(request.pid) in self._worker_pids()
+            is_ours = os.getsid(request.pid) in self.worker_pids()
         except ProcessLookupError:
             return
         if not is_ours or request.signum == 0:

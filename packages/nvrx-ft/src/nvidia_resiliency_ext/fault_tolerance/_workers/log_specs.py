@@ -79,12 +79,7 @@ def load_specs(
 
 @dataclass(frozen=True, slots=True)
 class OutputSpecs:
-    """What decides where the output of a launch's workers goes.
-
-    Attributes:
-        specs: The user's object.
-        filters: Texts of lines that are wanted a second time, by stream.
-    """
+    """The user's object that decides where output goes; `filters` are `OutputSettings`'."""
 
     specs: Specs
     filters: Mapping[Stream, tuple[str, ...]]

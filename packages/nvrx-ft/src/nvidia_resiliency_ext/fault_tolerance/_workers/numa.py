@@ -36,7 +36,6 @@ class MachineTopology:
             raise ValueError(f"NUMA node of {address}: {text[:40]!r} is no number") from None
 
     def nodes(self) -> Sequence[int]:
-        """Return all NUMA nodes."""
         return sorted(read_ranges(self._read("devices/system/node/possible")))
 
     def cpus_of_node(self, node: int) -> frozenset[int]:
@@ -46,7 +45,6 @@ class MachineTopology:
         return read_ranges(self._read(f"devices/system/node/node{node}/cpulist"))
 
     def socket_of_cpu(self, cpu: int) -> int:
-        """Return the socket of a CPU."""
         return int(self._read(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id"))
 
     def core_of_cpu(self, cpu: int) -> frozenset[int]:
@@ -109,7 +107,6 @@ class NumaBinding:
     is_strict: bool
 
     def words(self, local_rank: int) -> tuple[str, ...]:
-        """Return what goes before the command of a worker."""
         node = str(local_rank // self.gpus_per_node)
         memory = ("--membind", node) if self.is_strict else ("--localalloc",)
         return (self.numactl, "--cpunodebind", node, *memory)
@@ -130,7 +127,6 @@ class CpuBinding:
     cpus: tuple[str, ...]
 
     def words(self, local_rank: int) -> tuple[str, ...]:
-        """Return what goes before the command of a worker."""
         return (self.numactl, f"--physcpubind={self.cpus[local_rank]}")
 
 

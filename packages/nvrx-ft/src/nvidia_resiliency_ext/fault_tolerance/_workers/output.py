@@ -214,42 +214,52 @@ def open_target(target: Target) -> int | None:
         raise LogDirectoryError(target.path, error) from None
 
 
-def offer(name: str, data: bytes, wait_s: float) -> int:
-    """Write what the console takes, and return how many bytes that was.
-
-    A console that is closed or gone takes everything: nobody is there to miss it.
-    """
-    console = getattr(sys, name)
-    try:
-        fd = console.fileno()
-    except (OSError, ValueError, AttributeError):
-        return _offer_text(console, data)
-    deadline = time.monotonic() + wait_s
-    poller = select.poll()
-    poller.register(fd, select.POLLOUT)
-    taken = 0
-    while taken < len(data):
-        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not ready:
-            return taken
-        if not ready[0][1] & select.POLLOUT:
-            return len(data)
-        try:
-            taken += os.write(fd, data[taken : taken + CHUNK_BYTES])
-        except BlockingIOError:
-            return taken
-        except OSError:
-            return len(data)
-    return taken
-
-
-def _offer_text(console: object, data: bytes) -> int:
+def _write_text(stream: object, data: bytes) -> int:
     """Write to a stream without descriptor, such as a notebook's."""
-    write = getattr(console, "write", None)
+    write = getattr(stream, "write", None)
     if write is not None:
         with contextlib.suppress(OSError, ValueError):
             write(data.decode("utf-8", "replace"))
     return len(data)
+
+
+class ConsoleStream:
+    """One of the launcher's own streams, which takes every line."""
+
+    def __init__(self, name: str) -> None:
+        self.path = name
+
+    def wants(self, _line: bytes) -> bool:
+        """Return whether a line belongs here."""
+        return True
+
+    def write(self, lines: bytes, wait_s: float) -> int:
+        """Write what the stream takes in time, and return how many bytes that was.
+
+        One that is closed or gone takes everything: nobody is there to miss it.
+        """
+        stream = getattr(sys, self.path)
+        try:
+            fd = stream.fileno()
+        except (OSError, ValueError, AttributeError):
+            return _write_text(stream, lines)
+        deadline = time.monotonic() + wait_s
+        poller = select.poll()
+        poller.register(fd, select.POLLOUT)
+        taken = 0
+        while taken < len(lines):
+            ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                return taken
+            if not ready[0][1] & select.POLLOUT:
+                return len(lines)
+            try:
+                taken += os.write(fd, lines[taken : taken + CHUNK_BYTES])
+            except BlockingIOError:
+                return taken
+            except OSError:
+                return len(lines)
+        return taken
 
 
 class FilteredFile:
@@ -259,7 +269,7 @@ class FilteredFile:
     """
 
     def __init__(self, path: str, texts: Sequence[str]) -> None:
-        self._path = path
+        self.path = path
         self._texts = [text.encode(errors="surrogateescape") for text in texts]
         self._fd = -1
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -284,37 +294,23 @@ class FilteredFile:
         return len(lines)
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _give_up(self, error: OSError) -> None:
-        logger.warning("%s is not written any more: %s", self._path, error.strerror or error)
+        logger.warning("%s is not written any more: %s", self.path, error.strerror or error)
         self.close()
 
 
 class _Followed:
-    """One file that grows: what was read of it and is not shown yet.
+    """One file that grows: what was read of it and is not shown in its sink yet."""
 
-    `offer` takes what it can of some bytes within a time, and returns how many; `wants` says which
-    lines it is offered. `sink` names where they go.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        prefix: bytes,
-        sink: str,
-        offer: Callable[[bytes, float], int],
-        wants: Callable[[bytes], bool],
-    ) -> None:
+    def __init__(self, path: str, prefix: str, sink: ConsoleStream | FilteredFile) -> None:
         self.path = path
         self.sink = sink
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.prefix = prefix
-        self._offer = offer
-        self._wants = wants
+        self.prefix = prefix.encode(errors="surrogateescape")
         self.unshown = b""
         self._rest = b""
         self._has_failed = False
@@ -333,7 +329,9 @@ class _Followed:
         if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
             self._rest = b""
-        self.unshown += b"".join(self.prefix + line + b"\n" for line in lines if self._wants(line))
+        self.unshown += b"".join(
+            self.prefix + line + b"\n" for line in lines if self.sink.wants(line)
+        )
         return bool(data)
 
     def unread(self) -> int:
@@ -345,13 +343,13 @@ class _Followed:
 
     def end_line(self) -> None:
         """Take the last line as it is: nothing will be added to it."""
-        if self._rest and self._wants(self._rest):
+        if self._rest and self.sink.wants(self._rest):
             self.unshown += self.prefix + self._rest + b"\n"
         self._rest = b""
 
     def show(self, wait_s: float) -> bool:
         """Write where the lines go; return whether everything was taken."""
-        taken = self._offer(self.unshown, wait_s)
+        taken = self.sink.write(self.unshown, wait_s)
         self.unshown = self.unshown[taken:]
         return not self.unshown
 
@@ -368,6 +366,7 @@ class Tee:
         self._followed: list[_Followed] = []
         # Files of the cycle before, at which nobody writes any more, that are not copied yet.
         self._ended: list[_Followed] = []
+        self._console = {stream: ConsoleStream(stream.value) for stream in Stream}
         self._copies: dict[str, FilteredFile] = {}
         self._notices = FileNotices()
         self._has_unnoticed = False
@@ -378,29 +377,17 @@ class Tee:
 
     def follow(self, path: str, prefix: str, stream: Stream) -> None:
         """Begin to copy `path` to the console; each line gets `prefix`."""
-
-        def to_console(data: bytes, wait_s: float) -> int:
-            return offer(stream.value, data, wait_s)
-
-        self._follow(path, prefix, stream.value, to_console, lambda _: True)
+        self._follow(path, prefix, self._console[stream])
 
     def filter(self, path: str, prefix: str, wanted: Filter) -> None:
         """Begin to copy the lines of `path` that are wanted, each with `prefix`."""
         copy = self._copies.get(wanted.path)
         if copy is None:
             copy = self._copies[wanted.path] = FilteredFile(wanted.path, wanted.texts)
-        self._follow(path, prefix, wanted.path, copy.write, copy.wants)
+        self._follow(path, prefix, copy)
 
-    def _follow(
-        self,
-        path: str,
-        prefix: str,
-        sink: str,
-        offer: Callable[[bytes, float], int],
-        wants: Callable[[bytes], bool],
-    ) -> None:
-        prefixed = prefix.encode(errors="surrogateescape")
-        followed = _Followed(path, prefixed, sink, offer, wants)
+    def _follow(self, path: str, prefix: str, sink: ConsoleStream | FilteredFile) -> None:
+        followed = _Followed(path, prefix, sink)
         self._followed.append(followed)
         self._has_unnoticed |= not self._notices.watch(path)
         # What was written before the watch began is not reported.
@@ -431,8 +418,8 @@ class Tee:
         self._ended.remove(followed)
         os.close(followed.fd)
         sinks = {other.sink for other in (*self._ended, *self._followed)}
-        for path in self._copies.keys() - sinks:
-            self._copies.pop(path).close()
+        for copy in [copy for copy in self._copies.values() if copy not in sinks]:
+            self._copies.pop(copy.path).close()
 
     def _copy(self, followed: _Followed) -> float | None:
         # Bounded, so that a worker that writes without end cannot keep the launcher here.

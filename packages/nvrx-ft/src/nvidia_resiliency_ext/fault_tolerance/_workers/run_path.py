@@ -8,12 +8,7 @@ import sys
 
 
 def run_script_path(script: str, *args: str) -> None:
-    """Run a script as `__main__`, with `sys.argv` as if it had been started by itself.
-
-    Args:
-        script: Path of the script.
-        args: Its arguments.
-    """
+    """Run the file `script` with `args` as `__main__`, as if it had been started by itself."""
     sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
 

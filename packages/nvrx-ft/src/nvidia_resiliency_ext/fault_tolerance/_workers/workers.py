@@ -15,7 +15,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -166,38 +166,25 @@ class Starter:
         return self.start(spec, stdout_fd, stderr_fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Callbacks for the events of a group.
+@dataclass(eq=False)
+class WorkerGroup:
+    """The workers of one cycle on one event loop; restarted cycle after cycle.
 
-    Attributes:
-        exited: Called with (local rank, exit status) once per worker.
-        stopped: Called with the local ranks given up, once per `stop`.
-        started_again: Called with a local rank whose worker had to be started anew.
+    `exited` is called with (local rank, exit status) once per worker, `stopped` with the local
+    ranks given up, once per `stop`, `started_again` with a local rank whose worker had to be
+    started anew.
     """
 
+    loop: EventLoop
+    clock: Clock
+    tee: Tee
+    _: KW_ONLY
     exited: Callable[[int, ExitStatus], None]
     stopped: Callable[[tuple[int, ...]], None]
     started_again: Callable[[int], None]
+    reports_leftovers: bool = False
 
-
-class WorkerGroup:
-    """The workers of one cycle on one event loop; restarted cycle after cycle."""
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        clock: Clock,
-        tee: Tee,
-        *,
-        listener: Listener,
-        reports_leftovers: bool = False,
-    ) -> None:
-        self._loop = loop
-        self._clock = clock
-        self._tee = tee
-        self._listener = listener
-        self._reports_leftovers = reports_leftovers
+    def __post_init__(self) -> None:
         self._starter = Starter()
         self._specs: dict[int, WorkerSpec] = {}
         self._started: dict[int, Started] = {}
@@ -232,7 +219,7 @@ class WorkerGroup:
         self._specs[rank] = spec
         self._started[rank] = started
         self._running.add(rank)
-        self._loop.watch(started.child.fileno(), lambda: self._exited(rank))
+        self.loop.watch(started.child.fileno(), lambda: self._exited(rank))
 
     def _start_again(self, local_rank: int, reason: str) -> bool:
         """Start a worker whose prewarmed process failed; return False if that cannot be done."""
@@ -246,7 +233,7 @@ class WorkerGroup:
             return False
         self._started[local_rank].child.close()
         self._add(spec, started)
-        self._listener.started_again(local_rank)
+        self.started_again(local_rank)
         return True
 
     def _follow(self, spec: WorkerSpec) -> None:
@@ -255,16 +242,16 @@ class WorkerGroup:
             if target.path is None:
                 continue
             if target.tee:
-                self._tee.follow(target.path, spec.line_prefix, stream)
+                self.tee.follow(target.path, spec.line_prefix, stream)
             if target.filter is not None:
-                self._tee.filter(target.path, spec.line_prefix, target.filter)
+                self.tee.filter(target.path, spec.line_prefix, target.filter)
 
     def _exited(self, local_rank: int) -> None:
         child = self._started[local_rank].child
         status = child.poll()
         if status is None:
             return
-        self._loop.unwatch(child.fileno())
+        self.loop.unwatch(child.fileno())
         is_stopped = self._stopping is not None
         reason = self._starter.never_began(local_rank, is_stopped=is_stopped)
         if reason is not None and not is_stopped and self._start_again(local_rank, reason):
@@ -272,7 +259,7 @@ class WorkerGroup:
         self._running.discard(local_rank)
         if self._stopping is not None:
             self._stopping.exited(local_rank)
-        self._listener.exited(local_rank, status)
+        self.exited(local_rank, status)
         self._check_stopped()
 
     def reap_exited(self) -> None:
@@ -283,7 +270,7 @@ class WorkerGroup:
     def stop(self, signum: int, grace_s: float) -> None:
         """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL."""
         self._stopping = self._stopping or Stopping()
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         self._send(self._stopping.begin(sorted(self._running), signum, grace_s, now))
         self._check_stopped()
 
@@ -292,7 +279,7 @@ class WorkerGroup:
         if self._stopping is None:
             self.stop(signal.SIGKILL, 0.0)
         else:
-            self._send(self._stopping.force(self._clock.monotonic()))
+            self._send(self._stopping.force(self.clock.monotonic()))
             self._rearm()
 
     def _send(self, sends: Iterable[Send]) -> None:
@@ -303,7 +290,7 @@ class WorkerGroup:
     def _advance(self) -> None:
         if self._stopping is None:
             return
-        sends = self._stopping.advance(self._clock.monotonic())
+        sends = self._stopping.advance(self.clock.monotonic())
         for local_rank, _ in sends:
             pid = self._started[local_rank].child.pid
             logger.warning("worker %d (pid %d) did not end in time: SIGKILL", local_rank, pid)
@@ -319,13 +306,13 @@ class WorkerGroup:
         given_up = self._stopping.given_up
         self._stopping = None
         self._rearm()
-        if self._reports_leftovers:
+        if self.reports_leftovers:
             self._report_leftovers()
         for started in self._started.values():
             # Children that a worker left in its group would hold its memory and devices.
             started.child.signal_group(signal.SIGKILL)
-        self._tee.end_cycle()
-        self._listener.stopped(given_up)
+        self.tee.end_cycle()
+        self.stopped(given_up)
 
     def _report_leftovers(self) -> None:
         groups = [started.child.pid for started in self._started.values()]
@@ -341,11 +328,11 @@ class WorkerGroup:
             self._timer = None
         due = self._stopping.due if self._stopping is not None else None
         if due is not None:
-            self._timer = self._loop.call_at(due, self._advance)
+            self._timer = self.loop.call_at(due, self._advance)
 
     def _forget(self) -> None:
         for started in self._started.values():
-            self._loop.unwatch(started.child.fileno())
+            self.loop.unwatch(started.child.fileno())
             started.child.close()
         self._started.clear()
         self._running.clear()
@@ -357,7 +344,7 @@ class WorkerGroup:
         self._forget()
         self._stopping = None
         self._rearm()
-        self._tee.finish()
+        self.tee.finish()
 
 
 def _open_streams(opened: contextlib.ExitStack, spec: WorkerSpec) -> tuple[int | None, int | None]:

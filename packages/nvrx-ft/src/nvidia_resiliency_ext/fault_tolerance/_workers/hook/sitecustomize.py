@@ -87,7 +87,6 @@ class _ControlSocket:
             os._exit(_LEFT)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A listening Unix socket and its clients, on an event loop; what they say is the owner's business.
+
+A client that says nothing, or does not end, delays nobody: each has a channel of its own, and of
+too many the oldest is dropped. One that asks again and again, or sends garbage, does not fill the
+log.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import KW_ONLY, dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, listen
+from nvidia_resiliency_ext.shared_utils.wire import require_same_user
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+
+logger = logging.getLogger("nvrx")
+
+ACCEPT_PAUSE_S = 0.1
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+LINES_PER_PERIOD = 5
+PERIOD_S = 60.0
+
+
+class RefusalLog:
+    """Logs the first refusals of a period, and how many more there were when it is over."""
+
+    def __init__(self, socket_name: str) -> None:
+        self._socket_name = socket_name
+        self._count = 0
+        self.next_check: float | None = None
+        """When `check` is due, on the monotonic clock."""
+
+    def record(self, now: float, text: str) -> None:
+        """Take a refusal, described in `text`."""
+        self.check(now)
+        if self.next_check is None:
+            self.next_check = now + PERIOD_S
+        self._count += 1
+        if self._count <= LINES_PER_PERIOD:
+            logger.warning("%s", text)
+
+    def check(self, now: float) -> None:
+        if self.next_check is not None and self.next_check <= now:
+            self.finish()
+
+    def finish(self) -> None:
+        more = self._count - LINES_PER_PERIOD
+        if more > 0:
+            logger.warning("%d more refusals at %s", more, self._socket_name)
+        self._count, self.next_check = 0, None
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A client; `pid` is the kernel's word, 0 where it cannot tell."""
+
+    number: int
+    channel: Channel
+    pid: int
+    expiry: Timer | None = None
+
+
+@dataclass(eq=False)
+class Acceptor:
+    """Listens at a path and reads what clients of the same user send.
+
+    `on_received` gets the messages of a client whenever something came from it, its end included;
+    a client whose channel is over is dropped afterwards. `on_refused` gets a sentence.
+    `most` clients are kept, each for `limit_s` seconds unless it is released before.
+    """
+
+    path: str
+    loop: EventLoop
+    messages: MessageSet
+    _: KW_ONLY
+    most: int
+    limit_s: float | None = None
+    on_received: Callable[[Connection, list[object]], None]
+    on_refused: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        """Bind and listen; a path that cannot be bound raises ValueError or OSError."""
+        self._clients: dict[int, Connection] = {}
+        self._count = 0
+        self._pause: Timer | None = None
+        self._listener = listen(self.path)
+        status = os.stat(self.path)
+        self._identity = (status.st_dev, status.st_ino)
+        self._listen()
+
+    def release(self, connection: Connection) -> None:
+        """Let the caller have a client: it is read here no longer."""
+        del self._clients[connection.number]
+        self.loop.unwatch(connection.channel)
+        if connection.expiry is not None:
+            connection.expiry.cancel()
+
+    def drop(self, connection: Connection) -> None:
+        self.release(connection)
+        connection.channel.close()
+
+    def close(self) -> None:
+        """Stop listening, drop all clients, unlink the path if it is still ours."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self.loop.unwatch(self._listener)
+        self._listener.close()
+        for connection in list(self._clients.values()):
+            self.drop(connection)
+        try:
+            status = os.stat(self.path)
+            if (status.st_dev, status.st_ino) == self._identity:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            return
+
+    def _listen(self) -> None:
+        self.loop.watch(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            # Gone before we got to it: the next one may do. Out of descriptors: it stays in the
+            # queue, and the listener readable, so that watching it would make the loop spin.
+            if error.errno in _EXHAUSTED:
+                self.loop.unwatch(self._listener)
+                self._pause = self.loop.call_at(monotonic() + ACCEPT_PAUSE_S, self._listen)
+            return
+        try:
+            peer = require_same_user(sock)
+        except (PeerRefusedError, OSError) as exc:
+            self.on_refused(f"a connection to {self.path} was refused: {exc}")
+            sock.close()
+            return
+        self._count += 1
+        connection = Connection(self._count, Channel(sock, self.messages), peer.pid)
+        if self.limit_s is not None:
+            at = monotonic() + self.limit_s
+            connection.expiry = self.loop.call_at(at, lambda: self.drop(connection))
+        if len(self._clients) >= self.most:
+            oldest = next(iter(self._clients.values()))
+            self.on_refused(f"{self.path}: too many clients, dropped pid {oldest.pid}")
+            self.drop(oldest)
+        self._clients[connection.number] = connection
+        self.loop.watch(connection.channel, lambda: self._read(connection))
+
+    def _read(self, connection: Connection) -> None:
+        self.on_received(connection, connection.channel.receive())
+        if connection.channel.is_over and connection.number in self._clients:
+            self.drop(connection)
