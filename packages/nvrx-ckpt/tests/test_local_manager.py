@@ -60,9 +60,8 @@ def save_more(manager, *iterations):
 
 
 def files(folder, rank=0):
-    """Return the names of all files but the spare ones."""
-    names = (path.name for path in (folder / str(rank)).iterdir())
-    return sorted(name for name in names if not name.startswith(".spare_"))
+    """Return the names of all files in a rank's directory."""
+    return sorted(os.listdir(folder / str(rank)))
 
 
 def test_a_saved_state_is_found_and_loaded(tmp_path):
@@ -117,7 +116,7 @@ def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):
         manager.save(state, iteration)
         path = tmp_path / "0" / f"iter_{iteration:07d}_0_local.pt"
         inodes.append(path.stat().st_ino)
-        assert len(list((tmp_path / "0").iterdir())) == min(iteration, 2)
+        assert files(tmp_path) == [path.name]
         latest = LocalCheckpointManager(tmp_path)
         assert latest.find_latest() == iteration
         assert is_state(latest.load()[0], 0, iteration, elements)
@@ -155,19 +154,30 @@ def test_a_shard_does_not_inherit_what_others_may_do_with_an_old_one(tmp_path):
     manager = saved(tmp_path, 1)
     (tmp_path / "0" / "iter_0000001_0_local.pt").chmod(0o644)
     save_more(manager, 2, 3)
-    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "0").iterdir()]
-    assert modes == [0o600, 0o600]
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.stat().st_mode & 0o777 for path in found] == [0o600, 0o600]
 
 
 def test_a_save_that_fails_gives_the_spare_files_up(tmp_path):
     """What space they took is there for the next attempt."""
     manager = saved(tmp_path, 1, 2)
-    folder = tmp_path / "0"
-    (folder / ".spare_7").write_bytes(b"of a rank whose copies went elsewhere since")
+    (tmp_path / ".spare_0_7").write_bytes(b"of a rank whose copies went elsewhere since")
+    (tmp_path / ".spare_00_7").write_bytes(b"of another rank")
     with pytest.raises(CheckpointingException):
         manager.save(BasicTensorAwareStateDict({"bad": threading.Lock()}), 3)
-    assert [path.name for path in folder.iterdir()] == ["iter_0000002_0_local.pt"]
+    assert files(tmp_path) == ["iter_0000002_0_local.pt"]
+    assert sorted(os.listdir(tmp_path)) == [".spare_00_7", "0"]
     manager.close()
+
+
+def test_where_no_spare_file_can_be_kept_old_shards_go(tmp_path, caplog):
+    """What cannot be moved beside the rank's directory is removed, and each save is right."""
+    (tmp_path / ".spare_0_0").mkdir()
+    saved(tmp_path, 1, 2, 3)
+    assert files(tmp_path) == ["iter_0000003_0_local.pt"]
+    assert sorted(os.listdir(tmp_path)) == [".spare_0_0", "0"]
+    assert find_and_load(0, 1, tmp_path) == (3, 3, True)
+    assert "cannot be removed" not in caplog.text
 
 
 def test_older_iterations_are_kept_on_request(tmp_path):

@@ -25,7 +25,6 @@ __all__ = ["DirectoryLock", "RankDirectory", "ShardInProgress", "ShardName", "sh
 DIRTY = ".dirty"
 DAMAGED = ".damaged"
 _PATTERN = re.compile(r"iter_(\d{7,})_(\d+)_local(\.dirty|\.damaged)?\.pt")
-_SPARE = ".spare_"
 _FAILURE_MAGIC = b"NVRX save failed: "
 _FAILURE_LIMIT_BYTES = 4096
 _CREATE_ATTEMPTS = 5
@@ -184,20 +183,27 @@ class RankDirectory:
     def keep_as_spare(self, shards: list[ShardName]) -> None:
         """Keep the files of shards that nobody needs, for the next shards of their owners.
 
-        All other spare files are removed.
+        They lie beside this directory, so that it holds shards only. All other spare files of this
+        rank are removed, and so are shards that cannot be moved there.
 
         Raises:
-            OSError: One cannot be renamed or removed.
+            OSError: One cannot be moved or removed.
         """
         with self.open() as directory:
             if directory is None:
                 return
-            spare = {_SPARE + str(name.owner): str(name) for name in shards}
-            for name in os.listdir(directory):
-                if name.startswith(_SPARE) and name not in spare:
+            kept = {_spare_path(self.path, name.owner): str(name) for name in shards}
+            folder, prefix = os.path.split(_spare_path(self.path, ""))
+            for name in os.listdir(folder):
+                path = os.path.join(folder, name)
+                if name.startswith(prefix) and path not in kept:
+                    with contextlib.suppress(OSError):  # it is no file, or another user's
+                        os.unlink(path)
+            for path, name in kept.items():
+                try:
+                    os.rename(name, path, src_dir_fd=directory)
+                except OSError:
                     os.unlink(name, dir_fd=directory)
-            for aside, name in spare.items():
-                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
 
     def set_aside(self, name: ShardName) -> None:
         """Rename a damaged shard, so that nobody takes it for a whole one again."""
@@ -275,7 +281,8 @@ class ShardInProgress:
         self._name = name
         self._dirty = shard_file_name(name.iteration, name.owner, DIRTY)
         self.path = os.path.join(path, str(name))
-        self._descriptor = _create_from_spare(_SPARE + str(name.owner), self._dirty, directory)
+        spare = _spare_path(path, name.owner)
+        self._descriptor = _create_from_spare(spare, self._dirty, directory)
         self._directory = os.dup(directory)
         self._growing = threading.Lock()
         self.written_bytes = 0
@@ -390,12 +397,18 @@ def _create_locked(name: str, directory: int) -> int:
     raise OSError(errno.EBUSY, "others keep removing it", name)
 
 
+def _spare_path(path: str, owner: int | str) -> str:
+    """Return where the spare file of an owner lies: beside the rank's directory at `path`."""
+    folder, rank = os.path.split(path)
+    return os.path.join(folder, f".spare_{rank}_{owner}")
+
+
 def _create_from_spare(spare: str, name: str, directory: int) -> int:
     """Make and lock the file with that name: of the spare one if it is fit, else a new one."""
     descriptor = _create_locked(name, directory)
     try:
         # Whoever renames it has it: nobody else can take it, or put another in its place.
-        os.rename(spare, name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.rename(spare, name, dst_dir_fd=directory)
     except OSError:
         return descriptor
     os.close(descriptor)
