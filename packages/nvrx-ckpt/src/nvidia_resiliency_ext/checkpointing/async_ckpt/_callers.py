@@ -145,12 +145,11 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self.io_priority = check_priorities(cpu_priority, io_priority)
         self.sigterm_timeout = sigterm_timeout
         self.start_time: float | None = None
-        self._retries, self._retry_delay = retries, retry_delay
+        self._set_limits(max_pending, retries, retry_delay)
         self._identity = secrets.token_hex(8)
         self._generation = 0
         self._worker: Worker | None = None
         self._end_worker: weakref.finalize[Any, Any] | None = None
-        self._pool = StagingPool(max_pending)
         self._calls: dict[Job, Call] = {}
         self._threads: list[Call] = []
         self._restart_callbacks: list[Callable[[], None]] = []
@@ -158,6 +157,11 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self._epoch = 0
         self._control = control_group()
         self._current: Call | None = None
+
+    def _set_limits(self, max_pending: int, retries: int, retry_delay: float) -> None:
+        """Set what the arguments of the same names say; before the first call."""
+        self._pool = StagingPool(max_pending)
+        self._retries, self._retry_delay = retries, retry_delay
 
     @property
     def process(self) -> Worker | None:
@@ -173,7 +177,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         """Start the worker process if it does not run."""
         if self._worker is None:
             self._generation += 1
-            self._worker = Worker(self.cpu_priority, self.io_priority, self._pool.limit)
+            self._worker = Worker(self.cpu_priority, self.io_priority)
             # A caller that is forgotten ends its worker. At the interpreter's end queues do that.
             self._end_worker = weakref.finalize(self, self._worker.stop, 0.0)
             self._end_worker.atexit = False
@@ -388,7 +392,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 raise WorkerLostError("the queue was closed meanwhile")
             job = Job(self._identity, call.idx, self._generation)
             call.run = Run(job, kind, len(call.plan), len(call.code), renames,
-                           self._retries, self._retry_delay)  # fmt: skip
+                           self._pool.limit, self._retries, self._retry_delay)  # fmt: skip
             try:
                 worker.submit(call.run, call.buffer, call.plan, call.code)
             except WorkerLostError:

@@ -64,20 +64,24 @@ class QueueOptions:
         Raises:
             ValueError: An argument or a variable has a value that is not allowed.
         """
-        timeout = _given(save_timeout, "NVRX_CKPT_SAVE_TIMEOUT", _positive, None)
-        pending = _given(max_pending, "NVRX_CKPT_MAX_PENDING", _count, 1)
+        timeout = _given(save_timeout, "NVRX_CKPT_SAVE_TIMEOUT", float, None)
+        pending = _given(max_pending, "NVRX_CKPT_MAX_PENDING", int, 1)
         error = _given(on_error, "NVRX_CKPT_ON_ERROR", str, "raise")
         _check("on_error (NVRX_CKPT_ON_ERROR)", error, _ON_ERROR)
         _check("on_full", on_full, _ON_FULL)
-        at_least_one = {
-            "max_pending (NVRX_CKPT_MAX_PENDING)": pending,
-            "max_failures": 1 if max_failures is None else max_failures,
-        }
-        for name, value in at_least_one.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; at least 1 is needed")
         if retries is None:
             retries = 3 if error == "warn" else 0
+        for name, value, least in (
+            ("max_pending (NVRX_CKPT_MAX_PENDING)", pending, 1),
+            ("max_failures", max_failures, 1),
+            ("retries", retries, 0),
+            ("retry_delay", retry_delay, 0),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} is {value}; at least {least} is needed")
+        if timeout is not None and not timeout > 0:
+            name = "save_timeout (NVRX_CKPT_SAVE_TIMEOUT)"
+            raise ValueError(f"{name} is {timeout}; a number of seconds above 0 is needed")
         return cls(timeout, pending, on_full, error, retries, retry_delay, max_failures)
 
 
@@ -138,17 +142,6 @@ def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("allowed are 0 and 1")
     return text == "1"
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError("a number of seconds above 0 is needed")
-    return value
-
-
-def _count(text: str) -> int:
-    return int(text)
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

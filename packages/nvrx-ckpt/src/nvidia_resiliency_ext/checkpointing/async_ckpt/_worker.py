@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 
 __all__ = ["Worker", "WorkerLostError", "WorkerResult"]
+
+logger = logging.getLogger("nvrx")
 
 _BOOT = """\
 import json, sys
@@ -68,14 +71,13 @@ class Worker:
     Args:
         cpu_priority: Niceness from 0 to 19.
         io_priority: Class of `ionice`, or None.
-        max_buffers: How many staging buffers its jobs come from at a time.
 
     Raises:
         ChildStartError: It cannot be started.
         OSError: No descriptors are left.
     """
 
-    def __init__(self, cpu_priority: int, io_priority: int | None, max_buffers: int) -> None:
+    def __init__(self, cpu_priority: int, io_priority: int | None) -> None:
         self._lock = threading.RLock()
         self._reader = FrameReader()
         self._memories: dict[Job, JobMemory] = {}
@@ -89,7 +91,7 @@ class Worker:
             raise
         finally:
             theirs.close()
-        self._send(Settings(cpu_priority, io_priority, max_buffers))
+        self._send(Settings(cpu_priority, io_priority))
 
     @property
     def pid(self) -> int:
@@ -198,6 +200,13 @@ class Worker:
         results = []
         for payload in self._reader.feed(data):
             message = MESSAGES.decode(payload)
+            if isinstance(message, Settings):
+                logger.info(
+                    "worker process %d has niceness %d and disk priority class %s",
+                    self.pid,
+                    message.cpu_priority,
+                    message.io_priority,
+                )
             if isinstance(message, Released):
                 results.append(WorkerResult(message.job, True, None, 0.0, released=True))
             if isinstance(message, Finished) and message.job in self._memories:

@@ -39,7 +39,7 @@ from nvidia_resiliency_ext.shared_utils.wire import (
 )
 
 from ._messages import MESSAGES, Cancel, Finished, Job, JobMemory, Released, Run, Settings
-from ._priority import apply_priorities
+from ._priority import apply_priorities, io_class_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,6 @@ class _Server:
         self._send_lock = threading.Lock()
         self._cancelled: set[Job] = set()
         self._buffers: dict[int, StagingBuffer] = {}
-        self._max_buffers = 1
         # By path, with the last job that asked for it: a job may save where one before it did.
         self._locks: dict[str, tuple[Job, SaveLock]] = {}
         self._locking = threading.Lock()
@@ -101,9 +100,6 @@ class _Server:
 
     def serve(self) -> int:
         """Serve until the trainer is gone; return the exit code."""
-        for name, work in (("nvrx-job", self._work), ("nvrx-flush", self._flush)):
-            target = functools.partial(self._run_thread, work)
-            threading.Thread(target=target, name=name, daemon=True).start()
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         parent = _watch_parent()
@@ -138,11 +134,11 @@ class _Server:
 
     def _dispatch(self, message: object) -> None:
         if isinstance(message, Settings):
-            apply_priorities(message.cpu_priority, message.io_priority)
-            self._max_buffers = message.max_buffers
+            self._begin(message)
         elif isinstance(message, Run):
             staging, memory = self._fds.pop(0), self._fds.pop(0)
-            self._jobs.put((message, self._attach(staging), JobMemory(memory)))
+            buffer = self._attach(staging, message.max_buffers)
+            self._jobs.put((message, buffer, JobMemory(memory)))
         elif isinstance(message, Cancel):
             self._cancelled.add(message.job)
             active = self._active.get(message.job)
@@ -150,6 +146,14 @@ class _Server:
                 active.cancel()
         elif isinstance(message, Released):
             self._unlock(message.job)
+
+    def _begin(self, settings: Settings) -> None:
+        apply_priorities(settings.cpu_priority, settings.io_priority)
+        self._send(Settings(os.getpriority(os.PRIO_PROCESS, 0), io_class_of(0)))
+        # Only now: a thread has the priorities of the one that starts it.
+        for name, work in (("nvrx-job", self._work), ("nvrx-flush", self._flush)):
+            target = functools.partial(self._run_thread, work)
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def _lock(self, job: Job, plan: WritePlan) -> None:
         if plan.manifest is None:
@@ -178,7 +182,7 @@ class _Server:
         for lock in locks:
             lock.close()
 
-    def _attach(self, fd: int) -> StagingBuffer:
+    def _attach(self, fd: int, max_buffers: int) -> StagingBuffer:
         # A mapping is kept: mapping the same memory again costs a page fault for each page.
         inode = os.fstat(fd).st_ino
         if inode in self._buffers:
@@ -186,7 +190,7 @@ class _Server:
             self._buffers[inode] = self._buffers.pop(inode)  # the newest is the last
             return self._buffers[inode]
         # The trainer has no more than that: the oldest one was replaced, and its jobs are over.
-        while len(self._buffers) >= self._max_buffers:
+        while len(self._buffers) >= max_buffers:
             self._buffers.pop(next(iter(self._buffers))).close()
         self._buffers[inode] = StagingBuffer.attach(fd)
         return self._buffers[inode]
