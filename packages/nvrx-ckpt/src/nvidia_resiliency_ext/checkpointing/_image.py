@@ -25,18 +25,6 @@ from ._zip_layout import shape_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "TensorFrame",
-    "copies_left",
-    "frame_of",
-    "is_plain",
-    "save_into",
-    "saved_size",
-    "saved_stride",
-    "stage_copies",
-    "storage_bytes",
-]
-
 _MAX_FRAMES = 16384
 
 

@@ -21,8 +21,6 @@ from ._locks import is_being_saved
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["publish_latest", "read_latest", "remove_old"]
-
 _METADATA = ".metadata"
 _MAX_NAME_BYTES = 4096
 

@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 
     from ._write_plan import WritePlan
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "Manifest",
-    "rank_manifest_name",
-    "read_manifest",
-    "write_manifest",
-    "write_rank_manifest",
-]
-
 FORMAT = 1
 MANIFEST = ".nvrx_manifest.json"
 _MAX_BYTES = 1 << 30

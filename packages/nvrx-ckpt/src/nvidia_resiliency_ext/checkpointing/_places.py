@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["parts_of", "place_of_cycle", "place_where"]
-
 
 def parts_of(path: str, item: Any) -> list[tuple[str, Any]]:
     """Return what is in a dict, list or tuple, or in the attributes of an object, with its path."""

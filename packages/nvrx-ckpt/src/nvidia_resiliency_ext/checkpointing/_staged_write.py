@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ._write_plan import FileResult, WritePlan
 
-__all__ = ["NoArguments", "Publication", "StagedWrite"]
-
 
 class Publication(Protocol):
     """What makes a checkpoint of files that are durable on all ranks.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["PAGE_BYTES", "StagingBuffer", "StagingPool", "round_up"]
-
 PAGE_BYTES = 4096
 _SLACK = 64  # a buffer is made 1/64 larger than asked for, so that small growth needs no new one
 

@@ -21,14 +21,6 @@ from ._shard.read import read_manifest as read_shard_manifest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = [
-    "CheckpointItem",
-    "VerifyReport",
-    "checkpoint_items",
-    "require_whole",
-    "verify_checkpoint",
-]
-
 _METADATA = ".metadata"
 _SHARD = re.compile(r"iter_\d{7,}_\d+_local\.pt")
 _READ_BYTES = 4 << 20

@@ -12,16 +12,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = [
-    "PLAIN_BYTES",
-    "FilePlan",
-    "FileResult",
-    "ItemPlan",
-    "ManifestPlan",
-    "WritePlan",
-    "ZipShape",
-]
-
 PLAIN_BYTES = -1
 """Value of `ItemPlan.shape` for bytes without checksums to fill in."""
 

@@ -12,8 +12,6 @@ from ._write_plan import ZipShape
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ZipImage", "shape_of"]
-
 _LARGE = 4096  # the writer sums up records from this size on; smaller ones are summed up here
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _ENTRY_CRC_AT = 16

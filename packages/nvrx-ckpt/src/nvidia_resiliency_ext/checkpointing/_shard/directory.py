@@ -20,8 +20,6 @@ from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, sync_directory
 
-__all__ = ["DirectoryLock", "RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
-
 DIRTY = ".dirty"
 DAMAGED = ".damaged"
 _PATTERN = re.compile(r"iter_(\d{7,})_(\d+)_local(\.dirty|\.damaged)?\.pt")

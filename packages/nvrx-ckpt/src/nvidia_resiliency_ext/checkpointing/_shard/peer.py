@@ -36,8 +36,6 @@ from nvidia_resiliency_ext.checkpointing._shard.protocol import (
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-__all__ = ["Peer", "PeerError", "PeerSource", "PeerTarget"]
-
 _END = RANGE.pack(0, 0)
 
 

@@ -39,8 +39,6 @@ from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_man
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
-__all__ = ["PeerServer"]
-
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 20

@@ -14,8 +14,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ControlGroup", "control_group"]
-
 logger = logging.getLogger("nvrx")
 
 _TEXT_BYTES = 8192

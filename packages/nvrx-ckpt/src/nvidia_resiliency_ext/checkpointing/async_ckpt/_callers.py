@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from ._worker import WorkerResult
 
-__all__ = ["AsyncCaller", "Call", "CallState", "PersistentAsyncCaller", "TemporalAsyncCaller"]
-
 logger = logging.getLogger("nvrx")
 
 _GIVE_UP_S = 1.0

@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
     from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
 
-__all__ = [
-    "CheckpointWrite",
-    "CheckpointWriteFailedError",
-    "WriteBucket",
-    "WriteOptions",
-    "default_serialize",
-    "item_size",
-    "resolved_items",
-    "split_by_separation_hint",
-    "split_by_size_and_type",
-]
-
 ResolvedItem = tuple[WriteItem, Any]
 WriteBucket = tuple[str, str, tuple[list[ResolvedItem], list[ResolvedItem]]]
 """File path, storage key, and items with their data: serialised objects, then tensors."""

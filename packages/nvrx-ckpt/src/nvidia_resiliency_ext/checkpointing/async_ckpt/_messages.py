@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
-__all__ = ["MESSAGES", "Cancel", "Finished", "Job", "JobMemory", "Released", "Run", "Settings"]
-
 _PROGRESS_BYTES = 8
 
 

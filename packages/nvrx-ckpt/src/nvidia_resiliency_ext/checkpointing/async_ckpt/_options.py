@@ -10,15 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "IO_MODES",
-    "QueueOptions",
-    "io_mode_option",
-    "path_text",
-    "staging_dir_option",
-    "verify_option",
-]
-
 IO_MODES = ("auto", "buffered", "direct")
 _ON_ERROR = ("raise", "warn")
 _ON_FULL = ("wait", "skip", "error")

@@ -8,8 +8,6 @@ import logging
 import os
 import platform
 
-__all__ = ["apply_priorities", "check_priorities", "io_class_of"]
-
 logger = logging.getLogger("nvrx")
 
 _MAX_NICE = 19

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 
-__all__ = ["Worker", "WorkerLostError", "WorkerResult"]
-
 logger = logging.getLogger("nvrx")
 
 _BOOT = """\

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
 
-__all__ = ["main"]
-
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
 _PARENT_LOOK_MS = 500

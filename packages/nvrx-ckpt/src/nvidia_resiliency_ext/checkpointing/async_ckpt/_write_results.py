@@ -6,8 +6,6 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-__all__ = ["ResultsQueue"]
-
 
 class _Manager:
     """Stands for the server process that such a queue has elsewhere; there is none."""

@@ -22,8 +22,6 @@ from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
     TensorPlaceholder,
 )
 
-__all__ = ["SplitState", "UnsafeSkeletonError", "join_state", "runs_no_code", "split_state"]
-
 _STORAGE = "storage"
 _OWN_CLASS = f"{BasicTensorAwareStateDict.__module__}.{BasicTensorAwareStateDict.__qualname__}"
 _OWN_NAMES = {

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
 
-__all__ = ["Agreement", "Held", "latest_iteration"]
-
 _PAIRS = 32
 _WORDS = 2 + 2 * _PAIRS
 _TEXT_LIMIT = 2000
