@@ -15,6 +15,7 @@ import threading
 import time
 
 import no_threads
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +106,17 @@ def test_iterations_must_grow(tmp_path):
     manager = saved(tmp_path, 5)
     with pytest.raises(AssertionError, match="iteration 5"):
         manager.save(BasicTensorAwareStateDict({}), 5)
+
+
+def test_iterations_may_be_numbers_of_numpy_and_torch(tmp_path):
+    """An element of an array or a tensor names the file as a plain number does; 3.5 is refused."""
+    manager = LocalCheckpointManager(tmp_path)
+    for number in (np.int64(1), torch.tensor(2)):
+        manager.save(BasicTensorAwareStateDict(state_of(0, int(number))), number)
+        assert files(tmp_path) == [f"iter_000000{int(number)}_0_local.pt"]
+    with pytest.raises(TypeError):
+        manager.save(BasicTensorAwareStateDict({}), 3.5)
+    assert find_and_load(0, 1, tmp_path) == (2, 2, True)
 
 
 def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):

@@ -574,7 +574,7 @@ def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
 def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch):
     """While a copy is made durable the keeper gives signs of life, for longer than the timeout."""
     told, many = [], threading.Event()
-    send = peer_server.send_json
+    send = protocol.send_json
 
     def note(sock, value):
         send(sock, value)
@@ -589,7 +589,7 @@ def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch
             assert many.wait(60)
         publish(shard)
 
-    monkeypatch.setattr(peer_server, "send_json", note)
+    monkeypatch.setattr(protocol, "send_json", note)
     monkeypatch.setattr(ShardInProgress, "publish", publish_late)
     job, storages = job_of(tmp_path, [peer_of(server, timeout_s=2.0)])
     assert run_save_job(job, storages) == ""

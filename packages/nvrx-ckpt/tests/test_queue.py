@@ -29,6 +29,7 @@ from nvidia_resiliency_ext.checkpointing import _image
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 from nvidia_resiliency_ext.checkpointing.async_ckpt import (
     _callers,
+    _payload,
     _priority,
     _worker,
     _worker_main,
@@ -690,3 +691,19 @@ def test_interrupt_while_a_thread_is_collected_is_not_the_saves_failure(monkeypa
         assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
     finally:
         queue.close()
+
+
+def test_interrupt_while_a_save_is_staged_fails_that_save_only(queue, monkeypatch):
+    """Ctrl-C in the middle of `schedule` reaches the trainer, and leaves no buffer in use."""
+    with monkeypatch.context() as patch:
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        patch.setattr(_payload, "stage_copies", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            queue.schedule_async_request(AsyncRequest(print, (torch.ones(5),), []))
+    queue.schedule_async_request(AsyncRequest(print, (torch.ones(5),), []))
+    with pytest.raises(AsyncSaveError, match="KeyboardInterrupt"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]

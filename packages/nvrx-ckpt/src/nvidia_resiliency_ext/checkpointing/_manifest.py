@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = ".nvrx_manifest.json"
+METADATA = ".metadata"
 _MAX_BYTES = 1 << 30
 
 Manifest = dict[str, Any]
@@ -70,8 +71,7 @@ def write_rank_manifest(plan: WritePlan, results: Sequence[FileResult]) -> FileR
         }
         for file, result in zip(plan.files, results, strict=True)
     }
-    content = {**plan.manifest.about, "files": files}
-    return write_manifest(plan.manifest.path, content, sync=plan.sync)
+    return write_manifest(plan.manifest, {"files": files}, sync=plan.sync)
 
 
 def read_manifest(path: str) -> Manifest:

@@ -37,6 +37,19 @@ def place_where(state: Any, holds: Callable[[Any], bool]) -> str:
             return path or "the state"
 
 
+def place_that_fails(state: Any, dump: Callable[[Any], object]) -> str:
+    """Return the path of the innermost part with which a function fails, as with the state."""
+
+    def fails(item: Any) -> bool:
+        try:
+            dump(item)
+        except Exception:  # noqa: BLE001 - any error of a user's class means the same here
+            return True
+        return False
+
+    return place_where(state, fails)
+
+
 def place_of_cycle(item: Any, path: str = "", above: frozenset[int] = frozenset()) -> str:
     """Return the path of a container that is in itself; empty if there is none."""
     if id(item) in above:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -16,11 +15,10 @@ _ON_FULL = ("wait", "skip", "error")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
 class QueueOptions:
-    """How a queue deals with failures and with too many saves.
+    """How a queue deals with failures and with too many saves; None takes the default.
 
-    Attributes:
+    Args:
         save_timeout: Seconds after which a save that is not written has failed; None for never.
         max_pending: How many saves may hold a staging buffer.
         on_full: "wait" for the oldest one, "skip" the new save, or "error".
@@ -28,19 +26,13 @@ class QueueOptions:
         retries: How often the worker tries again to write after an error of the file system.
         retry_delay: Seconds before the first new attempt; doubled each time, 60 at most.
         max_failures: With "warn": raise after this many failures in a row; None for never.
+
+    Raises:
+        ValueError: An argument or a variable has a value that is not allowed.
     """
 
-    save_timeout: float | None
-    max_pending: int
-    on_full: str
-    on_error: str
-    retries: int
-    retry_delay: float
-    max_failures: int | None
-
-    @classmethod
-    def resolve(  # noqa: PLR0913 - one for each option
-        cls,
+    def __init__(  # noqa: PLR0913 - one for each option
+        self,
         *,
         save_timeout: float | None,
         max_pending: int | None,
@@ -49,12 +41,7 @@ class QueueOptions:
         retries: int | None,
         retry_delay: float,
         max_failures: int | None,
-    ) -> QueueOptions:
-        """Fill in what was not given.
-
-        Raises:
-            ValueError: An argument or a variable has a value that is not allowed.
-        """
+    ) -> None:
         timeout = _given(save_timeout, "NVRX_CKPT_SAVE_TIMEOUT", float, None)
         pending = _given(max_pending, "NVRX_CKPT_MAX_PENDING", int, 1)
         error = _given(on_error, "NVRX_CKPT_ON_ERROR", str, "raise")
@@ -73,7 +60,9 @@ class QueueOptions:
         if timeout is not None and not timeout > 0:
             name = "save_timeout (NVRX_CKPT_SAVE_TIMEOUT)"
             raise ValueError(f"{name} is {timeout}; a number of seconds above 0 is needed")
-        return cls(timeout, pending, on_full, error, retries, retry_delay, max_failures)
+        self.save_timeout, self.max_pending = timeout, pending
+        self.on_full, self.on_error = on_full, error
+        self.retries, self.retry_delay, self.max_failures = retries, retry_delay, max_failures
 
 
 def io_mode_option(given: str | None) -> str:

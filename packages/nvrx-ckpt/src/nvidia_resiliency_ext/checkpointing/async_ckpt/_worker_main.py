@@ -156,7 +156,7 @@ class _Server:
     def _lock(self, job: Job, plan: WritePlan) -> None:
         if plan.manifest is None:
             return
-        path = plan.manifest.path
+        path = plan.manifest
         with self._locking:
             _, lock = self._locks.pop(path, (job, None))
         lock = lock or SaveLock(path)
@@ -282,13 +282,14 @@ class _Server:
         plan: WritePlan,
         least: int,
     ) -> dict[str, Any]:
-        """Return the files that an attempt wrote, their manifest, and how many attempts it took."""
+        """Return the manifest of the files that an attempt wrote, and how many it took."""
         retries, delay = max(run.retries, least), run.retry_delay
         for number in range(retries + 1):
             try:
-                found = _describe_files(plan, attempt(), number + 1)
+                manifest = write_rank_manifest(plan, attempt())
                 self._lock(run.job, plan)  # what has taken the place of the locked file
-                return found  # noqa: TRY300 - an error here is one of the attempt
+                about = None if manifest is None else asdict(manifest)
+                return {"attempts": number + 1, "manifest": about}
             except OSError:
                 active = local or self._active.get(run.job)
                 if number == retries or active is None or active.stopped.wait(delay):
@@ -303,7 +304,7 @@ class _Server:
 
     def _finish(self, run: Run, memory: JobMemory, begin: float, result: Any) -> None:
         ok = not isinstance(result, BaseException)
-        value = result if ok else _describe(result)
+        value = result if ok else "".join(traceback.format_exception(result))
         text = json.dumps(value, separators=(",", ":")).encode()
         position = memory.append(text)
         memory.close()
@@ -318,15 +319,6 @@ class _Server:
             send_message(self._sock, MESSAGES, message, None)
 
 
-def _describe_files(plan: WritePlan, files: list[FileResult], attempts: int) -> dict[str, Any]:
-    manifest = write_rank_manifest(plan, files)
-    return {
-        "attempts": attempts,
-        "files": [asdict(file) for file in files],
-        "manifest": None if manifest is None else asdict(manifest),
-    }
-
-
 class _ProgressCounter:
     """Adds up what several threads have written."""
 
@@ -339,16 +331,6 @@ class _ProgressCounter:
         with self._lock:
             self._total += nbytes
             self._memory.progress = self._total
-
-
-def _describe(error: BaseException) -> dict[str, Any]:
-    return {
-        "type": type(error).__name__,
-        "text": str(error),
-        "errno": error.errno if isinstance(error, OSError) else None,
-        "path": error.filename if isinstance(error, OSError) else None,
-        "traceback": "".join(traceback.format_exception(error)),
-    }
 
 
 def _watch_parent() -> int | None:

@@ -177,7 +177,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         self.io_priority = io_priority
         self.sigterm_timeout = sigterm_timeout
         self.cpu_shm_mode = cpu_shm_mode
-        self.options = QueueOptions.resolve(
+        self.options = QueueOptions(
             save_timeout=save_timeout,
             max_pending=max_pending,
             on_full=on_full,
@@ -406,7 +406,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         mine = call.cause if call.state is CallState.FAILED else ""
         if call.state is CallState.RUNNING:
             self._get_async_caller().give_up(call, "it failed on another rank")
-        causes = self._control.gather_texts(mine[-600:] if not mine.isascii() else mine[-4000:])
+        causes = self._control.gather_texts(mine)
         failed = ((rank, cause) for rank, cause in enumerate(causes) if cause)
         rank, cause = next(failed, (None, "the rank that failed did not say why"))
         return self._error(call, str(cause), rank)
