@@ -231,6 +231,21 @@ def test_files_of_others_are_ignored(tmp_path, name):
     assert LocalCheckpointManager(tmp_path).find_latest() == 1
 
 
+def test_directories_with_the_names_of_shards_hold_up_one_save_each(tmp_path):
+    """A directory in the place of a shard, or of one in progress, fails the save of that name."""
+    manager = saved(tmp_path, 1)
+    for name in ("iter_0000002_0_local.pt", "iter_0000003_0_local.dirty.pt"):
+        (tmp_path / "0" / name).mkdir()
+    for iteration in (2, 3):
+        path = f"{tmp_path}/0/iter_000000{iteration}_0_local.pt"
+        with pytest.raises(CheckpointingException, match=f"'{path}': .*Is a directory"):
+            manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+        assert find_and_load(0, 1, tmp_path) == (1, 1, True)
+    save_more(manager, 4, 5)
+    assert find_and_load(0, 1, tmp_path) == (5, 5, True)
+    manager.close()
+
+
 @pytest.mark.parametrize("change", ["session", "name", "rank"])
 def test_shards_of_another_place_are_not_taken(tmp_path, change, caplog):
     """A shard of another session, iteration or owner is not used under the name of ours."""

@@ -129,9 +129,7 @@ class RankDirectory:
     def names(self) -> list[ShardName]:
         """Return all files that have a name of ours, oldest first; none when it is missing."""
         with self.open() as directory:
-            if directory is None:
-                return []
-            return sorted(filter(None, map(ShardName.parse, os.listdir(directory))))
+            return [] if directory is None else _names_in(directory)
 
     def source(self, name: ShardName) -> FileSource:
         """Open a shard for reading.
@@ -216,12 +214,9 @@ class RankDirectory:
         with self.open() as directory:
             if directory is None:
                 return notes
-            for name in os.listdir(directory):
-                shard = ShardName.parse(name)
-                if shard is None or shard.suffix != DIRTY:
-                    continue
+            for name in [n for n in _names_in(directory) if n.suffix == DIRTY]:
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):
-                    note = _remove_dead(name, directory)
+                    note = _remove_dead(str(name), directory)
                     if note:
                         notes.append(note)
         return notes
@@ -366,6 +361,13 @@ def _open_trusted(path: str) -> int:
         os.close(descriptor)
         raise UnsafePathError(errno.EPERM, problem, path)
     return descriptor
+
+
+def _names_in(directory: int) -> list[ShardName]:
+    """Return the names of ours, oldest first; directories are none, whatever their names."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    return sorted(filter(None, map(ShardName.parse, names)))
 
 
 def _create_locked(name: str, directory: int) -> int:
