@@ -444,7 +444,7 @@ def test_forked_child_leaves_the_queue_to_its_parent(tmp_path):
     arguments = [str(Path(failing_files.__file__).parent), tmp_path / "begun", tmp_path / "go"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.stdout == "[0]\n", done.stderr
     assert "not finalised" not in done.stderr
