@@ -2,6 +2,7 @@
 """Local checkpoints against the machine's own limits, in one run: save, load, 2-way replication.
 
     python bench_local.py --mb 512 --root /dev/shm/bench-local [--python OTHER_PYTHON]
+    python bench_local.py --mb 512 --mbit 1000      two hosts with a link of 1 Gbit/s each way
 
 Prints one JSON line per figure, with the load average. Limits are measured by two processes at the
 same time: a plain write that removes the file before, as a save does; a read into fresh memory, as
@@ -10,9 +11,14 @@ a load needs it, and into memory that was used before; plain TCP in both directi
 checksums. `write_used` and `copy_used` write over files that are there, as saves do from the third
 on. The time of a write that runs beside training counts from the end of the calls. The last line
 compares stalls: saves without copies and with them take turns.
+
+With `--mbit` each rank has a network of its own, and the link between them lets no more pass each
+way: so it shows what replication makes of a transport that is slower than the processors. That
+needs root, `ip`, `tc` and a kernel with network namespaces and `tbf`.
 """
 
 import argparse
+import ctypes
 import json
 import mmap
 import multiprocessing
@@ -20,15 +26,17 @@ import os
 import shutil
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MIB = 1 << 20
 CHUNK = 8 * MIB
 WORLD = 2
+CLONE_NEWNET = 0x40000000
 
 
 def emit(**fields: Any) -> None:
@@ -73,12 +81,18 @@ class Peak(threading.Thread):
         return self.peak - self.base
 
 
-def join(rank: int, port: int) -> Any:
+def address(rank: int, options: argparse.Namespace) -> str:
+    """Return the address of a rank."""
+    return f"10.0.0.{rank + 1}" if options.mbit else "127.0.0.1"
+
+
+def join(rank: int, options: argparse.Namespace) -> Any:
     """Become a rank."""
     import torch
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR=address(0, options), MASTER_PORT=str(options.port))
+    os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="eth0" if options.mbit else "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     return torch, dist
@@ -93,12 +107,14 @@ def timed(dist: Any, function: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def transport_between(rank: int, dist: Any, data: Any) -> Callable[..., None]:
+def transport_between(
+    rank: int, options: argparse.Namespace, dist: Any, data: Any
+) -> Callable[..., None]:
     """Connect both ranks; return what sends the data both ways at once, into a file if named."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((address(rank, options), 0))
     ports = [None] * WORLD
     dist.all_gather_object(ports, listener.getsockname()[1])
-    out = socket.create_connection(("127.0.0.1", ports[1 - rank]))
+    out = socket.create_connection((address(1 - rank, options), ports[1 - rank]))
     inward, _ = listener.accept()
 
     def transport(to: str = os.devnull, mode: str = "wb") -> None:
@@ -122,7 +138,7 @@ def transport_between(rank: int, dist: Any, data: Any) -> Callable[..., None]:
 
 def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
     """Measure plain write, read and TCP on all ranks at once; return seconds."""
-    torch, dist = join(rank, options.port)
+    torch, dist = join(rank, options)
     data = torch.rand(options.mb * MIB // 4).view(torch.uint8).numpy()
     target = bytearray(len(data))
     path = os.path.join(options.root, f"limit-{rank}")
@@ -147,7 +163,7 @@ def limits(rank: int, options: argparse.Namespace) -> dict[str, float]:
             for start in range(0, len(fresh), CHUNK):
                 file.readinto(fresh[start : start + CHUNK])
 
-    transport = transport_between(rank, dist, data)
+    transport = transport_between(rank, options, dist, data)
 
     def copy(own: Callable[[], None] = write, mode: str = "wb") -> None:
         thread = threading.Thread(target=own)
@@ -172,7 +188,7 @@ def saves(
     rank: int, options: argparse.Namespace, repl: bool, asynchronous: bool
 ) -> dict[str, float]:
     """Measure saves and loads; return medians."""
-    torch, dist = join(rank, options.port)
+    torch, dist = join(rank, options)
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
     from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
         BasicTensorAwareStateDict,
@@ -234,7 +250,7 @@ def saves(
 
 def stalls(rank: int, options: argparse.Namespace) -> dict[str, float]:
     """Measure the stall of saves without copies and with them, in turns; return medians."""
-    torch, dist = join(rank, options.port)
+    torch, dist = join(rank, options)
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
     from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
         BasicTensorAwareStateDict,
@@ -272,8 +288,32 @@ def stalls(rank: int, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _entry(function: Any, rank: int, options: Any, args: Any, connection: Any) -> None:
+    if options.mbit:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "no network of its own; is this root?")
+        connection.send("alone")
+        connection.recv()
     connection.send(function(rank, options, *args))
     os._exit(0)
+
+
+def link(pids: list[int], options: argparse.Namespace) -> None:
+    """Lay a cable between the networks of two processes, which lets so much pass each way."""
+    one, two = (f"netns {pid}" for pid in pids)
+    subprocess.run(
+        f"ip link add eth0 {one} type veth peer name eth0 {two}".split(), check=True, timeout=30
+    )
+    for rank, pid in enumerate(pids):
+        rate = f"rate {options.mbit}mbit burst 256kb latency 50ms"
+        for command in (
+            "ip link set lo up",
+            f"ip addr add {address(rank, options)}/24 dev eth0",
+            "ip link set eth0 up",
+            f"tc qdisc add dev eth0 root tbf {rate}",
+        ):
+            inside = ["nsenter", "-t", str(pid), "-n", *command.split()]
+            subprocess.run(inside, check=True, timeout=30)
 
 
 def on_all(function: Any, options: argparse.Namespace, *args: Any) -> dict[str, float]:
@@ -291,11 +331,19 @@ def on_all(function: Any, options: argparse.Namespace, *args: Any) -> dict[str, 
     ]
     for process in ranks:
         process.start()
-    found = []
-    for ours, _ in ends:
-        if not ours.poll(options.timeout):
-            raise SystemExit("a rank gave no answer")
-        found.append(ours.recv())
+
+    def answers() -> Iterator[Any]:
+        for ours, _ in ends:
+            if not ours.poll(options.timeout):
+                raise SystemExit("a rank gave no answer")
+            yield ours.recv()
+
+    if options.mbit:
+        list(answers())
+        link([process.pid for process in ranks], options)
+        for ours, _ in ends:
+            ours.send("connected")
+    found = list(answers())
     for process in ranks:
         process.join()
     shutil.rmtree(options.root)
@@ -308,6 +356,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=512, help="MiB per rank")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--root", default="/dev/shm/bench-local")  # noqa: S108
+    parser.add_argument("--mbit", type=int, help="limit of a link between two hosts, each way")
     parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("--python", help="another interpreter with the same import names")
     options = parser.parse_args()

@@ -15,6 +15,7 @@ import threading
 import time
 
 import no_threads
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,9 +61,8 @@ def save_more(manager, *iterations):
 
 
 def files(folder, rank=0):
-    """Return the names of all files but the spare ones."""
-    names = (path.name for path in (folder / str(rank)).iterdir())
-    return sorted(name for name in names if not name.startswith(".spare_"))
+    """Return the names of all files in a rank's directory."""
+    return sorted(os.listdir(folder / str(rank)))
 
 
 def test_a_saved_state_is_found_and_loaded(tmp_path):
@@ -108,6 +108,17 @@ def test_iterations_must_grow(tmp_path):
         manager.save(BasicTensorAwareStateDict({}), 5)
 
 
+def test_iterations_may_be_numbers_of_numpy_and_torch(tmp_path):
+    """An element of an array or a tensor names the file as a plain number does; 3.5 is refused."""
+    manager = LocalCheckpointManager(tmp_path)
+    for number in (np.int64(1), torch.tensor(2)):
+        manager.save(BasicTensorAwareStateDict(state_of(0, int(number))), number)
+        assert files(tmp_path) == [f"iter_000000{int(number)}_0_local.pt"]
+    with pytest.raises(TypeError):
+        manager.save(BasicTensorAwareStateDict({}), 3.5)
+    assert find_and_load(0, 1, tmp_path) == (2, 2, True)
+
+
 def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):
     """The third save needs no new file, and whatever its length what it wrote is loaded."""
     manager = LocalCheckpointManager(tmp_path)
@@ -117,7 +128,7 @@ def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):
         manager.save(state, iteration)
         path = tmp_path / "0" / f"iter_{iteration:07d}_0_local.pt"
         inodes.append(path.stat().st_ino)
-        assert len(list((tmp_path / "0").iterdir())) == min(iteration, 2)
+        assert files(tmp_path) == [path.name]
         latest = LocalCheckpointManager(tmp_path)
         assert latest.find_latest() == iteration
         assert is_state(latest.load()[0], 0, iteration, elements)
@@ -155,19 +166,30 @@ def test_a_shard_does_not_inherit_what_others_may_do_with_an_old_one(tmp_path):
     manager = saved(tmp_path, 1)
     (tmp_path / "0" / "iter_0000001_0_local.pt").chmod(0o644)
     save_more(manager, 2, 3)
-    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "0").iterdir()]
-    assert modes == [0o600, 0o600]
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.stat().st_mode & 0o777 for path in found] == [0o600, 0o600]
 
 
 def test_a_save_that_fails_gives_the_spare_files_up(tmp_path):
     """What space they took is there for the next attempt."""
     manager = saved(tmp_path, 1, 2)
-    folder = tmp_path / "0"
-    (folder / ".spare_7").write_bytes(b"of a rank whose copies went elsewhere since")
+    (tmp_path / ".spare_0_7").write_bytes(b"of a rank whose copies went elsewhere since")
+    (tmp_path / ".spare_00_7").write_bytes(b"of another rank")
     with pytest.raises(CheckpointingException):
         manager.save(BasicTensorAwareStateDict({"bad": threading.Lock()}), 3)
-    assert [path.name for path in folder.iterdir()] == ["iter_0000002_0_local.pt"]
+    assert files(tmp_path) == ["iter_0000002_0_local.pt"]
+    assert sorted(os.listdir(tmp_path)) == [".spare_00_7", "0"]
     manager.close()
+
+
+def test_where_no_spare_file_can_be_kept_old_shards_go(tmp_path, caplog):
+    """What cannot be moved beside the rank's directory is removed, and each save is right."""
+    (tmp_path / ".spare_0_0").mkdir()
+    saved(tmp_path, 1, 2, 3)
+    assert files(tmp_path) == ["iter_0000003_0_local.pt"]
+    assert sorted(os.listdir(tmp_path)) == [".spare_0_0", "0"]
+    assert find_and_load(0, 1, tmp_path) == (3, 3, True)
+    assert "cannot be removed" not in caplog.text
 
 
 def test_older_iterations_are_kept_on_request(tmp_path):
@@ -207,6 +229,21 @@ def test_files_of_others_are_ignored(tmp_path, name):
     manager = saved(tmp_path, 1)
     (manager.local_ckpt_dir / name).touch(mode=0o600)
     assert LocalCheckpointManager(tmp_path).find_latest() == 1
+
+
+def test_directories_with_the_names_of_shards_hold_up_one_save_each(tmp_path):
+    """A directory in the place of a shard, or of one in progress, fails the save of that name."""
+    manager = saved(tmp_path, 1)
+    for name in ("iter_0000002_0_local.pt", "iter_0000003_0_local.dirty.pt"):
+        (tmp_path / "0" / name).mkdir()
+    for iteration in (2, 3):
+        path = f"{tmp_path}/0/iter_000000{iteration}_0_local.pt"
+        with pytest.raises(CheckpointingException, match=f"'{path}': .*Is a directory"):
+            manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
+        assert find_and_load(0, 1, tmp_path) == (1, 1, True)
+    save_more(manager, 4, 5)
+    assert find_and_load(0, 1, tmp_path) == (5, 5, True)
+    manager.close()
 
 
 @pytest.mark.parametrize("change", ["session", "name", "rank"])

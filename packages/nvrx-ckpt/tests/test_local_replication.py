@@ -37,6 +37,8 @@ from nvidia_resiliency_ext.checkpointing._shard.peer import (
 from nvidia_resiliency_ext.checkpointing._shard.peer_server import PeerServer
 from nvidia_resiliency_ext.checkpointing._shard.read import read_manifest
 from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write_content
+from nvidia_resiliency_ext.checkpointing.local._load import load_state
+from nvidia_resiliency_ext.checkpointing.local._pickling import split_state
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
     CheckpointingException,
@@ -324,6 +326,43 @@ def test_a_copy_is_read_back_as_it_was(server, tmp_path):
     assert bytes(data) == storages[0]
 
 
+class MeetingSource(PeerSource):
+    """A copy whose first large read waits until the other copy is being read as well."""
+
+    meeting = threading.Barrier(2)
+    has_met = False
+
+    def read_into(self, position, target):
+        if target.nbytes > 10_000 and not self.has_met:
+            self.has_met = True
+            self.meeting.wait(60)
+        super().read_into(position, target)
+
+
+def test_a_shard_is_read_from_all_who_have_a_copy_at_once(tmp_path):
+    """Two keepers send different tensors at the same time, and each byte is right."""
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for rank in (1, 2):
+            directory = RankDirectory(tmp_path, "", rank)
+            servers.append(PeerServer(directory, "127.0.0.1", TOKEN, lambda *_: "", 20.0))
+            stack.callback(servers[-1].close)
+        peers = [peer_of(server, timeout_s=20.0) for server in servers]
+        given = {f"w{k}": torch.rand(10_000) for k in range(6)}
+        parts = split_state(BasicTensorAwareStateDict(given))
+        lengths = [(storage.nbytes, "") for storage in parts.storages]
+        identity = ShardIdentity(3, 0, "", 3)
+        content = ShardContent(identity, parts.state_class, parts.skeleton, tuple(lengths))
+        job = SaveJob(str(tmp_path), "", 0, content, tuple(peers))
+        assert run_save_job(job, parts.storages) == ""
+        sources = [MeetingSource(peer, ShardName(3, 0)) for peer in peers]
+        state = load_state(read_manifest(sources[0]), sources, strict=True)
+        for source in sources:
+            source.close()
+    assert all(source.has_met for source in sources)
+    assert all(torch.equal(state.state_dict[name], given[name]) for name in given)
+
+
 class FlippingTarget(PeerTarget):
     """A network that changes one bit of what is sent, in the bytes of the tensor."""
 
@@ -535,7 +574,7 @@ def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
 def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch):
     """While a copy is made durable the keeper gives signs of life, for longer than the timeout."""
     told, many = [], threading.Event()
-    send = peer_server.send_json
+    send = protocol.send_json
 
     def note(sock, value):
         send(sock, value)
@@ -550,7 +589,7 @@ def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch
             assert many.wait(60)
         publish(shard)
 
-    monkeypatch.setattr(peer_server, "send_json", note)
+    monkeypatch.setattr(protocol, "send_json", note)
     monkeypatch.setattr(ShardInProgress, "publish", publish_late)
     job, storages = job_of(tmp_path, [peer_of(server, timeout_s=2.0)])
     assert run_save_job(job, storages) == ""

@@ -3,6 +3,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import pickle
 import re
@@ -26,7 +27,14 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext.checkpointing import _image
 from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
-from nvidia_resiliency_ext.checkpointing.async_ckpt import _callers, _worker, _worker_main, core
+from nvidia_resiliency_ext.checkpointing.async_ckpt import (
+    _callers,
+    _payload,
+    _priority,
+    _worker,
+    _worker_main,
+    core,
+)
 from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
 from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import (
     MESSAGES,
@@ -34,6 +42,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt._messages import (
     Job,
     Released,
     Run,
+    Settings,
 )
 from nvidia_resiliency_ext.checkpointing.async_ckpt._worker import Worker, WorkerLostError
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
@@ -332,28 +341,46 @@ def test_bad_options_name_the_variable(monkeypatch):
                 AsyncCallsQueue()
     with pytest.raises(ValueError, match="cpu_priority"):
         AsyncCallsQueue(cpu_priority=20)
+    arguments = {"max_pending": 0, "save_timeout": 0, "retries": -1, "retry_delay": -0.5}
+    for name, value in {**arguments, "max_failures": 0}.items():
+        with pytest.raises(ValueError, match=f"{name}.* is {value}"):
+            AsyncCallsQueue(**{name: value})
 
 
-def test_worker_is_light_and_polite(queue):
-    """The worker that only writes has no torch, little memory, and the niceness asked for."""
-    caller = queue.persistent_caller
-    queue.schedule_async_request(AsyncRequest(None, (), []))
-    pid = caller.process.pid
-    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 10)
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    assert "torch" not in maps
+def test_worker_is_light_and_polite(caplog):
+    """The worker that writes has no torch; all its threads have the priorities that are logged."""
+    caplog.set_level(logging.INFO, "nvrx")
+    queue = AsyncCallsQueue(io_priority=3, sigterm_timeout=5)
+    queue.schedule_async_request(AsyncRequest(print, (1,), []))
+    queue.maybe_finalize_async_calls(blocking=True)
+    pid = queue.persistent_caller.process.pid
+    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    assert len(threads) > 2
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {10}
+    assert {_priority.io_class_of(thread) for thread in threads} <= {3, None}
+    assert caplog.text.count(f"worker process {pid} has niceness 10 and disk priority class 3") == 1
+    assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    queue.close()
 
 
-def test_warm_worker_is_taken_by_the_first_queue():
-    """A worker started ahead of time is the first queue's; a second warm-up does nothing."""
+@pytest.mark.parametrize("options", [{}, {"on_error": "warn", "retry_delay": 0.01}])
+def test_warm_worker_is_taken_by_the_first_queue(options, tmp_path):
+    """A worker started ahead of time is the first queue's, whatever its options."""
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=5)
     warm = AsyncCallsQueue._warm
     AsyncCallsQueue.warmup_persistent_caller(0)
     assert AsyncCallsQueue._warm is warm
-    queue = AsyncCallsQueue()
+    queue = AsyncCallsQueue(max_pending=2, **options)
     assert queue.persistent_caller is warm
     AsyncCallsQueue.warmup_persistent_caller(0)
     assert AsyncCallsQueue._warm is None
+    # Two at a time have a buffer, as this queue was asked for.
+    for k in range(2):
+        args = (str(tmp_path / f"go{k}"),)
+        queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, args, []))
+    for k in range(2):
+        (tmp_path / f"go{k}").touch()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
     queue.close()
 
 
@@ -417,7 +444,7 @@ def test_forked_child_leaves_the_queue_to_its_parent(tmp_path):
     arguments = [str(Path(failing_files.__file__).parent), tmp_path / "begun", tmp_path / "go"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.stdout == "[0]\n", done.stderr
     assert "not finalised" not in done.stderr
@@ -481,6 +508,17 @@ def test_forgotten_queue_leaves_no_memory():
     del queue
     gc.collect()
     assert memfds() == 0
+
+
+def test_forgotten_queue_says_which_saves_are_lost(caplog, tmp_path):
+    """A queue that is dropped while saves are under way waits for nothing, and names them."""
+    queue = AsyncCallsQueue(max_pending=2)
+    args = (str(tmp_path / "never"),)
+    for _ in range(2):
+        queue.schedule_async_request(AsyncRequest(failing_files.wait_for_file, args, []))
+    del queue
+    gc.collect()
+    assert "saves were not finalised: 0, 1" in caplog.text
 
 
 def test_control_group_goes_with_its_process_group():
@@ -554,7 +592,8 @@ def test_worker_that_cannot_give_a_result_ends(tmp_path):
             [sys.executable, "-c", program],
             pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        run = Run(Job("q", 0, 0), "write", 0, 0, True, 0, 1.0)
+        run = Run(Job("q", 0, 0), "write", 0, 0, True, 1, 0, 1.0)
+        send_with_fds(ours, MESSAGES.encode(Settings(0, None)), [])
         send_with_fds(ours, MESSAGES.encode(run), [buffer.fd, memory])
         _, text = worker.communicate(timeout=DEADLINE_S)
     os.close(memory)
@@ -619,7 +658,7 @@ time.sleep(10)
 def test_worker_that_hangs_up_before_it_ends_is_not_waited_for(monkeypatch):
     """A look without waiting returns at once, and a wait rests, while such a worker cleans up."""
     monkeypatch.setattr(_worker, "_BOOT", HANGS_UP)
-    worker = Worker(0, None, 1)
+    worker = Worker(0, None)
     try:
         poller = select.poll()
         poller.register(worker._sock, select.POLLIN)
@@ -652,3 +691,19 @@ def test_interrupt_while_a_thread_is_collected_is_not_the_saves_failure(monkeypa
         assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
     finally:
         queue.close()
+
+
+def test_interrupt_while_a_save_is_staged_fails_that_save_only(queue, monkeypatch):
+    """Ctrl-C in the middle of `schedule` reaches the trainer, and leaves no buffer in use."""
+    with monkeypatch.context() as patch:
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        patch.setattr(_payload, "stage_copies", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            queue.schedule_async_request(AsyncRequest(print, (torch.ones(5),), []))
+    queue.schedule_async_request(AsyncRequest(print, (torch.ones(5),), []))
+    with pytest.raises(AsyncSaveError, match="KeyboardInterrupt"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]

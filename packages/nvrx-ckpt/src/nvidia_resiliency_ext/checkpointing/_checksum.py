@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["combine", "crc32"]
-
 _POLYNOMIAL = 0xEDB88320
 _FAR = 91639
 _NEAR = _FAR - 41678

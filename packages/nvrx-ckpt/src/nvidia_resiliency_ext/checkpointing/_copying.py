@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
-__all__ = ["Copier"]
-
 _PIECE_BYTES = 4 << 20
 _MAX_THREADS = 4
 

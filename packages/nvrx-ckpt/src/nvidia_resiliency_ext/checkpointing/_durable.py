@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
     from ._write_plan import FilePlan, WritePlan
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FileSaver",
-    "SaveCancelledError",
-    "publish_files",
-    "temporary_name",
-    "write_small_file",
-]
-
 CHUNK_BYTES = 8 << 20
 """Bytes of one system call; also how far checksums run ahead, four times."""
 

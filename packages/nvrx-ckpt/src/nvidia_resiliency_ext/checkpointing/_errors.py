@@ -7,8 +7,6 @@ import errno
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-__all__ = ["AsyncSaveError", "CheckpointWriteError", "DamagedCheckpointError"]
-
 _NEXT_STEPS = {
     errno.ENOENT: "the directory is missing or gone: create or mount it",
     errno.ENOSPC: "free space there, or save elsewhere",

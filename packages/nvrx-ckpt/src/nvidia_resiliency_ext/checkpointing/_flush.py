@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ._write_plan import FilePlan, FileResult, WritePlan
 
-__all__ = ["LocalCopy"]
-
 
 _PREFIX = "nvrx-ckpt-"
 _LOCK_WAIT_S = 60.0  # others look whether a directory is left over, for moments

@@ -20,22 +20,10 @@ from torch.utils import _pytree
 
 from ._copying import Copier
 from ._write_plan import ZipShape
-from ._zip_layout import shape_of
+from ._zip_layout import ZipImage, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-__all__ = [
-    "TensorFrame",
-    "copies_left",
-    "frame_of",
-    "is_plain",
-    "save_into",
-    "saved_size",
-    "saved_stride",
-    "stage_copies",
-    "storage_bytes",
-]
 
 _MAX_FRAMES = 16384
 
@@ -191,7 +179,7 @@ def save_into(
         copier.copy(stream.copies)
     if stream.position != len(image):
         raise ValueError(f"it took {stream.position} bytes, {len(image)} had been counted")
-    return shape_of(_FullImage(image)) if computes else None
+    return shape_of(ZipImage(image)) if computes else None
 
 
 def _computes_checksums() -> bool:
@@ -317,53 +305,10 @@ def _make_frame(
         torch.save(like, recorder)  # type: ignore[arg-type]
     if len(recorder.gaps) != 1 or recorder.gaps[0] != like.untyped_storage().nbytes():
         return None
-    head, tail = map(bytes, recorder.parts)
+    head, tail = recorder.parts
     nbytes = recorder.gaps[0]
-    image = _FrameImage(head, nbytes, tail)
+    image = ZipImage(head, nbytes, tail)
     shape = shape_of(image) if _computes_checksums() else ZipShape([])
     if shape is None:
         return None
     return TensorFrame(bytes(image.head), nbytes, bytes(image.tail), shape)
-
-
-class _FullImage:
-    """A zip file that is all there."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self.length = len(view)
-
-    def get(self, start: int, count: int) -> bytes:
-        return bytes(self._view[start : start + count])
-
-    def put(self, start: int, data: bytes) -> None:
-        self._view[start : start + len(data)] = data
-
-    def is_absent(self, start: int) -> bool:  # noqa: ARG002 - part of the protocol
-        return False
-
-
-class _FrameImage:
-    """A zip file whose only tensor is left out."""
-
-    def __init__(self, head: bytes, nbytes: int, tail: bytes) -> None:
-        self.head = bytearray(head)
-        self.tail = bytearray(tail)
-        self._tail_at = len(head) + nbytes
-        self.length = self._tail_at + len(tail)
-
-    def get(self, start: int, count: int) -> bytes:
-        part, start = self._part(start)
-        return bytes(part[start : start + count])
-
-    def put(self, start: int, data: bytes) -> None:
-        part, start = self._part(start)
-        part[start : start + len(data)] = data
-
-    def is_absent(self, start: int) -> bool:
-        return start == len(self.head)
-
-    def _part(self, start: int) -> tuple[bytearray, int]:
-        if start < self._tail_at:
-            return self.head, start
-        return self.tail, start - self._tail_at

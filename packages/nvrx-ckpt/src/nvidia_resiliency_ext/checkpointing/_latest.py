@@ -17,13 +17,11 @@ from nvidia_resiliency_ext.shared_utils.os_utils import sync_directory
 from ._durable import temporary_name, write_small_file
 from ._errors import DamagedCheckpointError
 from ._locks import is_being_saved
+from ._manifest import METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["publish_latest", "read_latest", "remove_old"]
-
-_METADATA = ".metadata"
 _MAX_NAME_BYTES = 4096
 
 
@@ -54,7 +52,7 @@ def publish_latest(tracker: str | os.PathLike[str], name: str, *, link: bool = F
     """
     path = os.path.abspath(os.fspath(tracker))
     target = os.path.join(os.path.dirname(path), name)
-    if os.path.isdir(target) and not os.path.exists(os.path.join(target, _METADATA)):
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, METADATA)):
         raise DamagedCheckpointError(target, "it has no metadata, so it is not complete")
     if not link:
         write_small_file(path, os.fsencode(name))
@@ -113,7 +111,7 @@ def remove_old(
     given = [os.fspath(path) for path in checkpoints]
     paths = [path for path in given if not os.path.islink(path)]
     linked = {os.path.realpath(path) for path in given if os.path.islink(path)}
-    complete = [path for path in paths if os.path.exists(os.path.join(path, _METADATA))]
+    complete = [path for path in paths if os.path.exists(os.path.join(path, METADATA))]
     if not complete:
         return []
     oldest_kept = paths.index(complete[-keep:][0])
@@ -125,7 +123,7 @@ def remove_old(
             continue
         # From the moment on that the metadata is gone nobody takes the rest for a checkpoint.
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(path, _METADATA))
+            os.unlink(os.path.join(path, METADATA))
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.lexists(path):
             removed.append(path)

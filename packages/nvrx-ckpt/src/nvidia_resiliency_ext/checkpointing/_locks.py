@@ -16,8 +16,6 @@ from ._errors import CheckpointWriteError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SaveLock", "is_being_saved", "open_locked"]
-
 _ATTEMPTS = 5
 _RELEASE_S = 1.0  # a job that has finalised tells its worker, which then lets go
 # Not for reading alone: NFS locks only what may be written. And not held up by a pipe.

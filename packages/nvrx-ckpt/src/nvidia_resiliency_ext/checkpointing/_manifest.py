@@ -26,18 +26,9 @@ if TYPE_CHECKING:
 
     from ._write_plan import WritePlan
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "Manifest",
-    "rank_manifest_name",
-    "read_manifest",
-    "write_manifest",
-    "write_rank_manifest",
-]
-
 FORMAT = 1
 MANIFEST = ".nvrx_manifest.json"
+METADATA = ".metadata"
 _MAX_BYTES = 1 << 30
 
 Manifest = dict[str, Any]
@@ -80,8 +71,7 @@ def write_rank_manifest(plan: WritePlan, results: Sequence[FileResult]) -> FileR
         }
         for file, result in zip(plan.files, results, strict=True)
     }
-    content = {**plan.manifest.about, "files": files}
-    return write_manifest(plan.manifest.path, content, sync=plan.sync)
+    return write_manifest(plan.manifest, {"files": files}, sync=plan.sync)
 
 
 def read_manifest(path: str) -> Manifest:

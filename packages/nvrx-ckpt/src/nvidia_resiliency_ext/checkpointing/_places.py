@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["parts_of", "place_of_cycle", "place_where"]
-
 
 def parts_of(path: str, item: Any) -> list[tuple[str, Any]]:
     """Return what is in a dict, list or tuple, or in the attributes of an object, with its path."""
@@ -37,6 +35,19 @@ def place_where(state: Any, holds: Callable[[Any], bool]) -> str:
                 break
         else:
             return path or "the state"
+
+
+def place_that_fails(state: Any, dump: Callable[[Any], object]) -> str:
+    """Return the path of the innermost part with which a function fails, as with the state."""
+
+    def fails(item: Any) -> bool:
+        try:
+            dump(item)
+        except Exception:  # noqa: BLE001 - any error of a user's class means the same here
+            return True
+        return False
+
+    return place_where(state, fails)
 
 
 def place_of_cycle(item: Any, path: str = "", above: frozenset[int] = frozenset()) -> str:

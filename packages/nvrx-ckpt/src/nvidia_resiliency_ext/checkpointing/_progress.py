@@ -10,8 +10,6 @@ import time
 
 from nvidia_resiliency_ext.shared_utils.console import write_err
 
-__all__ = ["ProgressBar", "size_text"]
-
 LOAD_DELAY_S = 2.0
 """A load that takes no longer shows nothing."""
 

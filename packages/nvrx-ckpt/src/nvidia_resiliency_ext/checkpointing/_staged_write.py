@@ -13,11 +13,9 @@ from ._manifest import write_rank_manifest
 from ._staging import StagingBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ._write_plan import FileResult, WritePlan
-
-__all__ = ["NoArguments", "Publication", "StagedWrite"]
 
 
 class Publication(Protocol):
@@ -76,11 +74,10 @@ class StagedWrite(ABC):
         """Copy everything into the buffer, wait for copies from devices, and return the plan."""
 
     @abstractmethod
-    def written(self, results: Sequence[FileResult], manifest: FileResult | None) -> None:
-        """Receive the files that are durable now; called on the trainer.
+    def written(self, manifest: FileResult | None) -> None:
+        """Hear that all files are durable now; called on the trainer.
 
         Args:
-            results: One for each file of the plan, in order.
             manifest: The manifest of this rank, where the plan has one.
         """
 
@@ -98,12 +95,11 @@ class StagedWrite(ABC):
         lock = None
         try:
             plan = self.stage(buffer)
-            lock = None if plan.manifest is None else SaveLock(plan.manifest.path)
+            lock = None if plan.manifest is None else SaveLock(plan.manifest)
             saver = FileSaver(plan, buffer.view, opener=self.opener, renames=self.renames)
-            results = saver.run()
-            manifest = write_rank_manifest(plan, results)
+            manifest = write_rank_manifest(plan, saver.run())
         finally:
             if lock is not None:
                 lock.close()
             buffer.close()
-        self.written(results, manifest)
+        self.written(manifest)

@@ -14,14 +14,10 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-__all__ = ["PAGE_BYTES", "StagingBuffer", "StagingPool", "round_up"]
 
 PAGE_BYTES = 4096
 _SLACK = 64  # a buffer is made 1/64 larger than asked for, so that small growth needs no new one
@@ -99,15 +95,15 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """The staging buffers of one queue: at most `limit`, lent one at a time and reused.
+    """The staging buffers of one queue, lent one at a time and reused.
 
     Args:
-        limit: How many may be lent at once.
+        limit: How many may be lent at once; whoever takes one looks at `full` before.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._idle: list[StagingBuffer] = []
         self._lent = 0
 
@@ -116,20 +112,13 @@ class StagingPool:
         """Whether all buffers are lent."""
         return self._lent >= self.limit
 
-    def take(
-        self, nbytes: int, *, pinned: bool = False, timeout_s: float | None = None
-    ) -> StagingBuffer:
-        """Lend a buffer of at least `nbytes`, waiting for one to come back where all are lent.
+    def take(self, nbytes: int, *, pinned: bool = False) -> StagingBuffer:
+        """Lend a buffer of at least `nbytes`.
 
         Raises:
-            TimeoutError: None came back in time.
             OSError: The system has no memory for it.
         """
-        deadline = Deadline.after(timeout_s)
-        with self._condition:
-            while self.full:
-                if not self._condition.wait(deadline.timeout()):
-                    raise TimeoutError(f"no staging buffer came back within {timeout_s} s")
+        with self._lock:
             self._lent += 1
             buffer = self._idle.pop() if self._idle else None
         try:
@@ -139,28 +128,25 @@ class StagingPool:
                 buffer.close()
             return StagingBuffer(nbytes + nbytes // _SLACK, pinned=pinned)
         except BaseException:
-            with self._condition:
+            with self._lock:
                 self._lent -= 1
-                self._condition.notify()
             raise
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a lent buffer back; nobody else may still read it."""
-        with self._condition:
+        with self._lock:
             self._lent -= 1
             self._idle.append(buffer)
-            self._condition.notify()
 
     def discard(self, buffer: StagingBuffer) -> None:
         """Take a lent buffer back that a lost worker may still read: it is not used again."""
-        with self._condition:
+        with self._lock:
             self._lent -= 1
-            self._condition.notify()
         buffer.close()
 
     def close(self) -> None:
         """Free the buffers that are not lent."""
-        with self._condition:
+        with self._lock:
             idle, self._idle = self._idle, []
         for buffer in idle:
             buffer.close()

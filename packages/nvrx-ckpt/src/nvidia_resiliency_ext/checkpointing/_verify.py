@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._checksum import combine, crc32
 from ._errors import DamagedCheckpointError
-from ._manifest import MANIFEST, read_manifest
+from ._manifest import MANIFEST, METADATA, read_manifest
 from ._shard.layout import Manifest as ShardManifest
 from ._shard.read import FileSource, damage_of
 from ._shard.read import read_manifest as read_shard_manifest
@@ -21,15 +21,6 @@ from ._shard.read import read_manifest as read_shard_manifest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = [
-    "CheckpointItem",
-    "VerifyReport",
-    "checkpoint_items",
-    "require_whole",
-    "verify_checkpoint",
-]
-
-_METADATA = ".metadata"
 _SHARD = re.compile(r"iter_\d{7,}_\d+_local\.pt")
 _READ_BYTES = 4 << 20
 _MAX_DEPTH = 3
@@ -213,7 +204,7 @@ def _files(folder: str) -> list[_File]:
     """Return the files that a checkpoint must have, with what must be in them."""
     try:
         manifest = read_manifest(os.path.join(folder, MANIFEST))
-        files = [_File.parse(_METADATA, manifest["metadata"])]
+        files = [_File.parse(METADATA, manifest["metadata"])]
         for rank in manifest["ranks"]:
             files.append(_File.parse(rank["name"], rank))
             content = read_manifest(_inside(folder, rank["name"]))["files"]
@@ -277,7 +268,7 @@ def _check_shards(
 def _has_lost_its_manifest(folder: str) -> bool:
     # One without content is what a save that was killed has locked; it has replaced nothing yet.
     ours = glob.glob(os.path.join(glob.escape(folder), ".nvrx_manifest.*"))
-    return os.path.lexists(os.path.join(folder, _METADATA)) and any(
+    return os.path.lexists(os.path.join(folder, METADATA)) and any(
         os.lstat(path).st_size for path in ours
     )
 

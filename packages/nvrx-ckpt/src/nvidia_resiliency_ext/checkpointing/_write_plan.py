@@ -10,17 +10,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-__all__ = [
-    "PLAIN_BYTES",
-    "FilePlan",
-    "FileResult",
-    "ItemPlan",
-    "ManifestPlan",
-    "WritePlan",
-    "ZipShape",
-]
 
 PLAIN_BYTES = -1
 """Value of `ItemPlan.shape` for bytes without checksums to fill in."""
@@ -77,19 +66,6 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestPlan:
-    """The manifest that a rank writes beside its files.
-
-    Attributes:
-        path: Final path.
-        about: What it says besides files and items.
-    """
-
-    path: str
-    about: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class WritePlan:
     """All files of one save on one rank.
 
@@ -97,7 +73,7 @@ class WritePlan:
         files: The files.
         shapes: The shapes that their items refer to.
         remove_first: Files that must be gone before the first new one gets its name.
-        manifest: The manifest to write, or None.
+        manifest: Path of the manifest that the rank writes beside its files; None for none.
         threads: How many files are written at a time.
         io_mode: "auto", "buffered" or "direct".
         sync: Whether files and directories are synced to the device.
@@ -107,7 +83,7 @@ class WritePlan:
     files: list[FilePlan]
     shapes: list[ZipShape] = field(default_factory=list)
     remove_first: list[str] = field(default_factory=list)
-    manifest: ManifestPlan | None = None
+    manifest: str | None = None
     threads: int = 1
     io_mode: str = "auto"
     sync: bool = True
@@ -131,8 +107,6 @@ class WritePlan:
             for file in values["files"]
         ]
         values["shapes"] = [ZipShape(**shape) for shape in values["shapes"]]
-        if values["manifest"] is not None:
-            values["manifest"] = ManifestPlan(**values["manifest"])
         return cls(**values)
 
 

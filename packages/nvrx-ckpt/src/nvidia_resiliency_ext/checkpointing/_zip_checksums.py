@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ._write_plan import FilePlan, ItemPlan, ZipShape
 
-__all__ = ["FileChecksums"]
-
 _MASK64 = (1 << 64) - 1
 _DIGITS = 20
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ._write_plan import ZipShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["ZipImage", "shape_of"]
 
 _LARGE = 4096  # the writer sums up records from this size on; smaller ones are summed up here
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -31,22 +29,41 @@ _IDENTITY = b".data/serialization_id"
 _DIGITS = 20
 
 
-class ZipImage(Protocol):
-    """A zip file in memory, perhaps without the data of large records."""
+class ZipImage:
+    """A zip file in memory, perhaps without the data of one record.
 
-    length: int
+    Args:
+        head: Its bytes up to the data that is left out; all of them if none is.
+        nbytes: Length of that data.
+        tail: The bytes behind it.
+    """
+
+    def __init__(
+        self, head: bytearray | memoryview, nbytes: int = 0, tail: bytearray | None = None
+    ) -> None:
+        self.head = head
+        self.tail = bytearray() if tail is None else tail
+        self._tail_at = len(head) + nbytes
+        self.length = self._tail_at + len(self.tail)
 
     def get(self, start: int, count: int) -> bytes:
         """Return bytes of it."""
-        ...
+        part, start = self._part(start)
+        return bytes(part[start : start + count])
 
     def put(self, start: int, data: bytes) -> None:
         """Change bytes of it."""
-        ...
+        part, start = self._part(start)
+        part[start : start + len(data)] = data
 
     def is_absent(self, start: int) -> bool:
         """Return whether the data that begins there is left out."""
-        ...
+        return len(self.head) <= start < self._tail_at
+
+    def _part(self, start: int) -> tuple[bytearray | memoryview, int]:
+        if start < self._tail_at:
+            return self.head, start
+        return self.tail, start - self._tail_at
 
 
 class _Record:

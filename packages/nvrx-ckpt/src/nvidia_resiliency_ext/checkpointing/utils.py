@@ -114,12 +114,13 @@ def preload_tensors(state_dict: dict[Any, Any], non_blocking: bool = True) -> di
         value = value.detach()
         if value.device.type == "cpu":
             return value.clone()
-        devices.add(value.device)
-        return value.to("cpu", non_blocking=non_blocking)
+        if value.is_cuda:
+            devices.add(value.device)
+        return value.to("cpu", non_blocking=non_blocking and value.is_cuda)
 
     copied: dict[Any, Any] = dict_list_map_outplace(copy, state_dict)
     for device in devices:
-        torch.accelerator.synchronize(device)
+        torch.cuda.synchronize(device)
     return copied
 
 

@@ -20,12 +20,9 @@ from nvidia_resiliency_ext.checkpointing._shard.read import FileSource
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, sync_directory
 
-__all__ = ["DirectoryLock", "RankDirectory", "ShardInProgress", "ShardName", "shard_file_name"]
-
 DIRTY = ".dirty"
 DAMAGED = ".damaged"
 _PATTERN = re.compile(r"iter_(\d{7,})_(\d+)_local(\.dirty|\.damaged)?\.pt")
-_SPARE = ".spare_"
 _FAILURE_MAGIC = b"NVRX save failed: "
 _FAILURE_LIMIT_BYTES = 4096
 _CREATE_ATTEMPTS = 5
@@ -132,9 +129,7 @@ class RankDirectory:
     def names(self) -> list[ShardName]:
         """Return all files that have a name of ours, oldest first; none when it is missing."""
         with self.open() as directory:
-            if directory is None:
-                return []
-            return sorted(filter(None, map(ShardName.parse, os.listdir(directory))))
+            return [] if directory is None else _names_in(directory)
 
     def source(self, name: ShardName) -> FileSource:
         """Open a shard for reading.
@@ -184,20 +179,27 @@ class RankDirectory:
     def keep_as_spare(self, shards: list[ShardName]) -> None:
         """Keep the files of shards that nobody needs, for the next shards of their owners.
 
-        All other spare files are removed.
+        They lie beside this directory, so that it holds shards only. All other spare files of this
+        rank are removed, and so are shards that cannot be moved there.
 
         Raises:
-            OSError: One cannot be renamed or removed.
+            OSError: One cannot be moved or removed.
         """
         with self.open() as directory:
             if directory is None:
                 return
-            spare = {_SPARE + str(name.owner): str(name) for name in shards}
-            for name in os.listdir(directory):
-                if name.startswith(_SPARE) and name not in spare:
+            kept = {_spare_path(self.path, name.owner): str(name) for name in shards}
+            folder, prefix = os.path.split(_spare_path(self.path, ""))
+            for name in os.listdir(folder):
+                path = os.path.join(folder, name)
+                if name.startswith(prefix) and path not in kept:
+                    with contextlib.suppress(OSError):  # it is no file, or another user's
+                        os.unlink(path)
+            for path, name in kept.items():
+                try:
+                    os.rename(name, path, src_dir_fd=directory)
+                except OSError:
                     os.unlink(name, dir_fd=directory)
-            for aside, name in spare.items():
-                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
 
     def set_aside(self, name: ShardName) -> None:
         """Rename a damaged shard, so that nobody takes it for a whole one again."""
@@ -212,12 +214,9 @@ class RankDirectory:
         with self.open() as directory:
             if directory is None:
                 return notes
-            for name in os.listdir(directory):
-                shard = ShardName.parse(name)
-                if shard is None or shard.suffix != DIRTY:
-                    continue
+            for name in [n for n in _names_in(directory) if n.suffix == DIRTY]:
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):
-                    note = _remove_dead(name, directory)
+                    note = _remove_dead(str(name), directory)
                     if note:
                         notes.append(note)
         return notes
@@ -275,7 +274,8 @@ class ShardInProgress:
         self._name = name
         self._dirty = shard_file_name(name.iteration, name.owner, DIRTY)
         self.path = os.path.join(path, str(name))
-        self._descriptor = _create_from_spare(_SPARE + str(name.owner), self._dirty, directory)
+        spare = _spare_path(path, name.owner)
+        self._descriptor = _create_from_spare(spare, self._dirty, directory)
         self._directory = os.dup(directory)
         self._growing = threading.Lock()
         self.written_bytes = 0
@@ -363,6 +363,13 @@ def _open_trusted(path: str) -> int:
     return descriptor
 
 
+def _names_in(directory: int) -> list[ShardName]:
+    """Return the names of ours, oldest first; directories are none, whatever their names."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    return sorted(filter(None, map(ShardName.parse, names)))
+
+
 def _create_locked(name: str, directory: int) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_CREATE_ATTEMPTS):
@@ -390,12 +397,18 @@ def _create_locked(name: str, directory: int) -> int:
     raise OSError(errno.EBUSY, "others keep removing it", name)
 
 
+def _spare_path(path: str, owner: int | str) -> str:
+    """Return where the spare file of an owner lies: beside the rank's directory at `path`."""
+    folder, rank = os.path.split(path)
+    return os.path.join(folder, f".spare_{rank}_{owner}")
+
+
 def _create_from_spare(spare: str, name: str, directory: int) -> int:
     """Make and lock the file with that name: of the spare one if it is fit, else a new one."""
     descriptor = _create_locked(name, directory)
     try:
         # Whoever renames it has it: nobody else can take it, or put another in its place.
-        os.rename(spare, name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.rename(spare, name, dst_dir_fd=directory)
     except OSError:
         return descriptor
     os.close(descriptor)

@@ -16,8 +16,6 @@ from nvidia_resiliency_ext.checkpointing._shard.directory import (
 from nvidia_resiliency_ext.checkpointing._shard.peer import Peer, PeerError, PeerTarget
 from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write_content
 
-__all__ = ["SaveJob", "run_save_job"]
-
 
 @dataclass(frozen=True)
 class SaveJob:

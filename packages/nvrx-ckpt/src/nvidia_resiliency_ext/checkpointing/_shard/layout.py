@@ -23,21 +23,6 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = [
-    "FOOTER_BYTES",
-    "MANIFEST_LIMIT_BYTES",
-    "MANIFEST_NAME",
-    "Footer",
-    "Manifest",
-    "Record",
-    "ShardFormatError",
-    "ShardIdentity",
-    "frame_after",
-    "frame_before",
-    "manifest_record",
-    "place_records",
-]
-
 MANIFEST_NAME = "nvrx_manifest.json"
 MANIFEST_LIMIT_BYTES = 256 << 20
 _FORMAT = "nvrx-local-shard"

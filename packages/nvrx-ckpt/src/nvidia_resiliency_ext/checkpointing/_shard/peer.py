@@ -21,24 +21,10 @@ from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._shard import protocol
 from nvidia_resiliency_ext.checkpointing._shard.directory import ShardName
-from nvidia_resiliency_ext.checkpointing._shard.protocol import (
-    LENGTH,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    RANGE,
-    proof_of,
-    receive,
-    receive_into,
-    receive_json,
-    require_proof,
-    set_options,
-)
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-__all__ = ["Peer", "PeerError", "PeerSource", "PeerTarget"]
-
-_END = RANGE.pack(0, 0)
+_END = protocol.RANGE.pack(0, 0)
 
 
 class PeerError(NvrxError, OSError):
@@ -102,8 +88,8 @@ class PeerTarget:
         try:
             # A peer that cannot go on says so at once.
             if self._incoming.poll(0):
-                _require_success(receive_json(self._sock))
-            _send_all(self._sock, [RANGE.pack(position, data.nbytes), data])
+                _require_success(protocol.receive_json(self._sock))
+            _send_all(self._sock, [protocol.RANGE.pack(position, data.nbytes), data])
         except (OSError, ValueError) as error:
             raise PeerError(self._peer, error) from error
 
@@ -118,9 +104,9 @@ class PeerTarget:
         try:
             self._sock.sendall(_END)
             deadline = Deadline.after(self._peer.timeout_s * protocol.PATIENCE)
-            answer = receive_json(self._sock)
+            answer = protocol.receive_json(self._sock)
             while answer.get("is_working") and not deadline.expired():
-                answer = receive_json(self._sock)
+                answer = protocol.receive_json(self._sock)
         except TimeoutError as error:
             reason = f"no sign of life for {self._peer.timeout_s:g} s (peer_timeout_s)"
             raise PeerError(self._peer, reason) from error
@@ -162,8 +148,8 @@ class PeerSource:
             return
         with self._lock:
             try:
-                self._sock.sendall(RANGE.pack(position, target.nbytes))
-                receive_into(self._sock, target)
+                self._sock.sendall(protocol.RANGE.pack(position, target.nbytes))
+                protocol.receive_into(self._sock, target)
             except OSError as error:
                 raise PeerError(self._peer, error) from error
 
@@ -178,9 +164,9 @@ def _connect(peer: Peer, operation: str, name: ShardName) -> tuple[socket.socket
     except OSError as error:
         raise PeerError(peer, error) from error
     try:
-        set_options(sock, peer.timeout_s)
-        nonce = receive(sock, NONCE_BYTES)
-        mine = secrets.token_bytes(NONCE_BYTES)
+        protocol.set_options(sock, peer.timeout_s)
+        nonce = protocol.receive(sock, protocol.NONCE_BYTES)
+        mine = secrets.token_bytes(protocol.NONCE_BYTES)
         request = {
             "op": operation,
             "iteration": name.iteration,
@@ -188,10 +174,10 @@ def _connect(peer: Peer, operation: str, name: ShardName) -> tuple[socket.socket
             "nonce": mine.hex(),
         }
         text = json.dumps(request).encode()
-        head = proof_of(peer.token, nonce + text) + LENGTH.pack(len(text))
+        head = protocol.proof_of(peer.token, nonce + text) + protocol.LENGTH.pack(len(text))
         sock.sendall(head + text)
-        require_proof(receive(sock, PROOF_BYTES), peer.token, mine)
-        answer = receive_json(sock)
+        protocol.require_proof(protocol.receive(sock, protocol.PROOF_BYTES), peer.token, mine)
+        answer = protocol.receive_json(sock)
         _require_success(answer)
     except (OSError, ValueError) as error:
         sock.close()

@@ -23,23 +23,9 @@ from nvidia_resiliency_ext.checkpointing._shard.directory import (
     ShardName,
 )
 from nvidia_resiliency_ext.checkpointing._shard.layout import Manifest
-from nvidia_resiliency_ext.checkpointing._shard.protocol import (
-    NONCE_BYTES,
-    PROOF_BYTES,
-    RANGE,
-    proof_of,
-    receive,
-    receive_into,
-    receive_text,
-    require_proof,
-    send_json,
-    set_options,
-)
 from nvidia_resiliency_ext.checkpointing._shard.read import FileSource, read_manifest
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
-__all__ = ["PeerServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +138,7 @@ class PeerServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            set_options(connection, self._timeout_s)
+            protocol.set_options(connection, self._timeout_s)
             request = self._handshake(connection)
             name = ShardName(int(request["iteration"]), int(request["owner"]))
             if request["op"] == "store":
@@ -184,23 +170,23 @@ class PeerServer:
                 self._no_stores.notify_all()
 
     def _handshake(self, connection: socket.socket) -> dict[str, Any]:
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         connection.sendall(nonce)
-        proof = receive(connection, PROOF_BYTES)
-        text = receive_text(connection)
-        require_proof(proof, self._token, nonce + text)
+        proof = protocol.receive(connection, protocol.PROOF_BYTES)
+        text = protocol.receive_text(connection)
+        protocol.require_proof(proof, self._token, nonce + text)
         request: dict[str, Any] = json.loads(text)
-        connection.sendall(proof_of(self._token, bytes.fromhex(request["nonce"])))
+        connection.sendall(protocol.proof_of(self._token, bytes.fromhex(request["nonce"])))
         return request
 
     def _store(self, connection: socket.socket, name: ShardName) -> None:
         try:
             shard = self._directory.create(name.iteration, name.owner)
         except OSError as error:
-            send_json(connection, {"error": str(error)})
+            protocol.send_json(connection, {"error": str(error)})
             return
         try:
-            send_json(connection, {"error": ""})
+            protocol.send_json(connection, {"error": ""})
             problem = self._receive_shard(connection, shard, name)
             if not problem:
                 with _signs_of_life(connection, self._timeout_s / _SIGNS_OF_LIFE):
@@ -212,7 +198,7 @@ class PeerServer:
         finally:
             shard.discard()
         with contextlib.suppress(OSError):
-            send_json(connection, {"error": problem})
+            protocol.send_json(connection, {"error": problem})
             if problem:
                 _discard_rest(connection)
 
@@ -240,20 +226,20 @@ class PeerServer:
         try:
             source = self._directory.source(name)
         except OSError as error:
-            send_json(connection, {"error": str(error)})
+            protocol.send_json(connection, {"error": str(error)})
             return
         try:
-            send_json(connection, {"error": "", "nbytes": source.nbytes})
+            protocol.send_json(connection, {"error": "", "nbytes": source.nbytes})
             self._send_ranges(connection, source)
         finally:
             source.close()
 
     def _send_ranges(self, connection: socket.socket, source: FileSource) -> None:
         while True:
-            request = receive(connection, RANGE.size, may_end=True)
+            request = protocol.receive(connection, protocol.RANGE.size, may_end=True)
             if not request:
                 return
-            position, left = RANGE.unpack(request)
+            position, left = protocol.RANGE.unpack(request)
             while left:
                 sent = os.sendfile(connection.fileno(), source.fileno(), position, left)
                 if sent == 0:
@@ -322,12 +308,14 @@ class _Intake:
     def _next(self, buffer: memoryview) -> tuple[int, int, memoryview] | None:
         with self._turn:
             if not self._left and not self._over:
-                self._position, self._left = RANGE.unpack(receive(self._connection, RANGE.size))
+                self._position, self._left = protocol.RANGE.unpack(
+                    protocol.receive(self._connection, protocol.RANGE.size)
+                )
                 self._over = not self._left
             if self._over:
                 return None
             position, data = self._position, buffer[: self._left]
-            receive_into(self._connection, data)
+            protocol.receive_into(self._connection, data)
             self._position, self._left = position + data.nbytes, self._left - data.nbytes
             self.received += data.nbytes
             self._pieces.append((position, data.nbytes))
@@ -345,7 +333,7 @@ def _signs_of_life(sock: socket.socket, interval_s: float) -> Iterator[None]:
     def send() -> None:
         with contextlib.suppress(OSError):
             while not is_over.wait(interval_s):
-                send_json(sock, {"error": "", "is_working": True})
+                protocol.send_json(sock, {"error": "", "is_working": True})
 
     sending = AbandonableCall("peer-alive", send)
     try:

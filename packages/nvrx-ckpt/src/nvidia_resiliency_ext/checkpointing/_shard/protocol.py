@@ -14,22 +14,6 @@ import socket
 import struct
 from typing import Any
 
-__all__ = [
-    "LENGTH",
-    "NONCE_BYTES",
-    "PATIENCE",
-    "PROOF_BYTES",
-    "RANGE",
-    "proof_of",
-    "receive",
-    "receive_into",
-    "receive_json",
-    "receive_text",
-    "require_proof",
-    "send_json",
-    "set_options",
-]
-
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 PATIENCE = 10

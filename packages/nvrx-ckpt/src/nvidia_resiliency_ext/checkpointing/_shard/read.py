@@ -22,8 +22,6 @@ from nvidia_resiliency_ext.checkpointing._shard.layout import (
 )
 from nvidia_resiliency_ext.checkpointing._shard.write import frames
 
-__all__ = ["FileSource", "ShardSource", "damage_of", "read_manifest", "read_record"]
-
 _CHUNK_BYTES = 8 << 20
 
 

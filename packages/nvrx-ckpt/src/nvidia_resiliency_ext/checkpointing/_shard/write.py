@@ -22,8 +22,6 @@ from nvidia_resiliency_ext.checkpointing._shard.layout import (
     place_records,
 )
 
-__all__ = ["ShardContent", "Sink", "bytes_of", "frames", "write_content"]
-
 _PIECE_BYTES = 1 << 20
 
 # Takes bytes for a position of the file; positions may come in any order.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,6 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["ControlGroup", "control_group"]
 
 logger = logging.getLogger("nvrx")
 
@@ -57,6 +54,10 @@ class ControlGroup:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
         return [int(value) for value in tensor.tolist()]
 
+    def all_true(self, value: bool) -> bool:
+        """Tell whether a value is true on all ranks; all of them must call it."""
+        return bool(self.minimum([int(value)])[0])
+
     def gather_numbers(self, values: Sequence[int]) -> list[list[int]]:
         """Return the values of all ranks, by rank in the group; all of them must call it."""
         if self.size == 1:
@@ -67,22 +68,23 @@ class ControlGroup:
         dist.all_gather(parts, mine, group=group)
         return [[int(value) for value in part.tolist()] for part in parts]
 
-    def gather_texts(self, value: Any) -> list[Any]:
-        """Return a small JSON value of each rank; all of them must call it.
-
-        A value over 8 KiB arrives as None.
-        """
+    def gather_texts(self, text: str) -> list[str]:
+        """Return a text of each rank, of a long one the last 8 KiB; all of them must call it."""
         if self.size == 1:
-            return [value]
+            return [text]
         group = self._ready()
-        data = json.dumps(value).encode()
-        data = data if len(data) <= _TEXT_BYTES else b"null"
-        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        data = bytearray(text.encode(errors="backslashreplace")[-_TEXT_BYTES:])
+        mine = torch.frombuffer(data.ljust(_TEXT_BYTES, b"\0"), dtype=torch.uint8)
         mine = mine.to(self._device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=group)
-        return [json.loads(bytes(part.cpu().numpy()).rstrip(b"\0")) for part in parts]
+        found = [bytes(part.cpu().numpy()).rstrip(b"\0") for part in parts]
+        return [data.decode(errors="replace") for data in found]
+
+    def gather_problems(self, text: str) -> str:
+        """Return one line with what is wrong on each rank; all of them must call it."""
+        texts = enumerate(self.gather_texts(text))
+        return "; ".join(f"rank {rank}: {problem}" for rank, problem in texts if problem)
 
     @property
     def _parent(self) -> dist.ProcessGroup | None:

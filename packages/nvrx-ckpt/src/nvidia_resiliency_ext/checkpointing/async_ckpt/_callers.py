@@ -27,7 +27,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from ._agreement import control_group
-from ._messages import Job, Run
+from ._messages import Finished, Job, Released, Run
 from ._payload import FunctionPayload, dump_code
 from ._priority import check_priorities
 from ._requests import AsyncRequest, converted
@@ -35,10 +35,6 @@ from ._worker import Worker, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ._worker import WorkerResult
-
-__all__ = ["AsyncCaller", "Call", "CallState", "PersistentAsyncCaller", "TemporalAsyncCaller"]
 
 logger = logging.getLogger("nvrx")
 
@@ -145,12 +141,11 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self.io_priority = check_priorities(cpu_priority, io_priority)
         self.sigterm_timeout = sigterm_timeout
         self.start_time: float | None = None
-        self._retries, self._retry_delay = retries, retry_delay
+        self._set_limits(max_pending, retries, retry_delay)
         self._identity = secrets.token_hex(8)
         self._generation = 0
         self._worker: Worker | None = None
         self._end_worker: weakref.finalize[Any, Any] | None = None
-        self._pool = StagingPool(max_pending)
         self._calls: dict[Job, Call] = {}
         self._threads: list[Call] = []
         self._restart_callbacks: list[Callable[[], None]] = []
@@ -158,6 +153,11 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self._epoch = 0
         self._control = control_group()
         self._current: Call | None = None
+
+    def _set_limits(self, max_pending: int, retries: int, retry_delay: float) -> None:
+        """Set what the arguments of the same names say; before the first call."""
+        self._pool = StagingPool(max_pending)
+        self._retries, self._retry_delay = retries, retry_delay
 
     @property
     def process(self) -> Worker | None:
@@ -173,7 +173,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         """Start the worker process if it does not run."""
         if self._worker is None:
             self._generation += 1
-            self._worker = Worker(self.cpu_priority, self.io_priority, self._pool.limit)
+            self._worker = Worker(self.cpu_priority, self.io_priority)
             # A caller that is forgotten ends its worker. At the interpreter's end queues do that.
             self._end_worker = weakref.finalize(self, self._worker.stop, 0.0)
             self._end_worker.atexit = False
@@ -191,9 +191,13 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         call.epoch = self._epoch
         try:
             self._stage(call)
-        except Exception:  # noqa: BLE001 - whatever the user's functions raise is the call's failure
+        # Whatever the user's functions raise is the call's failure, and an interrupt leaves no call
+        # behind that nobody carries out.
+        except BaseException as error:
             call.fail(f"it could not be staged:\n{traceback.format_exc()}")
             self._release(call)
+            if not isinstance(error, Exception):
+                raise
         call.stage_s = time.perf_counter() - begin
 
     def wait(self, call: Call, timeout_s: float | None) -> bool:
@@ -307,7 +311,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         Args:
             is_alive: 1 if it still runs on this rank, else 0.
         """
-        return self._control.minimum([-is_alive])[0] != 0
+        return not self._control.all_true(not is_alive)
 
     def close(self, abort: bool = False) -> None:
         """Stop the worker; with `abort` at once, else after the calls that run.
@@ -388,7 +392,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 raise WorkerLostError("the queue was closed meanwhile")
             job = Job(self._identity, call.idx, self._generation)
             call.run = Run(job, kind, len(call.plan), len(call.code), renames,
-                           self._retries, self._retry_delay)  # fmt: skip
+                           self._pool.limit, self._retries, self._retry_delay)  # fmt: skip
             try:
                 worker.submit(call.run, call.buffer, call.plan, call.code)
             except WorkerLostError:
@@ -428,8 +432,8 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         except WorkerLostError as error:
             self._lose_worker(worker, str(error))
             return
-        for result in results:
-            self._settle(result)
+        for message, value in results:
+            self._settle(message, value)
         overdue = time.monotonic() - _GIVE_UP_S
         if any(c.buffer and c.given_up and c.given_up <= overdue for c in self._calls.values()):
             # It holds the buffer that the next save needs, and does not get to the next call.
@@ -438,30 +442,26 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
             )
             self._lose_worker(worker)
 
-    def _settle(self, result: WorkerResult) -> None:
-        if result.released:
-            if result.job in self._calls:
-                self._release(self._calls[result.job])
+    def _settle(self, message: Finished | Released, value: Any) -> None:
+        if isinstance(message, Released):
+            if message.job in self._calls:
+                self._release(self._calls[message.job])
             return
-        call = self._calls.pop(result.job, None)
+        call = self._calls.pop(message.job, None)
         if call is None:
             return  # of a worker or a queue before
         if call.given_up is not None:
             self._release(call)
             return
-        call.write_s = result.seconds
-        staged = call.staged
-        if result.ok:
-            call.attempts = result.value["attempts"] if result.value else 1
-            if staged is not None:
-                manifest = result.value["manifest"]
-                staged.written(
-                    [FileResult(**file) for file in result.value["files"]],
-                    None if manifest is None else FileResult(**manifest),
-                )
-            call.state = CallState.WRITTEN
+        call.write_s = message.seconds
+        if not message.ok:
+            call.fail(value)
         else:
-            call.fail(str(result.value["traceback"]))
+            if call.staged is not None:
+                call.attempts = value["attempts"]
+                about = value["manifest"]
+                call.staged.written(None if about is None else FileResult(**about))
+            call.state = CallState.WRITTEN
         self._release(call)
 
     def _lose_worker(self, worker: Worker, cause: str | None = None) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,37 +22,24 @@ from nvidia_resiliency_ext.checkpointing._image import (
     is_plain,
     stage_copies,
 )
+from nvidia_resiliency_ext.checkpointing._manifest import MANIFEST, METADATA
 from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
 from nvidia_resiliency_ext.checkpointing._staging import round_up
 from nvidia_resiliency_ext.checkpointing._write_plan import (
     PLAIN_BYTES,
     FilePlan,
     ItemPlan,
-    ManifestPlan,
     WritePlan,
     ZipShape,
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
     from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
-
-__all__ = [
-    "CheckpointWrite",
-    "CheckpointWriteFailedError",
-    "WriteBucket",
-    "WriteOptions",
-    "default_serialize",
-    "item_size",
-    "resolved_items",
-    "split_by_separation_hint",
-    "split_by_size_and_type",
-]
 
 ResolvedItem = tuple[WriteItem, Any]
 WriteBucket = tuple[str, str, tuple[list[ResolvedItem], list[ResolvedItem]]]
@@ -80,9 +68,8 @@ class WriteOptions:
         sync: Whether they are synced to the device.
         io_mode: "auto", "buffered" or "direct".
         staging_dir: Node-local directory that they are written to first.
-        metadata_path: The metadata that is void from the moment on that a file is replaced.
+        folder: Of the checkpoint; its metadata is void from the moment that a file is replaced.
         manifest_path: Manifest of this rank's files; None for none.
-        void_manifest_path: Manifest of the checkpoint, which is void likewise.
     """
 
     opener: Callable[[str, str], Any] | None
@@ -90,9 +77,8 @@ class WriteOptions:
     sync: bool
     io_mode: str
     staging_dir: str | None
-    metadata_path: str
+    folder: str
     manifest_path: str | None
-    void_manifest_path: str
 
 
 @dataclass
@@ -123,7 +109,6 @@ class CheckpointWrite(StagedWrite):
         buckets: Sequence[WriteBucket],
         options: WriteOptions,
         serialize: Callable[[WriteItem, Any], tuple[Any, list[str]]] | None,
-        default_serialize: Callable[[WriteItem, Any], tuple[Any, list[str]]],
         problem: BaseException | None = None,
     ) -> None:
         self.buckets = list(buckets)
@@ -131,7 +116,6 @@ class CheckpointWrite(StagedWrite):
         self.opener = options.opener
         self.renames = options.renames
         self._serialize = serialize
-        self._default_serialize = default_serialize
         self._problem = problem
         self._files: list[tuple[WriteBucket, list[_Piece], int]] | None = None
         self.results: list[WriteResult] | None = None
@@ -174,21 +158,20 @@ class CheckpointWrite(StagedWrite):
         self.buckets = []
         self._files = None
         options = self.options
-        about = None if options.manifest_path is None else ManifestPlan(options.manifest_path, {})
+        void = [os.path.join(options.folder, name) for name in (METADATA, MANIFEST)]
         return WritePlan(
             files,
             shapes,
-            [options.metadata_path, options.void_manifest_path] if self.renames else [],
-            about,
+            void if self.renames else [],
+            options.manifest_path,
             threads=len(files),
             io_mode=options.io_mode,
             sync=options.sync,
             staging_dir=options.staging_dir,
         )
 
-    def written(self, results: Sequence[FileResult], manifest: FileResult | None) -> None:
+    def written(self, manifest: FileResult | None) -> None:
         """Keep the manifest's checksum; where everything is was known before."""
-        del results
         self.manifest = manifest
         self.done = True
 
@@ -223,7 +206,7 @@ class CheckpointWrite(StagedWrite):
             frame = frame_of(data)
         if frame is not None:
             return _Piece(item, 0, frame.length, frame, data, [])
-        serialize = self._serialize or self._default_serialize
+        serialize = self._serialize or default_serialize
         raw, descriptors = serialize(item, data)
         return _Piece(item, 0, memoryview(raw).nbytes, None, raw, descriptors)
 

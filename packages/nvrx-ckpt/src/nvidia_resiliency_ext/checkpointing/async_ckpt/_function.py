@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 
-__all__ = ["call_payload", "call_with_bytes", "load_code"]
-
 
 def load_code(data: bytes) -> Any:
     """Return what the trainer pickled with `dump_code`; modules are found as there."""

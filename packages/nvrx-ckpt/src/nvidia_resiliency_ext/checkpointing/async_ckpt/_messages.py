@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
-__all__ = ["MESSAGES", "Cancel", "Finished", "Job", "JobMemory", "Released", "Run", "Settings"]
-
 _PROGRESS_BYTES = 8
 
 
@@ -34,17 +32,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Settings:
-    """The first message to a worker.
+    """The first message to a worker, which answers with what it has got.
 
     Attributes:
         cpu_priority: Niceness from 0 to 19.
         io_priority: Class of `ionice`: 0 to 3; None keeps it.
-        max_buffers: How many staging buffers the trainer has at a time.
     """
 
     cpu_priority: int
     io_priority: int | None
-    max_buffers: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,7 @@ class Run:
         plan_bytes: Length of the plan, or of the pickled function and arguments.
         code_bytes: Length of the pickled opener behind the plan, 0 for none.
         renames: Whether files get a temporary name first.
+        max_buffers: How many staging buffers the trainer has at a time.
         retries: How often to try again after an error of the file system.
         retry_delay: Seconds before the first new attempt; doubled each time.
     """
@@ -66,6 +63,7 @@ class Run:
     plan_bytes: int
     code_bytes: int
     renames: bool
+    max_buffers: int
     retries: int
     retry_delay: float
 

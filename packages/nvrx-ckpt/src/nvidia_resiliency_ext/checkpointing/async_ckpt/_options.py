@@ -4,20 +4,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "IO_MODES",
-    "QueueOptions",
-    "io_mode_option",
-    "path_text",
-    "staging_dir_option",
-    "verify_option",
-]
 
 IO_MODES = ("auto", "buffered", "direct")
 _ON_ERROR = ("raise", "warn")
@@ -25,11 +15,10 @@ _ON_FULL = ("wait", "skip", "error")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
 class QueueOptions:
-    """How a queue deals with failures and with too many saves.
+    """How a queue deals with failures and with too many saves; None takes the default.
 
-    Attributes:
+    Args:
         save_timeout: Seconds after which a save that is not written has failed; None for never.
         max_pending: How many saves may hold a staging buffer.
         on_full: "wait" for the oldest one, "skip" the new save, or "error".
@@ -37,19 +26,13 @@ class QueueOptions:
         retries: How often the worker tries again to write after an error of the file system.
         retry_delay: Seconds before the first new attempt; doubled each time, 60 at most.
         max_failures: With "warn": raise after this many failures in a row; None for never.
+
+    Raises:
+        ValueError: An argument or a variable has a value that is not allowed.
     """
 
-    save_timeout: float | None
-    max_pending: int
-    on_full: str
-    on_error: str
-    retries: int
-    retry_delay: float
-    max_failures: int | None
-
-    @classmethod
-    def resolve(  # noqa: PLR0913 - one for each option
-        cls,
+    def __init__(  # noqa: PLR0913 - one for each option
+        self,
         *,
         save_timeout: float | None,
         max_pending: int | None,
@@ -58,27 +41,28 @@ class QueueOptions:
         retries: int | None,
         retry_delay: float,
         max_failures: int | None,
-    ) -> QueueOptions:
-        """Fill in what was not given.
-
-        Raises:
-            ValueError: An argument or a variable has a value that is not allowed.
-        """
-        timeout = _given(save_timeout, "NVRX_CKPT_SAVE_TIMEOUT", _positive, None)
-        pending = _given(max_pending, "NVRX_CKPT_MAX_PENDING", _count, 1)
+    ) -> None:
+        timeout = _given(save_timeout, "NVRX_CKPT_SAVE_TIMEOUT", float, None)
+        pending = _given(max_pending, "NVRX_CKPT_MAX_PENDING", int, 1)
         error = _given(on_error, "NVRX_CKPT_ON_ERROR", str, "raise")
         _check("on_error (NVRX_CKPT_ON_ERROR)", error, _ON_ERROR)
         _check("on_full", on_full, _ON_FULL)
-        at_least_one = {
-            "max_pending (NVRX_CKPT_MAX_PENDING)": pending,
-            "max_failures": 1 if max_failures is None else max_failures,
-        }
-        for name, value in at_least_one.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; at least 1 is needed")
         if retries is None:
             retries = 3 if error == "warn" else 0
-        return cls(timeout, pending, on_full, error, retries, retry_delay, max_failures)
+        for name, value, least in (
+            ("max_pending (NVRX_CKPT_MAX_PENDING)", pending, 1),
+            ("max_failures", max_failures, 1),
+            ("retries", retries, 0),
+            ("retry_delay", retry_delay, 0),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} is {value}; at least {least} is needed")
+        if timeout is not None and not timeout > 0:
+            name = "save_timeout (NVRX_CKPT_SAVE_TIMEOUT)"
+            raise ValueError(f"{name} is {timeout}; a number of seconds above 0 is needed")
+        self.save_timeout, self.max_pending = timeout, pending
+        self.on_full, self.on_error = on_full, error
+        self.retries, self.retry_delay, self.max_failures = retries, retry_delay, max_failures
 
 
 def io_mode_option(given: str | None) -> str:
@@ -138,17 +122,6 @@ def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("allowed are 0 and 1")
     return text == "1"
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError("a number of seconds above 0 is needed")
-    return value
-
-
-def _count(text: str) -> int:
-    return int(text)
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -26,8 +26,6 @@ from nvidia_resiliency_ext.checkpointing._staging import round_up
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 
-__all__ = ["FunctionPayload", "dump_code"]
-
 _ALIGNMENT = 64
 
 

@@ -13,8 +13,6 @@ from nvidia_resiliency_ext.shared_utils.events import CkptSave, EventLog
 if TYPE_CHECKING:
     from ._callers import AsyncCaller, Call
 
-__all__ = ["SaveRecorder"]
-
 _PROGRESS_S = 10.0
 _MAX_ERROR = 500
 

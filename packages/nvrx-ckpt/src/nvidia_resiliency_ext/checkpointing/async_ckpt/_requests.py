@@ -13,8 +13,6 @@ from nvidia_resiliency_ext.checkpointing.utils import debug_time
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PAYLOAD_INDEX", "AsyncRequest", "converted"]
-
 PAYLOAD_INDEX = 1
 """The positional argument that is replaced by what `preload_fn` returns."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.children import Child, ExitStatus, start_child
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
 
-__all__ = ["Worker", "WorkerLostError", "WorkerResult"]
+logger = logging.getLogger("nvrx")
 
 _BOOT = """\
 import json, sys
@@ -43,39 +43,19 @@ class WorkerLostError(Exception):
     """The worker process ended before it had done what it was asked to."""
 
 
-@dataclass(frozen=True)
-class WorkerResult:
-    """What became of a job.
-
-    Attributes:
-        job: Which job.
-        ok: Whether it succeeded.
-        value: Its result, or what describes the error.
-        seconds: How long it took.
-        released: Only its staging buffer is free; the job goes on.
-    """
-
-    job: Job
-    ok: bool
-    value: Any
-    seconds: float
-    released: bool = False
-
-
 class Worker:
     """One worker process, from its start to its end.
 
     Args:
         cpu_priority: Niceness from 0 to 19.
         io_priority: Class of `ionice`, or None.
-        max_buffers: How many staging buffers its jobs come from at a time.
 
     Raises:
         ChildStartError: It cannot be started.
         OSError: No descriptors are left.
     """
 
-    def __init__(self, cpu_priority: int, io_priority: int | None, max_buffers: int) -> None:
+    def __init__(self, cpu_priority: int, io_priority: int | None) -> None:
         self._lock = threading.RLock()
         self._reader = FrameReader()
         self._memories: dict[Job, JobMemory] = {}
@@ -89,7 +69,7 @@ class Worker:
             raise
         finally:
             theirs.close()
-        self._send(Settings(cpu_priority, io_priority, max_buffers))
+        self._send(Settings(cpu_priority, io_priority))
 
     @property
     def pid(self) -> int:
@@ -135,8 +115,10 @@ class Worker:
         memory = self._memories.get(job)
         return 0 if memory is None else memory.progress
 
-    def wait(self, timeout_s: float | None) -> list[WorkerResult]:
-        """Return the results that are there; wait for the first one, or for the worker's end.
+    def wait(self, timeout_s: float | None) -> list[tuple[Finished | Released, Any]]:
+        """Return what it says of its jobs, waiting for the first word or for the worker's end.
+
+        With `Finished` comes the result, or the traceback of the failure; with `Released` None.
 
         Raises:
             WorkerLostError: It has ended, and all its results have been returned.
@@ -185,7 +167,7 @@ class Worker:
         except (OSError, WireError):
             return  # its end is seen by whoever waits for a result
 
-    def _receive(self) -> list[WorkerResult]:
+    def _receive(self) -> list[tuple[Finished | Released, Any]]:
         try:
             data = self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -195,17 +177,23 @@ class Worker:
         if not data:
             self._hung_up = True
             return []
-        results = []
+        results: list[tuple[Finished | Released, Any]] = []
         for payload in self._reader.feed(data):
             message = MESSAGES.decode(payload)
+            if isinstance(message, Settings):
+                logger.info(
+                    "worker process %d has niceness %d and disk priority class %s",
+                    self.pid,
+                    message.cpu_priority,
+                    message.io_priority,
+                )
             if isinstance(message, Released):
-                results.append(WorkerResult(message.job, True, None, 0.0, released=True))
+                results.append((message, None))
             if isinstance(message, Finished) and message.job in self._memories:
                 memory = self._memories.pop(message.job)
                 text = memory.read(message.result_at, message.result_bytes)
                 memory.close()
-                value = json.loads(text)
-                results.append(WorkerResult(message.job, message.ok, value, message.seconds))
+                results.append((message, json.loads(text)))
         return results
 
 

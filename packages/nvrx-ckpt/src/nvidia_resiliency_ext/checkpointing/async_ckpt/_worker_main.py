@@ -39,14 +39,12 @@ from nvidia_resiliency_ext.shared_utils.wire import (
 )
 
 from ._messages import MESSAGES, Cancel, Finished, Job, JobMemory, Released, Run, Settings
-from ._priority import apply_priorities
+from ._priority import apply_priorities, io_class_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
-
-__all__ = ["main"]
 
 _READ_BYTES = 1 << 16
 _MAX_FDS = 8
@@ -92,7 +90,6 @@ class _Server:
         self._send_lock = threading.Lock()
         self._cancelled: set[Job] = set()
         self._buffers: dict[int, StagingBuffer] = {}
-        self._max_buffers = 1
         # By path, with the last job that asked for it: a job may save where one before it did.
         self._locks: dict[str, tuple[Job, SaveLock]] = {}
         self._locking = threading.Lock()
@@ -101,9 +98,6 @@ class _Server:
 
     def serve(self) -> int:
         """Serve until the trainer is gone; return the exit code."""
-        for name, work in (("nvrx-job", self._work), ("nvrx-flush", self._flush)):
-            target = functools.partial(self._run_thread, work)
-            threading.Thread(target=target, name=name, daemon=True).start()
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         parent = _watch_parent()
@@ -138,11 +132,11 @@ class _Server:
 
     def _dispatch(self, message: object) -> None:
         if isinstance(message, Settings):
-            apply_priorities(message.cpu_priority, message.io_priority)
-            self._max_buffers = message.max_buffers
+            self._begin(message)
         elif isinstance(message, Run):
             staging, memory = self._fds.pop(0), self._fds.pop(0)
-            self._jobs.put((message, self._attach(staging), JobMemory(memory)))
+            buffer = self._attach(staging, message.max_buffers)
+            self._jobs.put((message, buffer, JobMemory(memory)))
         elif isinstance(message, Cancel):
             self._cancelled.add(message.job)
             active = self._active.get(message.job)
@@ -151,10 +145,18 @@ class _Server:
         elif isinstance(message, Released):
             self._unlock(message.job)
 
+    def _begin(self, settings: Settings) -> None:
+        apply_priorities(settings.cpu_priority, settings.io_priority)
+        self._send(Settings(os.getpriority(os.PRIO_PROCESS, 0), io_class_of(0)))
+        # Only now: a thread has the priorities of the one that starts it.
+        for name, work in (("nvrx-job", self._work), ("nvrx-flush", self._flush)):
+            target = functools.partial(self._run_thread, work)
+            threading.Thread(target=target, name=name, daemon=True).start()
+
     def _lock(self, job: Job, plan: WritePlan) -> None:
         if plan.manifest is None:
             return
-        path = plan.manifest.path
+        path = plan.manifest
         with self._locking:
             _, lock = self._locks.pop(path, (job, None))
         lock = lock or SaveLock(path)
@@ -178,7 +180,7 @@ class _Server:
         for lock in locks:
             lock.close()
 
-    def _attach(self, fd: int) -> StagingBuffer:
+    def _attach(self, fd: int, max_buffers: int) -> StagingBuffer:
         # A mapping is kept: mapping the same memory again costs a page fault for each page.
         inode = os.fstat(fd).st_ino
         if inode in self._buffers:
@@ -186,7 +188,7 @@ class _Server:
             self._buffers[inode] = self._buffers.pop(inode)  # the newest is the last
             return self._buffers[inode]
         # The trainer has no more than that: the oldest one was replaced, and its jobs are over.
-        while len(self._buffers) >= self._max_buffers:
+        while len(self._buffers) >= max_buffers:
             self._buffers.pop(next(iter(self._buffers))).close()
         self._buffers[inode] = StagingBuffer.attach(fd)
         return self._buffers[inode]
@@ -280,13 +282,14 @@ class _Server:
         plan: WritePlan,
         least: int,
     ) -> dict[str, Any]:
-        """Return the files that an attempt wrote, their manifest, and how many attempts it took."""
+        """Return the manifest of the files that an attempt wrote, and how many it took."""
         retries, delay = max(run.retries, least), run.retry_delay
         for number in range(retries + 1):
             try:
-                found = _describe_files(plan, attempt(), number + 1)
+                manifest = write_rank_manifest(plan, attempt())
                 self._lock(run.job, plan)  # what has taken the place of the locked file
-                return found  # noqa: TRY300 - an error here is one of the attempt
+                about = None if manifest is None else asdict(manifest)
+                return {"attempts": number + 1, "manifest": about}
             except OSError:
                 active = local or self._active.get(run.job)
                 if number == retries or active is None or active.stopped.wait(delay):
@@ -301,7 +304,7 @@ class _Server:
 
     def _finish(self, run: Run, memory: JobMemory, begin: float, result: Any) -> None:
         ok = not isinstance(result, BaseException)
-        value = result if ok else _describe(result)
+        value = result if ok else "".join(traceback.format_exception(result))
         text = json.dumps(value, separators=(",", ":")).encode()
         position = memory.append(text)
         memory.close()
@@ -316,15 +319,6 @@ class _Server:
             send_message(self._sock, MESSAGES, message, None)
 
 
-def _describe_files(plan: WritePlan, files: list[FileResult], attempts: int) -> dict[str, Any]:
-    manifest = write_rank_manifest(plan, files)
-    return {
-        "attempts": attempts,
-        "files": [asdict(file) for file in files],
-        "manifest": None if manifest is None else asdict(manifest),
-    }
-
-
 class _ProgressCounter:
     """Adds up what several threads have written."""
 
@@ -337,16 +331,6 @@ class _ProgressCounter:
         with self._lock:
             self._total += nbytes
             self._memory.progress = self._total
-
-
-def _describe(error: BaseException) -> dict[str, Any]:
-    return {
-        "type": type(error).__name__,
-        "text": str(error),
-        "errno": error.errno if isinstance(error, OSError) else None,
-        "path": error.filename if isinstance(error, OSError) else None,
-        "traceback": "".join(traceback.format_exception(error)),
-    }
 
 
 def _watch_parent() -> int | None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-__all__ = ["ResultsQueue"]
-
 
 class _Manager:
     """Stands for the server process that such a queue has elsewhere; there is none."""
@@ -20,28 +18,12 @@ class _Manager:
         self.is_shut_down = True
 
 
-class ResultsQueue:
+class ResultsQueue(queue.Queue[Any]):
     """A queue inside this process with the methods of a queue between processes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._manager = _Manager()
-        self._values: queue.Queue[Any] = queue.Queue()
-
-    def put(self, value: Any) -> None:
-        """Append a value."""
-        self._values.put(value)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take the oldest value; `queue.Empty` when there is none in time."""
-        return self._values.get(block, timeout)
-
-    def get_nowait(self) -> Any:
-        """Take the oldest value; `queue.Empty` when there is none."""
-        return self._values.get_nowait()
-
-    def empty(self) -> bool:
-        """Return whether there is no value."""
-        return self._values.empty()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Arrive empty in another process: results travel otherwise."""

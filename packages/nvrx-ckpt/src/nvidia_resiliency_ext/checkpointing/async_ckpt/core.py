@@ -170,13 +170,14 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         retry_delay: float = 1.0,
         max_failures: int | None = None,
     ) -> None:
+        self.async_calls: deque[Call] = deque()
         self.persistent = persistent
         self.is_daemon = is_daemon
         self.cpu_priority = cpu_priority
         self.io_priority = io_priority
         self.sigterm_timeout = sigterm_timeout
         self.cpu_shm_mode = cpu_shm_mode
-        self.options = QueueOptions.resolve(
+        self.options = QueueOptions(
             save_timeout=save_timeout,
             max_pending=max_pending,
             on_full=on_full,
@@ -185,7 +186,6 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
             retry_delay=retry_delay,
             max_failures=max_failures,
         )
-        self.async_calls: deque[Call] = deque()
         self._caller: AsyncCaller | None = None
         self._next_idx = 0
         self._stats = QueueStats()
@@ -321,21 +321,20 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
     def _get_async_caller(self) -> AsyncCaller:
         if self._caller is None:
-            warm = AsyncCallsQueue._warm
-            usable = warm is not None and self.options.max_pending == 1 and not self.options.retries
-            if self.persistent and usable and warm is not None:
-                self._caller, AsyncCallsQueue._warm = warm, None
-                return self._caller
-            kind = PersistentAsyncCaller if self.persistent else TemporalAsyncCaller
-            self._caller = kind(
-                self.is_daemon,
-                self.cpu_priority,
-                self.io_priority,
-                self.sigterm_timeout,
-                self.cpu_shm_mode,
-                max_pending=self.options.max_pending,
-                retries=self.options.retries,
-                retry_delay=self.options.retry_delay,
+            if self.persistent and AsyncCallsQueue._warm is not None:
+                self._caller, AsyncCallsQueue._warm = AsyncCallsQueue._warm, None
+            else:
+                kind = PersistentAsyncCaller if self.persistent else TemporalAsyncCaller
+                self._caller = kind(
+                    self.is_daemon,
+                    self.cpu_priority,
+                    self.io_priority,
+                    self.sigterm_timeout,
+                    self.cpu_shm_mode,
+                )
+            options = self.options
+            self._caller._set_limits(  # noqa: SLF001 - our own class
+                options.max_pending, options.retries, options.retry_delay
             )
         return self._caller
 
@@ -407,7 +406,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         mine = call.cause if call.state is CallState.FAILED else ""
         if call.state is CallState.RUNNING:
             self._get_async_caller().give_up(call, "it failed on another rank")
-        causes = self._control.gather_texts(mine[-600:] if not mine.isascii() else mine[-4000:])
+        causes = self._control.gather_texts(mine)
         failed = ((rank, cause) for rank, cause in enumerate(causes) if cause)
         rank, cause = next(failed, (None, "the rank that failed did not say why"))
         return self._error(call, str(cause), rank)
@@ -460,9 +459,17 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         if caller is not None and self.async_calls:
             for call in self.async_calls:
                 caller.wait(call, deadline.remaining())
-            numbers = ", ".join(str(call.idx) for call in self.async_calls)
-            logger.warning("the program ends while saves were not finalised: %s", numbers)
+            self._warn_of_lost_saves("the program ends")
         self._stop(abort=True)
+
+    def __del__(self) -> None:
+        # Its worker ends with its caller; nothing is waited for.
+        if self.async_calls:
+            self._warn_of_lost_saves("a queue is dropped")
+
+    def _warn_of_lost_saves(self, event: str) -> None:
+        numbers = ", ".join(str(call.idx) for call in self.async_calls)
+        logger.warning("%s while saves were not finalised: %s", event, numbers)
 
 
 def abort_nvrx_checkpoint() -> None:
@@ -480,6 +487,8 @@ def _leave_all() -> None:
 
 def _forget_all() -> None:
     """Leave all queues to the process that this one was forked from: the workers are its."""
+    for queue in AsyncCallsQueue.get_instances():
+        queue.async_calls.clear()
     AsyncCallsQueue._instances.clear()  # noqa: SLF001 - our own class
     AsyncCallsQueue._warm = None  # noqa: SLF001 - our own class
 

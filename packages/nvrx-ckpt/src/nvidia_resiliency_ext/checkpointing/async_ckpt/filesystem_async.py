@@ -32,6 +32,7 @@ from nvidia_resiliency_ext.checkpointing._durable import write_small_file
 from nvidia_resiliency_ext.checkpointing._errors import CheckpointWriteError
 from nvidia_resiliency_ext.checkpointing._manifest import (
     MANIFEST,
+    METADATA,
     rank_manifest_name,
     write_manifest,
 )
@@ -69,7 +70,6 @@ __all__ = [
 
 logger = logging.getLogger("nvrx")
 
-METADATA = ".metadata"
 _MSC = "msc://"
 _MAX_DEFAULT_THREADS = 4
 _MIN_THREADS_WITH_HINT = 2
@@ -214,9 +214,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.has_data_to_write:
             options = self._options(prefix)
             special = self._transformed if self.transforms.extensions else None
-            self._write = CheckpointWrite(
-                self._buckets, options, special, default_serialize, problem
-            )
+            self._write = CheckpointWrite(self._buckets, options, special, problem)
 
     def get_save_function_and_args(
         self,
@@ -465,9 +463,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             sync=self.sync_files,
             io_mode=self.io_mode,
             staging_dir=self.staging_dir,
-            metadata_path=os.path.join(folder, METADATA),
+            folder=folder,
             manifest_path=None if self.use_msc else os.path.join(folder, rank_manifest_name(rank)),
-            void_manifest_path=os.path.join(folder, MANIFEST),
         )
 
     def _transformed(self, item: WriteItem, data: Any) -> tuple[Any, list[str]]:
@@ -509,11 +506,10 @@ def _write_here(
             sync=use_fsync,
             io_mode="auto",
             staging_dir=None,
-            metadata_path=os.path.join(os.path.dirname(bucket[0]), METADATA),
+            folder=os.path.dirname(bucket[0]),
             manifest_path=None,
-            void_manifest_path=os.path.join(os.path.dirname(bucket[0]), MANIFEST),
         )
-        write = CheckpointWrite([bucket], options, None, default_serialize)
+        write = CheckpointWrite([bucket], options, None)
         write()
         if write.failure is not None:
             raise write.failure

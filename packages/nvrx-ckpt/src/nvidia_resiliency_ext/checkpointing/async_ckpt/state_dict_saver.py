@@ -218,8 +218,8 @@ class _Planning:
         # Whatever fails here on one rank is seen by all of them in the full planning.
         signature = self._signature()
         usable = signature is not None and cache.validated_cache_reuse
-        same = int(usable and cache.signature == signature)
-        reuse = control_group(self._wrapper.group).minimum([same])[0]
+        same = usable and cache.signature == signature
+        reuse = control_group(self._wrapper.group).all_true(same)
         if reuse and cache.cached_central_plan is not None:
             self._set_up_writer()
             self._writer.prepare_local_plan(cache.cached_central_plan)
@@ -276,7 +276,7 @@ class _Planning:
             local = self._local_step()
         except Exception as error:  # noqa: BLE001 - a planner may raise anything
             failure = _wrap_exception(error)
-        if not control_group(self._wrapper.group).minimum([int(failure is None)])[0]:
+        if not control_group(self._wrapper.group).all_true(failure is None):
             failures = self._wrapper.all_gather_object(failure) or []
             raise CheckpointException("plan", {r: one for r, one in enumerate(failures) if one})
         return local
@@ -412,8 +412,7 @@ class _Publication:
 
     def agree(self) -> None:
         """Raise on all ranks if one has failed, with the details on the coordinator."""
-        control = control_group(self._wrapper.group)
-        if not control.minimum([int(not self._failures)])[0]:
+        if not control_group(self._wrapper.group).all_true(not self._failures):
             raise CheckpointException("write", self._failures)
 
 
@@ -434,7 +433,7 @@ def verify_global_md_reuse(
     same = rank < len(loaded_all_plans) and not _compare_dataclasses(
         local_plan, loaded_all_plans[rank]
     )
-    return bool(control_group(dist_wrapper.group).minimum([int(same)])[0])
+    return control_group(dist_wrapper.group).all_true(same)
 
 
 class _ResultsExchange:

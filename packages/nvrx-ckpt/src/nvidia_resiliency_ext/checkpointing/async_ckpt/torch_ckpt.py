@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvidia_resiliency_ext.checkpointing._image import save_into, saved_size
-from nvidia_resiliency_ext.checkpointing._places import place_where
+from nvidia_resiliency_ext.checkpointing._places import place_that_fails
 from nvidia_resiliency_ext.checkpointing._staged_write import StagedWrite
 from nvidia_resiliency_ext.checkpointing._write_plan import (
     PLAIN_BYTES,
@@ -24,8 +24,6 @@ from ._options import path_text
 from .core import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nvidia_resiliency_ext.checkpointing._staging import StagingBuffer
     from nvidia_resiliency_ext.checkpointing._write_plan import FileResult
 
@@ -113,7 +111,7 @@ class _TorchFileWrite(StagedWrite):
         try:
             self._nbytes = saved_size(self._value, self._save)
         except Exception as error:
-            place = place_where(self._value, _cannot_be_pickled)
+            place = place_that_fails(self._value, lambda v: _Probe(io.BytesIO()).dump(v))
             raise TypeError(f"{place} cannot be saved to {self._path}: {error}") from error
         return self._nbytes
 
@@ -126,7 +124,7 @@ class _TorchFileWrite(StagedWrite):
         shapes = [] if shape is None else [shape]
         return WritePlan([FilePlan(self._path, 0, self._nbytes, [item])], shapes)
 
-    def written(self, results: Sequence[FileResult], manifest: FileResult | None) -> None:
+    def written(self, manifest: FileResult | None) -> None:
         pass
 
     def _save(self, value: Any, stream: Any) -> None:
@@ -139,14 +137,6 @@ class _Probe(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         """Return what stands for a tensor; None for all else."""
         return "" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
-
-
-def _cannot_be_pickled(value: Any) -> bool:
-    try:
-        _Probe(io.BytesIO()).dump(value)
-    except Exception:  # noqa: BLE001 - any error of a user's class means the same here
-        return True
-    return False
 
 
 def _target(*args: Any, **kwargs: Any) -> tuple[str, tuple[tuple[Any, ...], dict[str, Any]]]:

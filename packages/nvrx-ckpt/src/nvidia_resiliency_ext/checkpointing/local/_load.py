@@ -20,8 +20,6 @@ from nvidia_resiliency_ext.checkpointing._staging import PAGE_BYTES, round_up
 from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, runs_no_code
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 
-__all__ = ["load_state"]
-
 _LEAST_THREADS = 2
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14

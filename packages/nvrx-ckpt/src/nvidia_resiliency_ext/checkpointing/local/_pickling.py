@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from nvidia_resiliency_ext.checkpointing._places import parts_of, place_where
+from nvidia_resiliency_ext.checkpointing._places import (
+    parts_of,
+    place_that_fails,
+    place_where,
+)
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
     BasicTensorAwareStateDict,
     TensorPlaceholder,
 )
-
-__all__ = ["SplitState", "UnsafeSkeletonError", "join_state", "runs_no_code", "split_state"]
 
 _STORAGE = "storage"
 _OWN_CLASS = f"{BasicTensorAwareStateDict.__module__}.{BasicTensorAwareStateDict.__qualname__}"
@@ -70,7 +72,8 @@ def split_state(state: Any) -> SplitState:
         pickler.dump(state)
     # Whatever a user's class raises while it is pickled ends up here.
     except Exception as error:
-        raise TypeError(f"{_place_of_failure(state)} cannot be saved: {error}") from error
+        place = place_that_fails(state, lambda item: _Pickler(io.BytesIO()).dump(item))
+        raise TypeError(f"{place} cannot be saved: {error}") from error
     name = _name_of(type(state))
     if runs_no_code(name):
         allowed = _allowed_names()
@@ -268,17 +271,6 @@ def _tensors_by_path(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         elif id(item) not in seen:
             seen.add(id(item))
             waiting.extend(parts_of(path, item))
-
-
-def _place_of_failure(state: Any) -> str:
-    def fails(item: Any) -> bool:
-        try:
-            _Pickler(io.BytesIO()).dump(item)
-        except Exception:  # noqa: BLE001 - any error of a user's class means the same here
-            return True
-        return False
-
-    return place_where(state, fails)
 
 
 def _place_of_name(state: Any, name: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["TensorPlaceholder", "get_default_device_from_type"]
-
 
 def get_default_device_from_type(device_type: str) -> torch.device:
     """Return the CPU, or the current CUDA device.

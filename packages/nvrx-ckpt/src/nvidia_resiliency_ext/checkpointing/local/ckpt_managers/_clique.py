@@ -19,8 +19,6 @@ from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import Gr
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.procfs import boot_id
 
-__all__ = ["PeerLinks", "connect_clique"]
-
 _SIOCGIFADDR = 0x8915
 _TOKEN_BYTES = 32
 

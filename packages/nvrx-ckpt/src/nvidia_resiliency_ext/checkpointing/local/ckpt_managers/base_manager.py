@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._errors import DamagedCheckpointError
+from nvidia_resiliency_ext.checkpointing.async_ckpt._agreement import control_group
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
 from nvidia_resiliency_ext.checkpointing.local._pickling import join_state, split_state
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers._agreement import (
-    Agreement,
+    gather_held,
     latest_iteration,
 )
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
@@ -94,7 +96,7 @@ class BaseCheckpointManager(ABC):
         self.repl_strategy = repl_strategy
         self.latest_iteration = -1
         self.globally_available_ids: dict[int, list[CkptID]] = {}
-        self._agreement = Agreement()
+        self._agreement = control_group()
         self._events = EventLog.join(src="ckpt")
 
     @property
@@ -180,13 +182,17 @@ class BaseCheckpointManager(ABC):
         self, below: int | None = None, *, unusable: Collection[CkptID] = ()
     ) -> int:
         ids = self._held().difference(unusable)
-        mine = [(i, owner) for i, owner, session in ids if session == self.session_id]
-        held = self._agreement.gather_held(self._clique(), mine)
+        mine = [
+            (i, owner)
+            for i, owner, session in ids
+            if session == self.session_id and (below is None or i < below)
+        ]
+        held = gather_held(self._agreement, self._clique(), mine)
         self.globally_available_ids = {
             rank: [(iteration, owner, self.session_id) for iteration, owner in sorted(one.shards)]
             for rank, one in enumerate(held)
         }
-        return latest_iteration(held, below=below)
+        return latest_iteration(held)
 
     def _held(self) -> set[CkptID]:
         """Return the parts that this rank keeps; none when they cannot be looked at."""
@@ -245,7 +251,7 @@ class BaseCheckpointManager(ABC):
             problem = f"{type(error).__name__}: {error}"
         if self._agreement.all_true(not problem):
             return
-        text = by_rank(self._agreement.gather_texts(problem))
+        text = self._agreement.gather_problems(problem)
         message = f"iteration {iteration} is whole, but cannot be brought back to its devices: "
         self._record(CkptLoad, iteration, message + text)
         raise CheckpointingException(message + text)
@@ -321,10 +327,12 @@ class BaseCheckpointManager(ABC):
             None, or the request.
 
         Raises:
+            TypeError: The iteration is no whole number.
             AssertionError: The iteration is not larger than `latest_iteration`.
             CheckpointingException: A rank could not save; on all ranks. With `is_async` it is
                 raised when the request is finalised.
         """
+        iteration = operator.index(iteration)  # a number of numpy's or torch's, too
         if iteration <= self.latest_iteration:
             raise AssertionError(
                 f"iteration {iteration} is not after iteration {self.latest_iteration}, "
@@ -354,8 +362,8 @@ class BaseCheckpointManager(ABC):
             problem = str(error)
         # From here on no rank has a part of that iteration from an earlier attempt, so a new one
         # can never be taken together with an old one.
-        same = self._agreement.all_equal(iteration)
-        if not same:
+        low, high = self._agreement.minimum([iteration, -iteration])
+        if low != -high:
             raise CheckpointingException(
                 f"the ranks save different iterations; this rank saves {iteration}"
             )
@@ -428,9 +436,8 @@ class BaseCheckpointManager(ABC):
             self._record(CkptSave, iteration, bytes=call.nbytes, write_s=seconds)
             self._finish_cleanup(iteration, in_background=is_async)
             return
-        problems = self._agreement.gather_texts(problem)
+        text = self._agreement.gather_problems(problem)
         self._cleanup_failed_save(iteration)
-        text = by_rank(problems)
         message = f"iteration {iteration} could not be saved, earlier ones are untouched: {text}"
         self._record(CkptSave, iteration, message, write_s=seconds)
         raise CheckpointingException(message)
@@ -442,11 +449,6 @@ class BaseCheckpointManager(ABC):
         result = "failed" if error else "ok"
         event = kind(iteration=iteration, mode="local", result=result, error=error or None, **more)
         self._events.record(event, cycle=None, rank=self._agreement.rank)
-
-
-def by_rank(problems: Mapping[int, str]) -> str:
-    """Return one line with what each rank says."""
-    return "; ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
 
 
 class _InTrainer:

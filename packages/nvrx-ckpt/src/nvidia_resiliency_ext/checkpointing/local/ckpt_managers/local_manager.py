@@ -38,7 +38,6 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
     CkptID,
     SameMachineReplicationException,
     SaveCall,
-    by_rank,
 )
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
@@ -158,7 +157,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _identity(self, ckpt_id: CkptID) -> ShardIdentity:
         iteration, owner, session_id = ckpt_id
-        world_size = self._agreement.world_size
+        world_size = self._agreement.size
         clique = self._clique_strategy()
         jump, factor = 0, 1
         if clique is not None:
@@ -290,8 +289,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if not self._agreement.all_true(not links.problem and links.server is not None):
             if links.server is not None:
                 links.server.close()
-            problems = self._agreement.gather_texts(links.problem)
-            raise CheckpointingException("copies cannot be exchanged: " + by_rank(problems))
+            problems = self._agreement.gather_problems(links.problem)
+            raise CheckpointingException(f"copies cannot be exchanged: {problems}")
         assert links.server is not None
         self._server, self._peers = links.server, links.peers
         self._one_machine = not self._agreement.all_true(not links.one_machine)
