@@ -66,7 +66,7 @@ _PREFIXES = tuple(
             r"\s*\[?(?:(?P<low>DEBUG|INFO|NOTICE)|ERROR|CRITICAL|FATAL)\]?\s*(?:-\s+|:\s*|\s+)(?=\S)",
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
-        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) \| r(?P<rank>\d{1,7}) \| "),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:\| )?r(?P<rank>\d{1,7}) \| "),
         ("A", r"r(?P<rank>\d{1,7})(?:: | (?=[\w-]{2,40}: ))"),
         ("[", r"\[(?:[\w-]{1,40} )?r(?P<rank>\d{1,7})\]:? "),
         (
