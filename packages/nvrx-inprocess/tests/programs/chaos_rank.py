@@ -127,6 +127,8 @@ class Scene:
             kill_monitor()
             return
         if kind == "gil":
+            # A signal, such as the one that asks for stacks, would end the sleep.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             ctypes.PyDLL(None).sleep(int(ASLEEP_S))
         if kind == "sleep":
             time.sleep(IN_ABORT_S if moment == "abort" else ASLEEP_S)
