@@ -207,6 +207,8 @@ def test_another_secret_is_refused_both_ways(served: Served) -> None:
     mine, other = served.connect(), served.connect(b"another secret")
     mine.put("a", "1")
     other.put("b", "1")
+    assert mine.has("a")
+    assert other.has("b")
     with pytest.raises(ForeignValueError):
         other.peek("a")
     with pytest.raises(ForeignValueError):

@@ -22,6 +22,24 @@ PREFIX = keys.prefix("job")
 CAUSE = Cause("exit", "a worker failed")
 
 
+class _Answered:
+    """A client whose writes wait: the store answers none, but it takes all calls in their order."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+        if name not in {"set", "append", "multi_set"}:
+            return call
+
+        def write(*args: Any) -> None:
+            call(*args)
+            self._client.check(["nobody sets it"])
+
+        return write
+
+
 class Served:
     """A store in this process, with connections that are cut at the end."""
 
@@ -39,8 +57,8 @@ class Served:
         return made
 
     def raw(self) -> Any:
-        """Return a torch client, as a stranger may have."""
-        return self.connect()._client
+        """Return a client as a stranger may have; what it has written is there for others."""
+        return _Answered(self.connect()._client)
 
     def kill(self) -> None:
         """End the store."""
