@@ -14,6 +14,10 @@ def bundled() -> str:
     """Return the JSON text of the TOML files."""
     codes = tomllib.loads((FOLDER / "codes.toml").read_text())
     rules = tomllib.loads((FOLDER / "rules.toml").read_text())
+    shared = rules.pop("shared")
+    for rule in rules["rule"]:
+        if "unless" in rule:
+            rule["unless"] = [shared[u[1:]] if u.startswith("@") else u for u in rule["unless"]]
     return json.dumps({**codes, **rules}, indent=1) + "\n"
 
 
