@@ -327,10 +327,15 @@ PEERS = "".join(
     " inconsistency, we are taking the entire process down.\n"
     for rank in (0, 1, 3)
 )
-REWORDED = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "reworded_failures.jsonl").read_text().splitlines()
-]
+
+
+def _cases(name):
+    """Return the labelled logs of a file with one JSON object a line."""
+    lines = (Path(__file__).parent / name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+REWORDED = _cases("reworded_failures.jsonl")
 
 
 @pytest.mark.parametrize("case", REWORDED, ids=lambda case: case["name"])
@@ -362,15 +367,9 @@ def test_healthy_lines_accuse_nobody(line):
         assert (found.reason_code, found.action) == ("nccl.timeout", "RESTART")
 
 
-def _written(name):
-    """Return logs that were written, with labels, by people who had not seen the rules."""
-    lines = (Path(__file__).parent / name).read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_failures_written_without_knowing_the_rules():
     """Of 600 failing logs in 53 kinds nearly all get the right code, action and rank."""
-    cases = _written("written_failures.jsonl")
+    cases = _cases("written_failures.jsonl")
     right = {"code": 0, "action": 0, "rank": 0}
     stopped = []
     for case in cases:
@@ -393,7 +392,7 @@ def test_failures_written_without_knowing_the_rules():
 WITHOUT_STEPS = "hd033"
 
 
-@pytest.mark.parametrize("case", _written("written_healthy.jsonl"), ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", _cases("written_healthy.jsonl"), ids=lambda case: case["id"])
 def test_healthy_logs_written_without_knowing_the_rules(case):
     """Pieces of healthy runs that speak of errors accuse nobody and stop nothing."""
     found = verdict_of("\n".join(case["lines"]) + "\n")

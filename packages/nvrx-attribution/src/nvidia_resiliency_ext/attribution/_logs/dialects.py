@@ -69,10 +69,8 @@ _PREFIXES = tuple(
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:\| )?r(?P<rank>\d{1,7}) \| "),
         ("A", r"r(?P<rank>\d{1,7})(?:: | (?=[\w-]{2,40}: ))"),
         ("[", r"\[(?:[\w-]{1,40} )?r(?P<rank>\d{1,7})\]:? "),
-        (
-            "A",
-            r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?(?:rank=(?P<rank>\d{1,7})|\[rank ?(?P<rank2>\d{1,7})\]):? ",
-        ),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?rank=(?P<rank>\d{1,7}):? "),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?\[rank ?(?P<rank>\d{1,7})\]:? "),
         (
             "[ ",
             r"\s*\[NeMo (?:(?P<low>[DIW])|[A-Z]) "
@@ -186,9 +184,8 @@ class LineReader:
 
     def _take(self, match: re.Match[str], line: Line) -> None:
         parts = match.groupdict()
-        rank = parts.get("rank") or parts.get("rank2")
-        if rank is not None and line.rank is None:
-            line.rank = rank_in_digits(rank)
+        if parts.get("rank") is not None and line.rank is None:
+            line.rank = rank_in_digits(parts["rank"])
         if parts.get("local") is not None:
             line.local_rank = int(parts["local"])
         if parts.get("node") is not None and line.node is None:
