@@ -30,6 +30,8 @@ _CLOCK_JUMP_S = 2700.0
 _TIER = {"root": 0, "confirm": 0, "either": 1, "cascade": 2, "teardown": 3}
 _WEAK = frozenset({"host.exit_nonzero", "host.sigkill", "sched.sigterm", "net.store_lost"})
 _ENDED_BY_OTHERS = frozenset({0, -15, 143})
+_ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "unknown"})
+_COMPLAINTS = frozenset({"root", "either", "cascade"})
 _MASS = 0.5
 _SILENT_SHARE = 0.34
 _LEAST_REPORTERS = 2
@@ -223,7 +225,7 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
             found.rank, found.node = twin.first.rank, twin.first.node
             ranks |= twin.ranks
     if found.rank is None:
-        found.rank = _rank_from_others(fault, scan.events, found.node)
+        found.rank = _rank_from_others(fault, scan, found.node)
     found.is_mass = world > 1 and len(ranks) + len(fault.places) > world * _MASS
     if fault.code == "nccl.timeout":
         _name_silent(found, scan, world)
@@ -241,21 +243,23 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
         found.node = found.suspect_nodes[0]
 
 
-def _rank_from_others(fault: Event, events: list[Event], node: str | None) -> int | None:
+def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int | None:
     """Return the rank of a fault whose own line names none: the kernel, a daemon, a library.
 
-    It is the one that other lines about the same fault name; else the only one that ended by
-    itself, as the scheduler says; else the next one that complains at the same moment.
+    It is the first one that other lines about the same fault name; else the only one that ended
+    by itself, or that others say has left; else the next one that complains at the same moment.
     """
-    near = [e for e in events if not (node and e.nodes and node not in e.nodes)]
-    same = {rank for e in near if e.code == fault.code for rank in e.ranks}
-    ended = (e for e in near if e.exit_code is not None and e.exit_code not in _ENDED_BY_OTHERS)
-    for ranks in (same, {rank for e in ended for rank in e.ranks}):
+    near = [e for e in scan.events if not (node and e.nodes and node not in e.nodes)]
+    same = next((e for e in near if e.code == fault.code and e.first.rank is not None), None)
+    if same is not None:
+        return same.first.rank
+    ended = (e for e in near if e.code in _ENDS and e.exit_code not in _ENDED_BY_OTHERS)
+    for ranks in ({rank for e in ended for rank in e.ranks}, scan.departed_ranks):
         if len(ranks) == 1:
-            return ranks.pop()
+            return next(iter(ranks))
     for event in near:
         lines = event.first.line - fault.first.line
-        if event.role == "cascade" and len(event.ranks) == 1 and 0 < lines <= _SAME_LINES:
+        if event.role in _COMPLAINTS and len(event.ranks) == 1 and 0 < lines <= _SAME_LINES:
             return event.first.rank if _distance_s(fault, event) <= _SAME_MOMENT_S else None
     return None
 

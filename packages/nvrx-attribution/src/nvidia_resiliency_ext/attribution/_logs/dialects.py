@@ -59,6 +59,7 @@ _PREFIXES = tuple(
             r"(?P<mon>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{1,2}) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d) (?P<node>[A-Za-z][\w.-]{0,62}) kernel: (?:\[ *\d+\.\d+\] )?",
         ),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) kernel: (?:\[ *\d+\.\d+\] )?"),
+        ("A", r"kmsg (?P<node>[A-Za-z][\w.-]{0,62}) (?=NVRM)"),
         ("A", r"kernel: (?:\[ *\d+\.\d+\] )?"),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}):\d+:\d+ \[(?P<gpu>\d{1,3})\] (?=NCCL )"),
         (
@@ -67,7 +68,8 @@ _PREFIXES = tuple(
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:\| )?r(?P<rank>\d{1,7}) \| "),
-        ("A", r"r(?P<rank>\d{1,7})(?:: | (?=[\w-]{2,40}: ))"),
+        ("A", r"[rw](?P<rank>\d{1,7})(?:: | (?=[A-Za-z]))"),
+        ("[", r"\[(?P<rank>\d{1,7})\]:? (?=\d{4}-\d\d-\d\d)"),
         ("[", r"\[(?:[\w-]{1,40} )?r(?P<rank>\d{1,7})\]:? "),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?rank=(?P<rank>\d{1,7}):? "),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?\[rank ?(?P<rank>\d{1,7})\]:? "),
@@ -106,7 +108,7 @@ _SLURM = re.compile(
 )
 _SLURM_NODE = re.compile(r"\b(?:ON|on) (?P<node>[A-Za-z][\w.-]*) CANCELLED AT ")
 _IN_TEXT = re.compile(
-    r"\[Rank (?P<rank>\d{1,7})\]|\bon rank (?P<on>\d{1,7})\b|\b[Rr]ank[ =:]+(?P<bare>\d{1,7})\b"
+    r"\[Rank (?P<rank>\d{1,7})\]|\bon rank (?P<on>\d{1,7})\b|\b(?:[Rr]ank|RANK)[ =:]+(?P<bare>\d{1,7})\b"
 )
 _GLOBAL_RANK = re.compile(r"\[(?:[A-Z_]+ )?(?:PG\b[^\]]*|Global )Rank (?P<rank>\d{1,7})\]")
 _JSON_TEXT = ("message", "log", "msg", "line", "text", "detail")
@@ -131,6 +133,7 @@ class Line:
         text: Without prefixes, control characters and spaces at its end.
         rank: Rank that wrote it, or None.
         local_rank: Rank on its node, or None.
+        node_first_rank: Rank of the node's local rank 0, where prefixes say both; or None.
         node: Host name, or None.
         gpu: Number of a device on the node, or None.
         time_s: Seconds, or None.
@@ -142,6 +145,7 @@ class Line:
     text: str
     rank: int | None = None
     local_rank: int | None = None
+    node_first_rank: int | None = None
     node: str | None = None
     gpu: str | None = None
     time_s: float | None = None
@@ -180,6 +184,8 @@ class LineReader:
         line.text = text.strip()
         if line.rank is None:
             line.rank = _rank_in(line.text)
+        elif line.local_rank is not None:
+            line.node_first_rank = line.rank - line.local_rank
         return line
 
     def _take(self, match: re.Match[str], line: Line) -> None:

@@ -46,6 +46,13 @@ _EXIT_FIELDS = ("exitcode ", "exitcode:", "traceback :")
 _EXIT_BLOCK_LINES = 5
 _LOCAL = re.compile(r"local_rank:?\s*(\d{1,3})")
 _SEQ = re.compile(r"SeqNum=(\d{1,12})|last enqueued(?: NCCL)? work:? (\d{1,12})")
+# Lines about the end of a rank, or about the odd one among ranks, name it, whoever wrote them.
+_ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault"})
+_SUBJECT = re.compile(r"\b(?:rank|RANK|Rank)[ =:#]{1,2}(\d{1,7})\b")
+_DID = re.compile(
+    r"(?<![\w.])(\d{1,7}(?:[-,]\d{1,7})*) (?:called|issued|ran|runs|entered|posted|started|sent|"
+    r"is (?:running|in|at)|are (?:running|in|at)|did|does|has|have|used?)\b"
+)
 _EXIT_CODES = {
     -9: ("host.sigkill", "either"),
     137: ("host.sigkill", "either"),
@@ -141,6 +148,7 @@ class ScanResult:
         truncated: The log was cut, or a limit was met.
         last_time_s: Newest time seen.
         dump_signal_ranks: Ranks that were told to dump because of others.
+        departed_ranks: Ranks that others said to have left.
         places: (node, local rank) of writers whose rank no line says.
         year: Of the newest line that had one.
     """
@@ -156,6 +164,7 @@ class ScanResult:
     truncated: bool = False
     last_time_s: float | None = None
     dump_signal_ranks: set[int] = field(default_factory=set)
+    departed_ranks: set[int] = field(default_factory=set)
     year: int = NO_YEAR
     places: set[tuple[str | None, int]] = field(default_factory=set)
 
@@ -247,6 +256,8 @@ class EventTable:
                 result.dump_signal_ranks.add(line.rank)
             return None
         found = self._read(rule, match, line, place)
+        if rule.id == "peer.departed" and found is not None and found.at.rank is not None:
+            result.departed_ranks.add(found.at.rank)
         if found is None or found.role == "context":
             return None
         key = (rule.id, found.xid, found.exit_code, letters(line.text)[:_KEY_LETTERS])
@@ -272,7 +283,8 @@ class EventTable:
             *(place.number, -1, line.time_s, line.rank, line.local_rank, line.node, line.gpu),
             line.text[:_TEXT],
         )
-        for name in (rule.rank_group, "rank2", "rank3"):
+        names = (rule.rank_group, "rank2", "rank3")
+        for name in names:
             if groups.get(name):
                 at.rank = rank_in_digits(groups[name])
         at.node = (groups.get(rule.node_group) or at.node or "").rstrip(".,;") or None
@@ -292,6 +304,8 @@ class EventTable:
             found.code, found.role = _EXIT_CODES.get(found.exit_code, unknown)
         if exit_text or line.text.startswith(_EXIT_FIELDS):
             self._read_exit(line, place, at)
+        elif not any(groups.get(name) for name in names):
+            at.rank = _named_rank(found.code, line.text, at.rank)
         return found
 
     def _read_exit(self, line: Line, place: LinePlace, at: Occurrence) -> None:
@@ -375,6 +389,18 @@ class EventTable:
             return True
         other = self._reader.read(text.encode())
         return (other.rank, other.local_rank) == (line.rank, line.local_rank)
+
+
+def _named_rank(code: str, text: str, writer: int | None) -> int | None:
+    """Return the rank that a line is about; the one that wrote it where it names none."""
+    named = set()
+    if code in _ENDS:
+        named = set(_SUBJECT.findall(text))
+    elif code == "user.collective_mismatch":
+        groups = [match[1] for match in _DID.finditer(text)]
+        single = {ranks for ranks in groups if ranks.isdigit()}
+        named = single if len(groups) > len(single) else set()
+    return rank_in_digits(named.pop()) if len(named) == 1 else writer
 
 
 def _add_writer(event: Event, at: Occurrence, line: Line) -> None:

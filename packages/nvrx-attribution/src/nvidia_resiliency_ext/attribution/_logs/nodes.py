@@ -24,9 +24,12 @@ class NodeMap:
     seen: dict[int, str] = field(default_factory=dict)
     ranks_per_node: int | None = None
     _conflicting: set[int] = field(default_factory=set)
+    _first_ranks: dict[str, set[int]] = field(default_factory=dict)
 
-    def add(self, rank: int, node: str) -> None:
-        """Take in that a rank ran on a node."""
+    def add(self, rank: int, node: str, first_rank: int | None = None) -> None:
+        """Take in that a rank ran on a node, and the node's first rank if that was said."""
+        if first_rank is not None and len(self.seen) < _MOST_RANKS:
+            self._first_ranks.setdefault(node, set()).add(first_rank)
         known = self.seen.get(rank)
         if known is None:
             if len(self.seen) < _MOST_RANKS and rank not in self._conflicting:
@@ -61,6 +64,9 @@ class NodeMap:
         """Return the rank with a number on a node, when the nodes' ranks follow each other."""
         if node is None or local_rank is None:
             return None
+        first = self._first_ranks.get(node, ())
+        if len(first) == 1:
+            return next(iter(first)) + local_rank
         size = self.ranks_per_node or self._even_size()
         known = self.ranks_on(node)
         if not known or not size:

@@ -279,7 +279,7 @@ class Scanner:
         if line.rank is not None and len(result.ranks) < MOST_RANKS:
             result.ranks.add(line.rank)
             if line.node is not None:
-                result.node_map.add(line.rank, line.node)
+                result.node_map.add(line.rank, line.node, line.node_first_rank)
         elif line.rank is None and line.local_rank is not None and len(result.places) < MOST_RANKS:
             result.places.add((line.node, line.local_rank))
 
