@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from fault_jobs import Job
 
 PROGRAM = Path(__file__).resolve().parent / "examples" / "pretrain.py"
-FAULT_AT = 14  # the newest local checkpoint is then that of iteration 12
+FAULT_AT = 14
+# Local checkpoints are of 3, 6, 9, 12; the newest may still have been on its way to the disk.
+NEWEST = (9, 12)
 LIMIT_S = 150.0
 LAUNCHER_FLAGS = ("--ft-rank-section-timeouts", "setup:120,step:60,checkpointing:60")
 
@@ -114,7 +116,7 @@ def test_the_result_is_that_of_an_undisturbed_training(
     assert len(restarted) == in_process_restarts
     if len(cycles) > 1:
         assert "attribution: verdict RESTART for" in job.log()
-    assert f"starts at {FAULT_AT - FAULT_AT % 3} from local checkpoint" in text
+    assert any(f"starts at {newest} from local checkpoint" in text for newest in NEWEST), text
     assert "relative" in text, "no report of slow ranks"
     learnt = json.loads((job.folder / "run" / "ft_state.json").read_text())
     assert learnt, "no timeouts were learnt"
