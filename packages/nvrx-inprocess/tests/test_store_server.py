@@ -199,11 +199,9 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
     """The store server reports its address, or the error, in one line and closes the channel."""
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [
-            *(sys.executable, hosting.PROGRAM, "--store"),
-            *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
-            *(f"--starter={os.getpid()}", "--idle-s=1", f"--channel-fd={theirs.fileno()}"),
-        ]
+        order = {"address": "127.0.0.1", "port": taken.getsockname()[1], "job": "j"}
+        duty = {**order, "starter": os.getpid(), "idle_s": 1.0, "channel_fd": theirs.fileno()}
+        command = [sys.executable, hosting.PROGRAM, "--store", json.dumps(duty)]
         fds = [theirs.fileno()]
         done = subprocess.run(command, pass_fds=fds, check=False, cwd=tmp_path, timeout=150)
         theirs.close()

@@ -152,16 +152,10 @@ def _start(
 ) -> tuple[StoreServer, dict[str, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
-        options = {
-            **{f"--{name}": value for name, value in order.items()},
-            "--starter": os.getpid(),
-            "--idle-s": idle_s,
-            "--channel-fd": theirs.fileno(),
-        }
-        arguments = [f"{name}={value}" for name, value in options.items()]
+        duty = {**order, "starter": os.getpid(), "idle_s": idle_s, "channel_fd": theirs.fileno()}
         try:
             process = subprocess.Popen(
-                [sys.executable, PROGRAM, "--store", *arguments],
+                [sys.executable, PROGRAM, "--store", json.dumps(duty)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -11,7 +11,6 @@ in torch's extension module, which imports two packages of torch's that may be e
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.names import first_line
@@ -85,19 +84,24 @@ _LONGEST_ORDER = 1 << 14
 _ORDER_S = 5.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a store until SIGTERM or until no client is left."""
-    duty = _parse(arguments)
+def main(text: str, *whole: str) -> int:
+    """Serve a store until SIGTERM or until no client is left.
+
+    `text` is JSON: a first order, the process `starter`, `channel_fd` of the socket for reports and
+    more orders, and `idle_s`, the stay without starter and clients. `whole`: import all of torch.
+    """
+    duty = json.loads(text)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     _allow_open_files()
-    channel = socket.socket(fileno=duty.channel_fd)
+    channel = socket.socket(fileno=duty["channel_fd"])
     with channel:
         try:
             with _threads_without(signal.SIGTERM):
-                stores, report = _host(duty.address, duty.port, duty.job, whole=duty.whole_torch)
+                order = duty["address"], duty["port"], duty["job"]
+                stores, report = _host(*order, whole=bool(whole))
         except PartialImportError:
             # Begin again in the same process, with all of torch.
             os.set_inheritable(channel.fileno(), True)
@@ -107,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _send_report(channel, report)
         if not stores:
             return 1
-        _attend(channel, duty, stores)
-    _stay_while_used(list(stores), duty.idle_s)
+        _attend(channel, duty["starter"], stores)
+    _stay_while_used(list(stores), duty["idle_s"])
     # Ends its servers.
     stores.clear()
     return 0
@@ -144,12 +148,12 @@ def _host(
     return {port: store}, {"port": port, "pid": os.getpid()}
 
 
-def _attend(channel: socket.socket, duty: argparse.Namespace, stores: dict[int, Any]) -> None:
+def _attend(channel: socket.socket, starter_pid: int, stores: dict[int, Any]) -> None:
     """Do what the starter orders, until it ends."""
     orders = threading.Thread(target=_take_orders, args=(channel, stores), daemon=True)
     with _threads_without(signal.SIGTERM):
         orders.start()
-    with contextlib.suppress(ProcessLookupError), PidHandle(duty.starter) as starter:
+    with contextlib.suppress(ProcessLookupError), PidHandle(starter_pid) as starter:
         while not starter.wait(_LONGEST_WAIT_S):
             pass
     with contextlib.suppress(OSError):
@@ -186,23 +190,3 @@ def _allow_open_files() -> None:
 
 def _send_report(channel: socket.socket, report: dict[str, Any]) -> None:
     channel.sendall(json.dumps(report).encode() + b"\n")
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", default="", help="where to listen; empty: everywhere")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--job", required=True, help="name of the job")
-    parser.add_argument("--starter", type=int, required=True, help="process that started it")
-    parser.add_argument(
-        "--idle-s", type=float, required=True, help="stay without starter and clients"
-    )
-    parser.add_argument(
-        "--channel-fd", type=int, required=True, help="socket for the report and for orders"
-    )
-    parser.add_argument(_WHOLE_TORCH, action="store_true", help="import all of torch")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
