@@ -166,7 +166,7 @@ def test_every_message_travels() -> None:
     for message in (
         hello,
         messages.Reported(2, Interruption.EXCEPTION),
-        messages.Done(2),
+        messages.Completed(2),
         messages.Arrived(2),
         messages.Left(True, False),
     ):
@@ -190,7 +190,7 @@ def test_channel_survives_anything(seed) -> None:
     draw = random.Random(seed)
     ours, theirs = socket.socketpair()
     channel = Channel(ours, messages.FROM_RANK, messages.TO_RANK)
-    valid = messages.FROM_RANK.encode(messages.Done(1))
+    valid = messages.FROM_RANK.encode(messages.Completed(1))
     for _ in range(50):
         data = bytearray(valid)
         if draw.random() < 0.5:
@@ -200,7 +200,7 @@ def test_channel_survives_anything(seed) -> None:
         except OSError:
             break
         for message in channel.receive():
-            assert isinstance(message, messages.Done)
+            assert isinstance(message, messages.Completed)
         if channel.is_over:
             break
     channel.close()
@@ -423,7 +423,7 @@ def test_who_left_a_call_that_is_over_is_left_alone(monkeypatch) -> None:
     for rank, pid in ((0, os.getpid()), (1, os.getppid())):
         call._adopt(rank, pid, 0, has_left=False)
     call._do(call._membership.begun(0, 0, 0, 2, frozenset({0, 1})))
-    call._on_message(0, messages.Done(0))
+    call._on_message(0, messages.Completed(0))
     call.outcome(0, is_completed=True)
     call._on_message(0, messages.Left(is_lost=False, is_discarded=False))
     for _ in range(10):
@@ -478,8 +478,8 @@ def test_idle_traffic_of_a_node() -> None:
     settings = MonitorSettings("p", "m:f", heartbeat_interval_s=1.0, heartbeat_timeout_s=30.0)
     store_worker = NoThread()
     lost = []
-    registration = Registration(settings, store_worker, lost.extend)
-    registration.came(0, 1, 1, lambda _: None)
+    registration = Registration(settings, store_worker, lost.extend, lambda *_: None)
+    registration.came(0, 1, 1)
     registration.tick(0.0, {0, 1})
     start = store_worker.iteration_store.count
     beats = 1000

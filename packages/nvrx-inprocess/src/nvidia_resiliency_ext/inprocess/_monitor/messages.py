@@ -41,7 +41,7 @@ class MonitorSettings:
     termination_grace_s: float = 5.0
 
 
-VERSION = 6
+VERSION = 7
 WAITED = "waited"
 """In `Arrived`: the rank waited for its peers, or a collective that failed sent it here."""
 
@@ -77,13 +77,6 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The rank's function has returned."""
-
-    iteration: int
-
-
-@dataclass(frozen=True, slots=True)
 class Arrived:
     """The rank is ready for the next iteration, and was in this `call` at this `place`."""
 
@@ -94,20 +87,18 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The rank leaves the call: lost, discarded by rank assignment, or because it is over."""
+    """The rank leaves the call: lost, discarded by rank assignment, or because it is over.
+
+    The monitor sends it back once it speaks for the rank.
+    """
 
     is_lost: bool
     is_discarded: bool
 
 
 @dataclass(frozen=True, slots=True)
-class AreYouThere:
-    """Ask for `Here`: the rank has received nothing for a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Answer `AreYouThere`."""
+class Probe:
+    """Ask the monitor to send this back: the rank has received nothing for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +116,6 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAcknowledged:
-    """The monitor knows that the rank leaves, and speaks for it from now on."""
-
-
-@dataclass(frozen=True, slots=True)
 class Interrupted:
     """Event: the iteration is interrupted, and the last call for faults, of so long, is over."""
 
@@ -140,7 +126,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Event: all ranks have completed; the call is over."""
+    """The rank's function has returned; as an event: all ranks have completed the call."""
 
     iteration: int
 
@@ -166,13 +152,13 @@ class Decided:
 
 Event = Interrupted | Completed | Decided | StoreLost
 FROM_RANK = MessageSet(
-    Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left, AreYouThere
+    Hello, MonitorSettings, Begun, Reported, Interruption, Completed, Arrived, Left, Probe
 )
 TO_RANK = MessageSet(
     Welcome,
     Refused,
-    Here,
-    LeaveAcknowledged,
+    Probe,
+    Left,
     Decided,
     Interrupted,
     InterruptionRecord,

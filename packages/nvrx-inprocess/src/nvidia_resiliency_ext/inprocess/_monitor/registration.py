@@ -26,9 +26,11 @@ class Registration:
         settings: MonitorSettings,
         store_worker: StoreWorker,
         lost: Callable[[Iterable[int]], None],
+        adopt: Callable[..., None],
     ) -> None:
+        """`adopt` gets the ranks of this node that an earlier monitor served."""
         self._store_worker = store_worker
-        self._lost = lost
+        self._lost, self._adopt = lost, adopt
         self._interval_s = settings.heartbeat_interval_s
         self._ring = Ring(
             settings.heartbeat_interval_s,
@@ -40,13 +42,12 @@ class Registration:
         self._node_id: int | None = None
         self._is_asking = False
         self._is_writing = False
-        self._is_behind = False
         self._is_beating = False
         self._beats = 0
         self._beat_s = -math.inf
 
-    def came(self, rank: int, pid: int, start_ticks: int, adopt: Callable[..., None]) -> None:
-        """Register a rank of this node; `adopt` gets those that an earlier monitor served."""
+    def came(self, rank: int, pid: int, start_ticks: int) -> None:
+        """Register a rank of this node."""
         if self._ranks.get(rank) == (pid, start_ticks):
             return
         self._ranks[rank] = (pid, start_ticks)
@@ -54,9 +55,7 @@ class Registration:
             self._register()
         elif not self._is_asking:
             self._is_asking = True
-            self._store_worker.submit(
-                lambda store: store.nodes(), lambda nodes: self._asked(nodes, adopt)
-            )
+            self._store_worker.submit(lambda store: store.nodes(), self._asked)
 
     def left(self, rank: int) -> None:
         """Remove a rank that left the call, so that a later monitor does not watch it."""
@@ -96,7 +95,7 @@ class Registration:
 
         self._store_worker.submit(run, done)
 
-    def _asked(self, nodes: list[NodeEntry], adopt: Callable[..., None]) -> None:
+    def _asked(self, nodes: list[NodeEntry]) -> None:
         own = next((node for node in nodes if not self._ranks.keys().isdisjoint(node.ranks)), None)
         self._node_id = min(self._ranks) if own is None else own.node_id
         self._ring.update({node.node_id: node.ranks for node in nodes})
@@ -104,22 +103,19 @@ class Registration:
             for rank, (pid, start_ticks) in own.processes.items():
                 if rank not in self._ranks:
                     self._ranks[rank] = (pid, start_ticks)
-                    adopt(rank, pid, start_ticks, has_left=start_ticks == _HAS_LEFT)
+                    self._adopt(rank, pid, start_ticks, has_left=start_ticks == _HAS_LEFT)
         self._register()
 
     def _register(self) -> None:
         if self._is_writing:
-            self._is_behind = True
             return
         assert self._node_id is not None
         self._is_writing = True
-        self._is_behind = False
         node = NodeEntry(self._node_id, dict(sorted(self._ranks.items())))
-        self._store_worker.submit(
-            lambda store: store.register_node(node), lambda _: self._registered()
-        )
 
-    def _registered(self) -> None:
-        self._is_writing = False
-        if self._is_behind:
-            self._register()
+        def done(_: object) -> None:
+            self._is_writing = False
+            if node.processes != self._ranks:
+                self._register()  # ranks came or left meanwhile
+
+        self._store_worker.submit(lambda store: store.register_node(node), done)

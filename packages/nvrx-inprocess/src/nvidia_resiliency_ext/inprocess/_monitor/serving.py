@@ -36,7 +36,7 @@ from .connections import Connection, Processes
 from .messages import MonitorSettings
 from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
 from .registration import Registration
-from .store_threads import OutcomeReader, StoreWorker, read_outcome, store_name
+from .store_threads import OutcomeReader, StoreWorker, store_name
 
 if TYPE_CHECKING:
     from .program import Journal
@@ -106,9 +106,7 @@ class Serving:
         self._look_s = -math.inf
         self._store_worker = StoreWorker(settings, loop.post, self.store_lost)
         self._outcome_reader = OutcomeReader(settings, loop.post, self)
-        self._registration = Registration(
-            settings, self._store_worker, lambda ranks: self._do(self._membership.lost(ranks))
-        )
+        self._registration = Registration(settings, self._store_worker, self._lose, self._adopt)
 
     # --- what the program calls ---
 
@@ -146,7 +144,7 @@ class Serving:
         self._membership.attach(rank)
         if hello.begun is not None:
             self._on_message(rank, hello.begun)
-        self._registration.came(rank, pid, start_ticks, self._adopt)
+        self._registration.came(rank, pid, start_ticks)
         if self._lost_text is not None:
             connection.send(messages.StoreLost(self._lost_text))
         self._look_s = now  # a fresh rank is looked at at once
@@ -212,12 +210,12 @@ class Serving:
         members = self._membership
         try:
             match message:
-                case messages.AreYouThere():
-                    self._send(rank, messages.Here())
+                case messages.Probe():
+                    self._send(rank, message)
                 case messages.Left(is_lost, is_discarded):
                     logger.info("monitor_process: initial rank %d leaves", rank)
                     self._do(members.left(rank, is_lost=is_lost, is_discarded=is_discarded))
-                    self._send(rank, messages.LeaveAcknowledged())
+                    self._send(rank, message)
                     if is_lost:
                         self._registration.left(rank)
                 case messages.Begun(iteration, number, world_size, participants):
@@ -228,7 +226,7 @@ class Serving:
                 case messages.Reported(iteration, kind):
                     logger.info("monitor_process: initial rank %d reports %s", rank, kind.name)
                     self._do(members.reported(rank, iteration, kind))
-                case messages.Done(iteration):
+                case messages.Completed(iteration):
                     self._do(members.completed(rank, iteration))
                 case messages.Arrived(iteration):
                     self._do(members.arrived(rank, iteration, self._activity_of(rank, message)))
@@ -375,8 +373,8 @@ class Serving:
                 case membership.Follow(iteration, participants):
                     self._outcome_reader.follow(iteration, participants)
                 case membership.CatchUp(iteration):
-                    read = functools.partial(read_outcome, iteration=iteration, listener=self)
-                    self._store_worker.submit(read, lambda notify: notify())
+                    catch_up = self._outcome_reader.catch_up
+                    self._store_worker.submit(functools.partial(catch_up, iteration=iteration))
                 case membership.Complete():
                     self._write(IterationStore.complete, effect)
                 case membership.Interrupt():
@@ -397,6 +395,9 @@ class Serving:
             connection.send(message)
 
     # --- parts ---
+
+    def _lose(self, ranks: Iterable[int]) -> None:
+        self._do(self._membership.lost(ranks))
 
     def _adopt(self, rank: int, pid: int, start_ticks: int, *, has_left: bool) -> None:
         """Add a rank that another monitor of this node served, and that has not connected yet."""

@@ -195,48 +195,41 @@ class OutcomeReader(StoreWorker):
         self._skipped = iteration
 
     def _follow(self, store: IterationStore, iteration: int, participants: frozenset[int]) -> None:
-        listener = self._listener
         outcome = None
         while outcome is None:
             if self._closed.is_set():
                 return
             outcome = store.outcome(iteration, _LONGEST_WAIT_S)
         since_s = time.monotonic()
-        is_completed = outcome is Outcome.COMPLETED
-        self._post(lambda: listener.outcome(iteration, is_completed=is_completed))
-        if is_completed:
+        if self._report(iteration, outcome):
             return
         left_s = self._settings.last_call_wait_s - (time.monotonic() - since_s)
         has_all = left_s > 0 and store.wait_all_reported(iteration, left_s)
         # With all reported, the records came along; else reading them costs an operation, and the
         # decision brings them, too.
         is_skipped = self._skipped == iteration and not has_all
-        read = store.first_records if is_skipped else store.records
-        records = tuple(read(iteration))
+        records = (store.first_records if is_skipped else store.records)(iteration)
         waited_s = time.monotonic() - since_s
-        self._post(lambda: listener.last_call_over(iteration, records, waited_s))
+        self._post(lambda: self._listener.last_call_over(iteration, records, waited_s))
         while (decision := store.decision(iteration, self._settings.heartbeat_interval_s)) is None:
             if self._closed.is_set():
                 return
             # The monitor that counted last may have died before it decided.
             store.look(iteration, participants)
-        self._post(functools.partial(listener.decided, iteration, decision))
+        self._post(lambda: self._listener.decided(iteration, decision))
 
-
-def read_outcome(store: IterationStore, iteration: int, listener: Serving) -> Callable[[], None]:
-    """Read an iteration's outcome without waiting; return a call that reports it."""
-    outcome = store.outcome(iteration, 0.0)
-    if outcome is None:
-        return lambda: None
-    if outcome is Outcome.COMPLETED:
-        return lambda: listener.outcome(iteration, is_completed=True)
-    records = tuple(store.records(iteration))
-    decision = store.decision(iteration, 0.0)
-
-    def notify() -> None:
-        listener.outcome(iteration, is_completed=False)
-        listener.last_call_over(iteration, records, 0.0)
+    def catch_up(self, store: IterationStore, iteration: int) -> None:
+        """Report what has become of an iteration, without waiting; in the thread of `store`."""
+        outcome = store.outcome(iteration, 0.0)
+        if outcome is None or self._report(iteration, outcome):
+            return
+        records, decision = store.records(iteration), store.decision(iteration, 0.0)
+        self._post(lambda: self._listener.last_call_over(iteration, records, 0.0))
         if decision is not None:
-            listener.decided(iteration, decision)
+            self._post(lambda: self._listener.decided(iteration, decision))
 
-    return notify
+    def _report(self, iteration: int, outcome: Outcome) -> bool:
+        """Report an outcome; return whether nothing can follow it."""
+        is_completed = outcome is Outcome.COMPLETED
+        self._post(lambda: self._listener.outcome(iteration, is_completed=is_completed))
+        return is_completed
