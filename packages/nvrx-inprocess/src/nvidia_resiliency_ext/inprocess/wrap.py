@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from . import _inputs
-from ._call.interrupt import AtomicLock, MainThreadInterrupter, require_main_thread
+from ._call.interrupt import AtomicLock, require_main_thread
 from ._call.loop import CallLoop
 from ._call.rendezvous import check_store_kwargs, hold_rendezvous, require_valid_rank
 from ._call.report import RestartRecord, RestartReport
 from ._call.settings import Settings, bounded, check_settings
-from ._call.watchdog import EventQueue, Watchdog
 from ._inputs import check_callable
 from ._monitor.client import MonitorLink
 from ._monitor.page import ProgressPage, StackDump
@@ -236,15 +235,9 @@ class CallWrapper:
             page = ProgressPage.create()
             stack.callback(page.close)
             rendezvous = hold_rendezvous(settings, state)
-            lock = AtomicLock()
             # Before the interrupter, which takes an unused signal: it sees that this one is lent.
             dump = StackDump()
             stack.callback(dump.close)
-            interrupter = MainThreadInterrupter()
-            interval_s = settings.progress_watchdog_interval.total_seconds()
-            watchdog = Watchdog(page.stamp_auto, interval_s)
-            events = EventQueue(interval_s, page.stamp_auto)
-            stack.callback(events.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
             record = RestartRecord(rendezvous.call)
             stack.callback(record.close)
@@ -252,17 +245,13 @@ class CallWrapper:
                 settings=settings,
                 state=state,
                 restart_health_check=wrapper.restart_health_check,
-                base_store=rendezvous.store,
+                rendezvous=rendezvous,
                 link=link,
                 page=page,
-                interrupter=interrupter,
-                lock=lock,
-                watchdog=watchdog,
-                events=events,
                 record=record,
                 inject=self._inject,
-                send_departure_notice=rendezvous.send_departure_notice,
             )
+            stack.callback(loop.events.close)
             self._loop: CallLoop | None = loop
             stack.callback(link.close)
             try:
@@ -271,11 +260,11 @@ class CallWrapper:
                 rendezvous.send_departure_notice(rank, 0, frozenset(range(state.world_size)))
                 raise
             stack.callback(loop.close)
-            watchdog.start()
-            stack.callback(watchdog.stop)
+            loop.watchdog.start()
+            stack.callback(loop.watchdog.stop)
             self._stack = stack.pop_all()
         self._page = page
-        self._lock = lock
+        self._lock = loop.lock
         self._state = state
         self._reports = loop.reports
         # Without a frame of its own between the caller and the page.
@@ -327,7 +316,7 @@ class CallWrapper:
     @property
     def store(self) -> Any:
         """The job's store, without the prefix of an iteration; None when the call is over."""
-        return None if self._loop is None else self._loop.base_store
+        return None if self._loop is None else self._loop.rendezvous.store
 
     base_store = store
 
