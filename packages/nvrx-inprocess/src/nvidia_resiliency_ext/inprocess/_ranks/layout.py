@@ -197,10 +197,10 @@ def round_down(world_size: int, active_world_size: int | None, divisor: int) -> 
 
 
 def failing(
-    runs: Iterable[tuple[Sequence[str], range]], condition: Callable[[int], bool]
+    runs: Iterable[tuple[Sequence[str], Sequence[int]]], condition: Callable[[int], bool]
 ) -> set[int]:
     """Return the ranks of all groups whose size does not fulfil the condition."""
-    members: dict[tuple[str, ...], list[range]] = {}
+    members: dict[tuple[str, ...], list[Sequence[int]]] = {}
     for key, ranks in runs:
         members.setdefault(tuple(key), []).append(ranks)
     sizes = {key: sum(map(len, ranks)) for key, ranks in members.items()}
