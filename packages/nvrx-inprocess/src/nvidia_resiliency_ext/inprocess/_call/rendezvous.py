@@ -150,8 +150,23 @@ def hold_rendezvous(
     number, call_store = _gather(store, cycle_prefix(environ), state, settings.barrier_timeout)
     prefix = f"{cycle_prefix(environ)}{number}"
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
-    own = f"{prefix}/{nonce}/"
-    return Rendezvous(call_store, _monitor_settings(settings, own, name, file, text), store, number)
+    monitor_settings = MonitorSettings(
+        prefix=f"{prefix}/{nonce}/",
+        store_factory=name,
+        store_file=file,
+        store_kwargs=text,
+        log_file=settings.monitor_process_logfile or "",
+        pid_file=settings.monitor_process_pidfile or "",
+        interval_s=settings.monitor_process_interval.total_seconds(),
+        heartbeat_interval_s=settings.heartbeat_interval.total_seconds(),
+        heartbeat_timeout_s=settings.heartbeat_timeout.total_seconds(),
+        soft_timeout_s=settings.soft_timeout.total_seconds(),
+        hard_timeout_s=settings.hard_timeout.total_seconds(),
+        barrier_timeout_s=settings.barrier_timeout.total_seconds(),
+        last_call_wait_s=settings.last_call_wait.total_seconds(),
+        termination_grace_s=settings.termination_grace_time.total_seconds(),
+    )
+    return Rendezvous(call_store, monitor_settings, store, number)
 
 
 def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[int, CallStore]:
@@ -249,24 +264,3 @@ def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -
             _store_servers.append(store_server)
         _served.add(where)
     return TCPStore.connect(endpoint, limit)
-
-
-def _monitor_settings(
-    settings: Settings, prefix: str, name: str, file: str, kwargs: str
-) -> MonitorSettings:
-    return MonitorSettings(
-        prefix=prefix,
-        store_factory=name,
-        store_file=file,
-        store_kwargs=kwargs,
-        log_file=settings.monitor_process_logfile or "",
-        pid_file=settings.monitor_process_pidfile or "",
-        interval_s=settings.monitor_process_interval.total_seconds(),
-        heartbeat_interval_s=settings.heartbeat_interval.total_seconds(),
-        heartbeat_timeout_s=settings.heartbeat_timeout.total_seconds(),
-        soft_timeout_s=settings.soft_timeout.total_seconds(),
-        hard_timeout_s=settings.hard_timeout.total_seconds(),
-        barrier_timeout_s=settings.barrier_timeout.total_seconds(),
-        last_call_wait_s=settings.last_call_wait.total_seconds(),
-        termination_grace_s=settings.termination_grace_time.total_seconds(),
-    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import select
 import sys
 import threading
@@ -86,12 +87,9 @@ class Watchdog:
                 continue
             # As long as the main thread runs no bytecode, this is where the thread stays.
             self._semaphore.wait()
-            self._stamp_unless_held()
-
-    def _stamp_unless_held(self) -> None:
-        with self._lock:
-            if not self._is_paused and not self._stopped.is_set():
-                self._stamp()
+            with self._lock:
+                if not self._is_paused and not self._stopped.is_set():
+                    self._stamp()
 
 
 class _Semaphore:
@@ -151,12 +149,9 @@ WAITS = MainThreadActivity(WAITED)
 
 def of_main_thread() -> MainThreadActivity:
     """Return what the main thread does now; called by another thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    frames: list[Frame] = []
-    while frame is not None and len(frames) < _MOST_FRAMES:
-        frames.append(_of_frame(frame, frame.f_lineno))
-        frame = frame.f_back
-    stack = stack_of(frames)
+    frame = sys._current_frames()[threading.main_thread().ident or 0]  # noqa: SLF001
+    pairs = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+    stack = stack_of([_of_frame(*pair) for pair in pairs])
     return MainThreadActivity(stack.call.value, stack.place)
 
 

@@ -144,9 +144,7 @@ class Layout:
 
 def above(branch: Branch, depth: int) -> Branch:
     """Return the branch, or the one above it, that stands on that layer."""
-    while branch.depth > depth and branch.parent is not None:
-        branch = branch.parent
-    return branch
+    return next(each for each in lineage(branch) if each.depth <= depth)
 
 
 def lineage(branch: Branch | None) -> Iterator[Branch]:

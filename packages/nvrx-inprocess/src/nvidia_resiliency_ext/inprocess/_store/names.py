@@ -168,11 +168,10 @@ _MOST_DIGITS = 9
 
 
 def require_number(key: str, text: str) -> int:
-    """Return the number that a key holds; a ForeignValueError for anything else."""
-    number = parse_number(text)
-    if number is None:
-        raise ForeignValueError(key, text)
-    return number
+    """Return the number of up to nine digits that a key holds; else a ForeignValueError."""
+    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
+        return int(text)
+    raise ForeignValueError(key, text)
 
 
 def require_json(key: str, text: str) -> Any:
@@ -186,10 +185,3 @@ def require_json(key: str, text: str) -> Any:
 def first_line(error: BaseException) -> str:
     """Return what an error says in its first line; the name of its class where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def parse_number(text: str) -> int | None:
-    """Return the number that up to nine ASCII digits say; None for anything else."""
-    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
-        return int(text)
-    return None

@@ -145,25 +145,6 @@ def _import(name: str) -> Any:
         return None
 
 
-def take_flight_record(folder: str) -> Callable[[], None]:
-    """Keep what torch's flight recorder knows now, in memory; return what writes it."""
-
-    def take() -> tuple[TorchFRTraceCollector, Any]:
-        # The collector is made here, too: it looks at devices, which may be what hangs.
-        collector = TorchFRTraceCollector(folder)
-        return collector, collector.take()
-
-    collector, dump = call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
-
-    def save() -> None:
-        try:
-            logger.info("flight record saved as %s", collector.save(dump))
-        except Exception:
-            logger.exception("the flight record could not be saved")
-
-    return save
-
-
 _TIMEOUT = dt.timedelta(seconds=10)
 _RECORDER_TIMEOUT = timedelta(seconds=1)
 _DESTROY_AT_LEAST_S = 1.0
@@ -225,19 +206,34 @@ class AbortTorchDistributed(Abort):
         return state
 
     def _take_record(self, state: FrozenState) -> Callable[[], None] | None:
+        """Keep what torch's flight recorder knows now, in memory; return what writes it."""
         path = self.torch_fr_trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
         if not path or self._has_no_recorder or not groups.all_groups():
             return None
         if _inputs.flight_recorder_size() <= 0:
             return None
         folder = os.path.join(path, f"iter_{state.iteration}")
+
+        def take() -> tuple[TorchFRTraceCollector, Any]:
+            # The collector is made here, too: it looks at devices, which may be what hangs.
+            collector = TorchFRTraceCollector(folder)
+            return collector, collector.take()
+
         try:
-            return take_flight_record(folder)
+            collector, dump = call_bounded("nvrx-flight-record", take, _RECORDER_TIMEOUT)
         except NoFlightRecorderError as error:
             # It will have none at the next restart, either.
             self._has_no_recorder = True
             logger.warning("no flight records will be saved in %s: %s", path, error)
             return None
+
+        def save() -> None:
+            try:
+                logger.info("flight record saved as %s", collector.save(dump))
+            except Exception:
+                logger.exception("the flight record could not be saved")
+
+        return save
 
     @staticmethod
     def shutdown_all_process_group_backends() -> None:
@@ -273,8 +269,7 @@ class _Failures:
     """Does things of which each may fail, and keeps the first failure for the end."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._first: BaseException | None = None
+        self._errors: list[BaseException] = []
 
     def of(self, name: str, function: Callable[[], Any]) -> Any:
         """Call a function; `None` if it fails."""
@@ -295,12 +290,10 @@ class _Failures:
                 self._add(name, AbortTimeoutError(f"{name} has not ended in time"))
 
     def raise_first(self) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            raise first
+        errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
 
     def _add(self, name: str, error: BaseException) -> None:
         logger.error("abort of %s failed: %r", name, error)
-        with self._lock:
-            if self._first is None:
-                self._first = error
+        self._errors.append(error)
