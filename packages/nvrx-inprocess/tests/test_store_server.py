@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from nvidia_resiliency_ext.inprocess import _store_server as hosting
 from nvidia_resiliency_ext.inprocess._store import sockets
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server import hosting
-from nvidia_resiliency_ext.inprocess._store_server.hosting import (
+from nvidia_resiliency_ext.inprocess._store_server import (
     StoreInUseError,
     StoreServer,
     StoreServerStartError,
@@ -146,7 +146,7 @@ def test_a_store_server_listens_at_its_address_alone(store_server: StoreServer) 
 STARTER = """
 import sys
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
+from nvidia_resiliency_ext.inprocess._store_server import host_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 here = Endpoint("127.0.0.1", 0, is_served=False)
 store_server = host_store(here, "job", TCPStore.connect, is_single_node=True, idle_s=0.5)

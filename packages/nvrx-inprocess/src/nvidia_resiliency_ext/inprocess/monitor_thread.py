@@ -23,7 +23,7 @@ from ._call.interrupt import (
     is_in_deferred_section,
     terminate,
 )
-from ._unblock.aborts import Abort
+from .abort import Abort
 from .attribution import format_interruption_records
 from .exception import TimeoutError as ThreadTimeoutError
 from .state import FrozenState

@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.shared_utils.restarter_lines import (
 )
 
 from ._inputs import check_integer
-from ._unblock.aborts import Abort
+from .abort import Abort
 from .completion import Completion
 from .initialize import Initialize
 from .state import FrozenState

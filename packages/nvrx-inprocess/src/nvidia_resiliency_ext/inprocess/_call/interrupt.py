@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
+from nvidia_resiliency_ext.inprocess.abort import Abort, run_abort
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 

@@ -32,7 +32,7 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     job_name,
     require_number,
 )
-from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
+from nvidia_resiliency_ext.inprocess._store_server import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.store import (

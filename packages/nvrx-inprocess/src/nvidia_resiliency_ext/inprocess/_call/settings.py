@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
+from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.compose import members_of
 from nvidia_resiliency_ext.inprocess.finalize import Finalize

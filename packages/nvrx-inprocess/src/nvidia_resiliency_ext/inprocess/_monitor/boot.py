@@ -5,7 +5,7 @@ Importing the package would import torch first, for seconds. So the package stan
 as an empty shell, under which its light modules can be imported; its attribute `COMPLETE` fills it.
 
     python boot.py DESCRIPTOR                    the monitor, or one function (`main`)
-    python boot.py --store DUTY                  the store server (`_store_server/server.py`)
+    python boot.py --store DUTY                  the store server (`_store_server.py`)
     python -I -S boot.py --detach PROGRAM ...    a program that is nobody's child
 """
 
@@ -59,9 +59,9 @@ def serve_store(arguments: list[str]) -> int:
     """Run the store server below the shell; return its exit code."""
     _leave_own_folder()
     make_shell()
-    from nvidia_resiliency_ext.inprocess._store_server import server
+    from nvidia_resiliency_ext.inprocess import _store_server
 
-    return server.main(*arguments)
+    return _store_server.main(*arguments)
 
 
 def _leave_own_folder() -> None:

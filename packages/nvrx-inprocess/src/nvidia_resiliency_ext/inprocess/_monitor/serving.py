@@ -35,8 +35,7 @@ from . import membership, messages, timeouts
 from .connections import Connection, Processes
 from .messages import MonitorSettings
 from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
-from .registration import Registration
-from .store_threads import OutcomeReader, StoreWorker, store_name
+from .store_threads import OutcomeReader, Registration, StoreWorker, store_name
 
 if TYPE_CHECKING:
     from .program import Journal

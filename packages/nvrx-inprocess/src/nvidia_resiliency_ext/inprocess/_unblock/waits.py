@@ -28,7 +28,7 @@ from datetime import timedelta
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store.stores import connect_client
+from nvidia_resiliency_ext.inprocess.store import connect_client
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, handshake
