@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._ranks import gather
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartError
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError

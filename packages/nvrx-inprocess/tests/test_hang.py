@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     format_arrival,
     parse_arrivals,
 )
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 

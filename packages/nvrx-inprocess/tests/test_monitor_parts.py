@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
-from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving, store_threads
+from nvidia_resiliency_ext.inprocess._monitor import messages, serving, store_threads
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
@@ -126,19 +126,19 @@ def test_ping_allocates_nothing(page) -> None:
 def test_arguments_travel_as_text() -> None:
     """Plain values and timedeltas come back; anything else is named in the error."""
     kwargs = {"port": 1, "timeout": timedelta(seconds=1.5), "host": "h", "path": pathlib.Path("/x")}
-    assert factory.load_kwargs(factory.dump_kwargs(kwargs)) == {**kwargs, "path": "/x"}
-    with pytest.raises(factory.UnnameableError, match="object"):
-        factory.dump_kwargs({"store": object()})
+    assert messages.load_kwargs(messages.dump_kwargs(kwargs)) == {**kwargs, "path": "/x"}
+    with pytest.raises(messages.UnnameableError, match="object"):
+        messages.dump_kwargs({"store": object()})
 
 
 def test_functions_travel_as_names() -> None:
     """What stands at the top of a module is found again, also through its file alone."""
-    name, file = factory.name_of(socket.create_connection)
-    assert factory.load_named(name, file) is socket.create_connection
-    assert factory.load_named("pathlib:Path.cwd")() == pathlib.Path.cwd()
+    name, file = messages.name_of(socket.create_connection)
+    assert messages.load_named(name, file) is socket.create_connection
+    assert messages.load_named("pathlib:Path.cwd")() == pathlib.Path.cwd()
     for unnameable in (lambda: None, SimpleNamespace()):
-        with pytest.raises(factory.UnnameableError, match="store_factory"):
-            factory.name_of(unnameable)
+        with pytest.raises(messages.UnnameableError, match="store_factory"):
+            messages.name_of(unnameable)
 
 
 def test_main_program_is_loaded_under_another_name(tmp_path) -> None:
@@ -148,13 +148,13 @@ def test_main_program_is_loaded_under_another_name(tmp_path) -> None:
         "VALUE = 7\ndef make():\n    return VALUE\nif __name__ == '__main__':\n    1/0\n"
     )
     try:
-        assert factory.load_named("__main__:make", str(script))() == 7
-        assert factory.load_named("no_such_module_xyz:make", str(script))() == 7
+        assert messages.load_named("__main__:make", str(script))() == 7
+        assert messages.load_named("no_such_module_xyz:make", str(script))() == 7
     finally:
         sys.modules.pop("__nvrx_main__", None)
         sys.modules.pop("no_such_module_xyz", None)
-    with pytest.raises(factory.UnnameableError):
-        factory.load_named("__main__:make")
+    with pytest.raises(messages.UnnameableError):
+        messages.load_named("__main__:make")
 
 
 # --- messages ---

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.inprocess import _store_server as hosting
-from nvidia_resiliency_ext.inprocess._store import sockets
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store import endpoint
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store_server import (
     StoreInUseError,
     StoreServer,
@@ -145,7 +145,7 @@ def test_a_store_server_listens_at_its_address_alone(store_server: StoreServer) 
 
 STARTER = """
 import sys
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store_server import host_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 here = Endpoint("127.0.0.1", 0, is_served=False)
@@ -244,8 +244,8 @@ def test_a_store_server_that_cannot_be_asked_is_not_needed() -> None:
 def test_only_connections_of_others_count() -> None:
     """The server's own connection is no reason to stay."""
     store = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
-    assert sockets.count_served(store.port, 9) == 1
+    assert endpoint.count_served(store.port, 9) == 1
     clone = store.clone()
     clone.set("k", "v")
-    assert sockets.count_served(store.port, 9) == 2
-    assert sockets.count_served(store.port, 1) == 1
+    assert endpoint.count_served(store.port, 9) == 2
+    assert endpoint.count_served(store.port, 1) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.inprocess._monitor import boot
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess._store_server import (
     PartialImportError,
     host_store,

@@ -39,15 +39,17 @@ from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 from nvidia_resiliency_ext.shared_utils.store_sockets import serving_options
 
 from ._store.access import StoreAccess
-from ._store.names import (
+from ._store.endpoint import (
     Endpoint,
     ForeignValueError,
     NobodyListensError,
+    count_served,
     first_line,
+    is_reachable_from_elsewhere,
+    listen,
     port_is_held,
     require_json,
 )
-from ._store.sockets import count_served, is_reachable_from_elsewhere, listen
 
 _KEY = "nvrx/owner"
 

@@ -27,16 +27,18 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import (
     socket_names,
 )
 
-from ._store.mixin import BarrierError, BarrierOverflow, BarrierTimeout, StoreMixin
-from ._store.names import (
+from ._store.endpoint import (
     Endpoint,
     NobodyListensError,
     first_line,
     iteration_prefix,
+    limit_answers,
+    listen,
     named_endpoint,
     port_is_held,
+    wait_until_listening,
 )
-from ._store.sockets import limit_answers, listen, wait_until_listening
+from ._store.mixin import BarrierError, BarrierOverflow, BarrierTimeout, StoreMixin
 
 __all__ = [
     "BarrierError",

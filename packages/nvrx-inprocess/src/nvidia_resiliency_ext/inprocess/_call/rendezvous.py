@@ -16,14 +16,13 @@ from typing import Any
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess._inputs import call_bounded, check_duration, check_integer
-from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
-from nvidia_resiliency_ext.inprocess._store.names import (
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
     LAST_PORT,
     STORE_VARIABLE,
     Endpoint,
@@ -32,6 +31,7 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     job_name,
     require_number,
 )
+from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
 from nvidia_resiliency_ext.inprocess._store_server import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import State
@@ -141,12 +141,12 @@ def hold_rendezvous(
         # What connecting may take is no limit for what the function waits for.
         store.set_timeout(timeout)
         name, file = CONNECT, ""
-        text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
+        text = messages.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
     else:
         # First of all, so that what the factory raises is what its user sees.
         store = settings.store_factory(**kwargs)
-        name, file = factory.name_of(settings.store_factory)
-        text = factory.dump_kwargs(kwargs)
+        name, file = messages.name_of(settings.store_factory)
+        text = messages.dump_kwargs(kwargs)
     number, call_store = _gather(store, cycle_prefix(environ), state, settings.barrier_timeout)
     prefix = f"{cycle_prefix(environ)}{number}"
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]

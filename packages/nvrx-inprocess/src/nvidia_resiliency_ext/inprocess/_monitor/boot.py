@@ -81,11 +81,11 @@ def main() -> int:
     sys.path += [entry for entry in order["sys_path"] if entry not in sys.path]
     make_shell()
     if "call" in order:
-        from nvidia_resiliency_ext.inprocess._monitor import factory
+        from nvidia_resiliency_ext.inprocess._monitor import messages
 
-        function = factory.load_named(*order["call"])
-        args = factory.load_kwargs(order["args"])["args"]
-        function(*args, **factory.load_kwargs(order["kwargs"]))
+        function = messages.load_named(*order["call"])
+        args = messages.load_kwargs(order["args"])["args"]
+        function(*args, **messages.load_kwargs(order["kwargs"]))
         return 0
     from nvidia_resiliency_ext.inprocess._monitor import program
 

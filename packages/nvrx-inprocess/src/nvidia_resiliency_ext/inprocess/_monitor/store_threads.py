@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.messages import START_LIMIT_S, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.timeouts import Ring
 from nvidia_resiliency_ext.inprocess._protocol.decision import NodeEntry
@@ -39,8 +39,8 @@ def open_iteration_store(settings: MonitorSettings) -> IterationStore:
     """Connect to the store of a call; called in the thread that will use it."""
     if settings.store_factory != CONNECT:
         warm_up()
-    make = factory.load_named(settings.store_factory, settings.store_file)
-    return IterationStore(make(**factory.load_kwargs(settings.store_kwargs)), settings.prefix)
+    make = messages.load_named(settings.store_factory, settings.store_file)
+    return IterationStore(make(**messages.load_kwargs(settings.store_kwargs)), settings.prefix)
 
 
 def connect_store(host: str, port: int) -> Any:
@@ -52,7 +52,7 @@ def connect_store(host: str, port: int) -> Any:
     except StrangeStoreError as error:
         logger.info("monitor_process: %s; torch's own client is used", error)
     warm_up()
-    from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+    from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
     from nvidia_resiliency_ext.inprocess.store import TCPStore
 
     return TCPStore.connect(Endpoint(host, port, is_served=True), _CONNECT_LIMIT)
@@ -62,7 +62,7 @@ def store_name(settings: MonitorSettings) -> str:
     """Return the name of a call's store for messages."""
     if settings.store_factory != CONNECT:
         return f"the store of {settings.store_factory}"
-    where = factory.load_kwargs(settings.store_kwargs)
+    where = messages.load_kwargs(settings.store_kwargs)
     return f"the store at {where['host']}:{where['port']}"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError, require_json
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState, describe, find_culprit
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity

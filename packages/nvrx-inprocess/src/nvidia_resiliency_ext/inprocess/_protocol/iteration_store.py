@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import (
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
     ForeignValueError,
     IterationKeys,
     iteration_keys,

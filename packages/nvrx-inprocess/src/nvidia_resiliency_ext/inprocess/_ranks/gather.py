@@ -19,7 +19,7 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError, require_json
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
-from .names import ForeignValueError, first_line
-from .sockets import is_listening
+from .endpoint import ForeignValueError, first_line, is_listening
 
 MAX_VALUE_BYTES = 1 << 24
 

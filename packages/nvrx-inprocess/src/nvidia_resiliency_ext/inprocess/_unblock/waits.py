@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
 from nvidia_resiliency_ext.inprocess.store import connect_client
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
