@@ -93,10 +93,10 @@ def call_of(
         settings=Settings(store_factory=TCPStore, **arguments),
         state=state,
         restart_health_check=None,
-        rendezvous=SimpleNamespace(store=nothing, send_departure_notice=notify),
+        rendezvous=SimpleNamespace(store=nothing, call=0, send_departure_notice=notify),
         link=monitor,
         page=page,
-        record=nothing,
+        event_log=nothing,
         inject=lambda _fn, args, kwargs: (args, kwargs),
     )  # fmt: skip
     monitor.receive = loop.receive

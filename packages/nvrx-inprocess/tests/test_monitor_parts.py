@@ -385,10 +385,7 @@ class NoStore:
 
     follow = skip_records = submit
 
-    def busy_s(self, _) -> float:
-        return 0.0
-
-    broken_s = busy_s
+    started_s = broken_s = None
 
     def close(self) -> None:
         pass

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, claim and run the process that serves a job's store; `boot.py` runs it.
 
-There is one per job and port. It stays while its starter lives, then while any client is connected;
-it ends on SIGTERM too. It reports its start in one line of JSON. Its starter may order more stores
-at other ports, one line of JSON each, answered the same way.
+It stays while its starter lives, then while any client is connected; it ends on SIGTERM too. It
+reports each store in a line of JSON: the first, and those that its starter orders at other ports.
 
 Importing all of torch takes 1.5 s of processor time while the job waits. The only class needed is
 in torch's extension module, which imports two packages of torch's that may be empty here.
@@ -190,14 +189,14 @@ def _start(
             ours.close()
             raise StoreServerStartError(f"the store's process does not start: {error}") from None
     store_server = StoreServer(Endpoint("", 0, is_served=False), process, ours)
+    report, problem = None, f"it has not reported within {start_s:g} s"
     try:
         report = _read_report(ours, start_s)
     except OSError as error:
-        process.kill()
-        return store_server, {"error": f"its report cannot be read: {error}"}
+        problem = f"its report cannot be read: {error}"
     if report is None:
         process.kill()
-        return store_server, {"error": f"it has not reported within {start_s:g} s"}
+        return store_server, {"error": problem}
     if not report:
         ours.close()
         return store_server, {"error": f"it ended with exit code {_wait_for_end(process, _END_S)}"}

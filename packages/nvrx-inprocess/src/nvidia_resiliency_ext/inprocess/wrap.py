@@ -9,16 +9,17 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+
+from nvidia_resiliency_ext.shared_utils.events import EventLog
 
 from . import _inputs
 from ._call.interrupt import AtomicLock, require_main_thread
 from ._call.loop import CallLoop
 from ._call.rendezvous import check_store_kwargs, hold_rendezvous, require_valid_rank
-from ._call.report import RestartRecord, RestartReport
+from ._call.report import RestartReport
 from ._call.settings import Settings, bounded, check_settings
 from ._inputs import check_callable
 from ._monitor.client import MonitorLink
@@ -239,8 +240,8 @@ class CallWrapper:
             dump = StackDump()
             stack.callback(dump.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
-            record = RestartRecord(rendezvous.call)
-            stack.callback(record.close)
+            event_log = EventLog.join(src="wrapper")
+            stack.callback(event_log.close)
             loop = CallLoop(
                 settings=settings,
                 state=state,
@@ -248,7 +249,7 @@ class CallWrapper:
                 rendezvous=rendezvous,
                 link=link,
                 page=page,
-                record=record,
+                event_log=event_log,
                 inject=self._inject,
             )
             stack.callback(loop.events.close)
@@ -273,12 +274,7 @@ class CallWrapper:
     def __enter__(self) -> CallWrapper:  # noqa: PYI034  # Self is not in Python 3.10
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __call__(
@@ -351,8 +347,6 @@ class CallWrapper:
     def shutdown(self) -> None:
         """Leave the wrapper: let go of the monitor, the store and the helper threads."""
         self._stack.close()
-
-    # Steps -----------------------------------------------------------------------------------
 
     def _release(self) -> None:
         self._loop = None

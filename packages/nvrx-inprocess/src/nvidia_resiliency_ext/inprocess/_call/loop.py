@@ -40,17 +40,18 @@ from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankF
 from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
+from nvidia_resiliency_ext.shared_utils.events import EventLog
 
 from .interrupt import AtomicLock, MainThreadInterrupter, terminate
 from .rendezvous import Rendezvous
 from .report import (
     KEPT_REPORTS,
     Phase,
-    RestartRecord,
     RestartReport,
     Stopwatch,
     describe_interruption,
     detection_s,
+    record_restart,
 )
 from .settings import Settings
 from .watchdog import (
@@ -96,7 +97,7 @@ class CallLoop:
     rendezvous: Rendezvous
     link: MonitorLink
     page: ProgressPage
-    record: RestartRecord
+    event_log: EventLog
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
 
     def __post_init__(self) -> None:
@@ -435,7 +436,7 @@ class CallLoop:
         logger.info("%s", report.line())
         if self.state.rank == 0:
             assert self.state.initial_rank is not None
-            self.record.add(report, self.state.initial_rank)
+            record_restart(self.event_log, self.rendezvous.call, report, self.state.initial_rank)
 
     # Leaving ---------------------------------------------------------------------------------
 

@@ -222,10 +222,7 @@ def _take_number(access: StoreAccess, key: str, least: int) -> int:
         latest = require_number(key, standing) if standing else -1
         if latest >= least:
             return latest
-        wanted = str(least)
-        standing = access.swap(key, standing, wanted)
-        if standing == wanted:
-            return least
+        standing = access.swap(key, standing, str(least))
 
 
 def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:

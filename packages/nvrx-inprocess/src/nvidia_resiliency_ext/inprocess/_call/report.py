@@ -155,28 +155,17 @@ def _name_ranks(ranks: Collection[int]) -> str:
     return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {format_rank_set(ranks)}"
 
 
-class RestartRecord:
-    """The record of one call; it writes nothing where no launcher keeps one."""
-
-    def __init__(self, call: int) -> None:
-        self._call = call
-        self._log = EventLog.join(src="wrapper")
-        self._cycle = _inputs.optional_number("TORCHELASTIC_RESTART_COUNT")
-
-    def add(self, report: RestartReport, rank: int) -> None:
-        """Record a restart. One rank does it for all."""
-        event = InprocRestart(
-            call=self._call,
-            iteration=report.iteration,
-            cause=report.cause,
-            ranks=report.ranks,
-            phases={name: seconds for name, seconds in report.seconds.items() if seconds},
-            kept_ranks=report.kept,
-            lost_ranks=report.terminated,
-            hang=report.hang or None,
-            culprits=report.culprits or None,
-        )
-        self._log.record(event, cycle=self._cycle, rank=rank)
-
-    def close(self) -> None:
-        self._log.close()
+def record_restart(log: EventLog, call: int, report: RestartReport, rank: int) -> None:
+    """Record a restart in a call, where a launcher keeps a log; one rank does it for all."""
+    event = InprocRestart(
+        call=call,
+        iteration=report.iteration,
+        cause=report.cause,
+        ranks=report.ranks,
+        phases={name: seconds for name, seconds in report.seconds.items() if seconds},
+        kept_ranks=report.kept,
+        lost_ranks=report.terminated,
+        hang=report.hang or None,
+        culprits=report.culprits or None,
+    )
+    log.record(event, cycle=_inputs.optional_number("TORCHELASTIC_RESTART_COUNT"), rank=rank)

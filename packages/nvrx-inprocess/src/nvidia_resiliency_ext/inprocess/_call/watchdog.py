@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observe the main thread of a call: its stamps, its waits, its activity and its garbage.
 
-The interpreter is asked to make the main thread call libc's `sem_post` between two bytecodes: no
-Python code runs there, so no exception of a signal handler can get lost in it. The thread that
-waits for the semaphore stamps at once. Waits use poll(), as an exception that arrives inside a
-condition's bookkeeping can leave its lock in the wrong state.
+The main thread only calls libc's `sem_post` between two bytecodes, where no exception of a signal
+handler can get lost; the thread that waits for it stamps. Waits use poll(), as an exception inside
+a condition's bookkeeping can leave its lock in the wrong state.
 """
 
 from __future__ import annotations

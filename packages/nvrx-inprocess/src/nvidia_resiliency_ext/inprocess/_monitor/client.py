@@ -152,8 +152,6 @@ class MonitorLink:
                 self._sock = None
         self._release_monitor()
 
-    # --- reports ---
-
     def _report(self, message: object) -> None:
         if self._is_inherited:
             return
@@ -171,8 +169,6 @@ class MonitorLink:
             # A stream with half a message in it is of no use: the thread sees its end.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-
-    # --- the thread ---
 
     def _run(self) -> None:
         while True:

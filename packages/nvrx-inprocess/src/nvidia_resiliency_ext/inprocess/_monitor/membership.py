@@ -230,8 +230,6 @@ class Membership:
             effects += self._move_to(iteration + 1)
         return effects + self._follow()
 
-    # --- what is asked ---
-
     @property
     def participants(self) -> frozenset[int]:
         return self._participants[self.position]
@@ -255,8 +253,6 @@ class Membership:
             member.is_settled or (member.ended is not None and not self._is_owed(rank))
             for rank, member in self.members.items()
         )
-
-    # --- parts ---
 
     def _is_owed(self, rank: int) -> bool:
         return not self.is_over and rank in self.participants

@@ -34,7 +34,7 @@ from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 from . import membership, messages, timeouts
 from .connections import Connection, Processes
 from .messages import MonitorSettings
-from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
+from .page import PageError, PageView, Phase, Stamps, observed_before_end
 from .store_threads import OutcomeReader, Registration, StoreWorker, store_name
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class _RankSession:
     connection: Connection | None = None
     watch: timeouts.Watch = field(default_factory=timeouts.Watch)
     dump_signal: int = 0
-    dump_fd: int = -1
     kernel: Kernel | None = None
 
     @property
@@ -79,9 +78,6 @@ class _RankSession:
         if self.page is not None:
             self.page.close()
             self.page = None
-        fd, self.dump_fd = self.dump_fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class Serving:
@@ -109,20 +105,12 @@ class Serving:
 
     # --- what the program calls ---
 
-    def hello(
-        self,
-        connection: Connection,
-        hello: messages.Hello,
-        page: PageView,
-        dump_fd: int | None = None,
-    ) -> str | None:
-        """Add a rank; return why it is refused. Page and file are ours from now on."""
+    def hello(self, connection: Connection, hello: messages.Hello, page: PageView) -> str | None:
+        """Add a rank; return why it is refused. The page is ours from now on."""
         rank = hello.initial_rank
         problem = self._refusal(connection.pid, hello)
         if problem is not None:
             page.close()
-            if dump_fd is not None:
-                os.close(dump_fd)
             return problem
         now = time.monotonic()
         start_ticks = self._processes.hold(connection.pid)
@@ -131,12 +119,11 @@ class Serving:
             session.connection.close()
         session.close_page()
         session.start_ticks, session.page, session.connection = start_ticks, page, connection
-        if dump_fd is not None:
-            session.dump_signal, session.dump_fd = hello.dump_signal, dump_fd
+        session.dump_signal = hello.dump_signal
         connection.on_message = lambda message: self._on_message(rank, message)
         connection.on_over = lambda: self._hung_up(session, connection)
-        self._journal.open_log(hello.settings.log_file, rank)
-        self._journal.write_pid(hello.settings.pid_file, rank)
+        self._journal.open_log(hello.settings.log_file.replace("{rank}", str(rank)))
+        self._journal.write_pid(hello.settings.pid_file.replace("{rank}", str(rank)))
         own, pid = os.getpid(), connection.pid
         logger.info("monitor_process pid=%d serves initial rank %d, target_pid=%d", own, rank, pid)
         connection.send(messages.Welcome(own))
@@ -296,14 +283,14 @@ class Serving:
         """Look at a rank that is to be ended, and have it write its stacks if it can."""
         session.kernel = inspect_kernel(session.pid)
         number = session.dump_signal
-        if session.dump_fd >= 0 and number > 0 and procfs.catches_signal(session.pid, number):
+        if number > 0 and procfs.catches_signal(session.pid, number):
             self._processes.signal(session.pid, (number,))
 
     def _observed_before_end(self, rank: int, session: _RankSession) -> ObservedActivity | None:
         """Return what a rank did that was ended for a hard timeout; log its stacks."""
         if session.kernel is None or not session.watch.is_being_killed:
             return None
-        dump = read_dump(session.dump_fd) if session.dump_fd >= 0 else ""
+        dump = "" if session.page is None else session.page.read_dump()
         observed = observed_before_end(session.kernel, dump)
         logger.warning("monitor_process: initial rank %d %s\n%s", rank, observed.words, dump)
         return observed
@@ -359,10 +346,9 @@ class Serving:
         name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
         limit_s: float = getattr(self._settings, f"{name}_s")
         # A waiting thread notices a broken connection at once, the writer at its next operation.
-        if max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now)) > limit_s:
+        since_s = (self._store_worker.started_s, self._outcome_reader.broken_s)
+        if any(each is not None and now - each > limit_s for each in since_s):
             self.store_lost(f"it has not answered for {limit_s:g} s ({name})")
-
-    # --- effects ---
 
     def _do(self, effects: Iterable[membership.Effect]) -> None:
         for effect in effects:
@@ -392,8 +378,6 @@ class Serving:
         connection = self._sessions[rank].connection
         if connection is not None:
             connection.send(message)
-
-    # --- parts ---
 
     def _lose(self, ranks: Iterable[int]) -> None:
         self._do(self._membership.lost(ranks))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start or find the one monitor of a node: private directory, lock, socket, exec.
+"""Start or find the one monitor of a node: its private directory, lock, socket; exec.
 
-All ranks of a job on a node find the same directory by its name. Under its lock a monitor is
-started, and the directory removed; both take milliseconds.
+Under the lock a monitor is started, and the directory removed; both take milliseconds.
 """
 
 from __future__ import annotations

@@ -78,24 +78,24 @@ def warm_up() -> None:
 
 _Run = Callable[[IterationStore], Any]
 _Done = Callable[[Any], None]
+_Post = Callable[[Callable[[], None]], None]
+_Lost = Callable[[str], None]
 
 
 class StoreWorker:
     """Own one thread with one store connection, and the operations that wait for it."""
 
     def __init__(
-        self,
-        settings: MonitorSettings,
-        post: Callable[[Callable[[], None]], None],
-        lost: Callable[[str], None],
-        name: str = "nvrx-store",
+        self, settings: MonitorSettings, post: _Post, lost: _Lost, name: str = "nvrx-store"
     ) -> None:
         self._settings = settings
         self._post = post
         self._lost = lost
         self._waiting: queue.SimpleQueue[tuple[_Run, _Done | None] | None] = queue.SimpleQueue()
-        self._started_s: float | None = time.monotonic()
-        self._broken_s: float | None = None
+        # Since when connecting, or the present operation, has been running; and since when there
+        # has been no connection, after one broke.
+        self.started_s: float | None = time.monotonic()
+        self.broken_s: float | None = None
         self._pending = 0  # operations not done; written by the loop's thread only
         self._has_failed = False
         self._store: IterationStore | None = None
@@ -112,16 +112,6 @@ class StoreWorker:
         """How many operations are not done, and will be."""
         return 0 if self._has_failed else self._pending
 
-    def busy_s(self, now: float) -> float:
-        """Return for how long connecting, or the present operation, has been running."""
-        started_s = self._started_s
-        return 0.0 if started_s is None else now - started_s
-
-    def broken_s(self, now: float) -> float:
-        """Return for how long there has been no connection, after one broke."""
-        broken_s = self._broken_s
-        return 0.0 if broken_s is None else now - broken_s
-
     def submit(self, run: _Run, done: _Done | None = None) -> None:
         """Queue an operation, which may run twice; `done` gets its result in the loop's thread."""
         self._pending += 1
@@ -136,19 +126,19 @@ class StoreWorker:
         lost = ""
         try:
             self._store = open_iteration_store(self._settings)
-            self._started_s = None
+            self.started_s = None
             while (operation := self._waiting.get()) is not None:
                 run, done = operation
-                self._started_s = time.monotonic()
+                self.started_s = time.monotonic()
                 result = self._perform(run)
-                self._started_s = None
+                self.started_s = None
                 self._post(functools.partial(self._finish, done, result))
         except Exception as error:  # noqa: BLE001 - it is reported as the store's loss
             logger.debug("monitor_process: the store is lost\n%s", traceback.format_exc())
             lost = f"{type(error).__name__}: {error}"
             self._has_failed = True
         finally:
-            self._started_s = None
+            self.started_s = None
             self._store = None
         # Not before: by then the connections are closed, which the error's frames held.
         if lost and not self._closed.is_set():
@@ -164,9 +154,9 @@ class StoreWorker:
             # A connection may break without the store being lost; all operations may be repeated.
             # As text: a handler that keeps its records must not keep the connection.
             logger.info("monitor_process: the store is connected to again: %s", str(error))
-        self._broken_s = time.monotonic()
+        self.broken_s = time.monotonic()
         self._store = open_iteration_store(self._settings)
-        self._broken_s = None
+        self.broken_s = None
         return run(self._store)
 
     def _finish(self, done: _Done | None, result: Any) -> None:
@@ -181,12 +171,7 @@ _LONGEST_WAIT_S = 10.0
 class OutcomeReader(StoreWorker):
     """Follow iterations in turn, with a thread and a connection of its own."""
 
-    def __init__(
-        self,
-        settings: MonitorSettings,
-        post: Callable[[Callable[[], None]], None],
-        listener: Serving,
-    ) -> None:
+    def __init__(self, settings: MonitorSettings, post: _Post, listener: Serving) -> None:
         self._listener = listener
         self._skipped = -1
         super().__init__(settings, post, listener.store_lost, "nvrx-outcomes")

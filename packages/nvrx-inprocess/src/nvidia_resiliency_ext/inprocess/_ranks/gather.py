@@ -103,7 +103,6 @@ class _Pass:
     count: int = 0
     iteration: int | None = None
     names: list[str] = field(default_factory=list)
-    former: list[str] = field(default_factory=list)
 
     def begin(self, iteration: int) -> tuple[str, list[str]]:
         """Return the next exchange's name, and names that no rank reads any more."""

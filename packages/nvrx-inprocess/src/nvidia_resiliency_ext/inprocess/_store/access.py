@@ -62,11 +62,7 @@ class StoreAccess:
             self._call(lambda: self._store.append(key, text))
             return
         standing = ""
-        while True:
-            longer = standing + text
-            found = self.swap(key, standing, longer)
-            if found == longer:
-                return
+        while (found := self.swap(key, standing, standing + text)) != standing + text:
             standing = found
 
     def settle(self, key: str, value: str) -> str:

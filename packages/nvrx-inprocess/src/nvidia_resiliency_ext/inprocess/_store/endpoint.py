@@ -67,9 +67,16 @@ def find_endpoint(
 ) -> Endpoint:
     """Return the endpoint of the environment, else that of the arguments and `MASTER_*`."""
     text = environ.get(STORE_VARIABLE)
-    if text:
-        return _parse_endpoint(text)
-    return named_endpoint(environ, host, port)
+    if not text:
+        return named_endpoint(environ, host, port)
+    host, colon, port_text = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host:
+        raise ConfigError(f"{STORE_VARIABLE}={text!r}: expected host:port or [address]:port")
+    return Endpoint(host, _parse_port(STORE_VARIABLE, port_text), is_served=True)
 
 
 def named_endpoint(
@@ -110,17 +117,6 @@ def cycle_prefix(environ: Mapping[str, str]) -> str:
     counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     cycle = ".".join(_plain(environ.get(name) or "0") for name in counters)
     return f"nvrx/{job_name(environ)}/{cycle}/"
-
-
-def _parse_endpoint(text: str) -> Endpoint:
-    host, colon, port = text.strip().rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""
-    if not colon or not host:
-        raise ConfigError(f"{STORE_VARIABLE}={text!r}: expected host:port or [address]:port")
-    return Endpoint(host, _parse_port(STORE_VARIABLE, port), is_served=True)
 
 
 def _parse_port(name: str, text: str) -> int:
