@@ -383,7 +383,7 @@ class NoStore:
     def submit(self, *_) -> None:
         pass
 
-    follow = skip_records = submit
+    follow = submit
 
     started_s = broken_s = None
 

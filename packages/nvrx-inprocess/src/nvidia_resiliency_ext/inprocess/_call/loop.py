@@ -169,8 +169,6 @@ class CallLoop:
         """Whether this process was forked in the function, so that it is no rank."""
         return os.getpid() != self._pid
 
-    # One iteration ---------------------------------------------------------------------------
-
     def _assign(self, terminated: set[int]) -> None:
         rank_filter = self.settings.rank_filter
         ctx = RankAssignmentCtx(self.state, self.rendezvous.store, terminated)
@@ -272,8 +270,6 @@ class CallLoop:
                 f" {limit_s:g} s (completion_timeout)"
             )
 
-    # Events of the monitor ------------------------------------------------------------------
-
     def receive(self, event: Any) -> None:
         """Queue an event of the monitor; called in the link's thread."""
         self.events.add(event)
@@ -355,8 +351,6 @@ class CallLoop:
         """Return the loss of the store, unless all have completed before."""
         return None if self._find(Completed) else self.events.find(StoreLost)
 
-    # A restart -------------------------------------------------------------------------------
-
     def _restart(self) -> None:
         """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
         state, settings = self.state, self.settings
@@ -437,8 +431,6 @@ class CallLoop:
         if self.state.rank == 0:
             assert self.state.initial_rank is not None
             record_restart(self.event_log, self.rendezvous.call, report, self.state.initial_rank)
-
-    # Leaving ---------------------------------------------------------------------------------
 
     def _leave(self, error: BaseException) -> None:
         """Report that this rank ends, and run the user's `terminate`."""

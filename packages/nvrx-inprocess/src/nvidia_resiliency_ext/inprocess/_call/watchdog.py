@@ -183,7 +183,6 @@ class EventQueue:
         self._wake_up = WakeUp()
 
     def add(self, event: object) -> None:
-        """Keep an event and wake the waiting main thread."""
         self._events.setdefault((type(event), getattr(event, "iteration", None)), event)
         self.wake()
 
@@ -191,7 +190,6 @@ class EventQueue:
         self._wake_up.set()
 
     def find(self, kind: type[T], iteration: int | None = None) -> T | None:
-        """Return the event of a class and an iteration, or None."""
         found: T | None = self._events.get((kind, iteration))
         return found
 

@@ -55,29 +55,21 @@ def detach(program: list[str]) -> None:
         os.execv(program[0], program)  # noqa: S606 - that is the point
 
 
-def serve_store(arguments: list[str]) -> int:
-    """Run the store server below the shell; return its exit code."""
-    _leave_own_folder()
-    make_shell()
-    from nvidia_resiliency_ext.inprocess import _store_server
-
-    return _store_server.main(*arguments)
-
-
-def _leave_own_folder() -> None:
-    own_folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own_folder]
-
-
 def main() -> int:
-    """Carry out the order in the pipe whose descriptor is the argument; return the exit code.
+    """Carry out the arguments, or the order in the pipe of that descriptor; return the exit code.
 
     An order with `listener`, `directory`, `starter` and `needs_torch` runs the monitor; one with
     `call`, `args` and `kwargs` calls a function.
     """
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own_folder]
+    if sys.argv[1] == "--store":
+        make_shell()
+        from nvidia_resiliency_ext.inprocess import _store_server
+
+        return _store_server.main(*sys.argv[2:])
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         order = json.load(file)
-    _leave_own_folder()
     sys.path += [entry for entry in order["sys_path"] if entry not in sys.path]
     make_shell()
     if "call" in order:
@@ -97,7 +89,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "--detach":
         detach(sys.argv[2:])
     elif sys.argv[1] == "--store":
-        sys.exit(serve_store(sys.argv[2:]))
+        sys.exit(main())
     else:
         # Threads may sit in the store, where the interpreter's end would not wait for them.
         os._exit(main())

@@ -19,19 +19,17 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
 )
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
+# Effects. The first three are operations of `IterationStore`, with their arguments.
+
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Write to the store that a rank has completed."""
-
     iteration: int
     arrival: Arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Write an interruption to the store."""
-
     iteration: int
     records: tuple[InterruptionRecord, ...]
     participants: frozenset[int]
@@ -39,8 +37,6 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """Write an arrival to the store."""
-
     iteration: int
     arrival: Arrival
     participants: frozenset[int]
@@ -64,8 +60,6 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Send events to a rank."""
-
     initial_rank: int
     event: Event
 

@@ -119,7 +119,6 @@ class ProgressPage(_OwnDescriptor):
             raise
 
     def stamp_auto(self) -> None:
-        """Stamp that the main thread runs."""
         self._words[_W_AUTO] = _now_ns()
 
     def stamp(self, auto_s: float | None, manual_s: float | None) -> None:
@@ -146,7 +145,6 @@ class ProgressPage(_OwnDescriptor):
         self._words[_W_PHASE] = phase
 
     def disable_timeouts(self) -> None:
-        """Open a block without timeouts."""
         with self._lock:
             self._words[_W_UNPROTECTED] += 1
 
@@ -202,7 +200,6 @@ class PageView(_OwnDescriptor):
         return data.decode(errors="replace")
 
     def close(self) -> None:
-        """Close both; harmless when repeated."""
         super().close()
         dump_fd, self._dump_fd = self._dump_fd, -1
         if dump_fd >= 0:
@@ -241,7 +238,6 @@ class StackDump(_OwnDescriptor):
             self.close()
 
     def close(self) -> None:
-        """Release the signal and close the file; harmless when repeated."""
         number, self.number = self.number, 0
         if number:
             faulthandler.unregister(number)

@@ -103,8 +103,6 @@ class Serving:
         self._outcome_reader = OutcomeReader(settings, loop.post, self)
         self._registration = Registration(settings, self._store_worker, self._lose, self._adopt)
 
-    # --- what the program calls ---
-
     def hello(self, connection: Connection, hello: messages.Hello, page: PageView) -> str | None:
         """Add a rank; return why it is refused. The page is ours from now on."""
         rank = hello.initial_rank
@@ -174,8 +172,6 @@ class Serving:
             if session.connection is not None:
                 session.connection.close()
 
-    # --- what ranks say ---
-
     def _refusal(self, pid: int, hello: messages.Hello) -> str | None:
         rank = hello.initial_rank
         if not 0 <= rank < hello.world_size or hello.world_size != self._world_size:
@@ -228,8 +224,6 @@ class Serving:
         if session.connection is connection:
             session.connection = None
 
-    # --- what is seen of ranks ---
-
     def _look_at_all(self, now: float) -> float:
         due_s = now + self._settings.interval_s
         for rank, session in list(self._sessions.items()):
@@ -277,8 +271,6 @@ class Serving:
         else:
             self._do(members.timed_out(rank, Interruption[effect.name]))
 
-    # --- what ranks were doing ---
-
     def _ask_for_stacks(self, session: _RankSession) -> None:
         """Look at a rank that is to be ended, and have it write its stacks if it can."""
         session.kernel = inspect_kernel(session.pid)
@@ -309,8 +301,6 @@ class Serving:
         return ObservedActivity(
             activity, message.place, "" if is_waiting else in_words(activity, kernel, stack)
         )
-
-    # --- what the store says ---
 
     def outcome(self, iteration: int, *, is_completed: bool) -> None:
         if not is_completed and iteration == self._membership.position:
@@ -364,7 +354,7 @@ class Serving:
                     self._write(IterationStore.complete, effect)
                 case membership.Interrupt():
                     if not self._membership.is_anybody_inside:
-                        self._outcome_reader.skip_records(effect.iteration)
+                        self._outcome_reader.skipped = effect.iteration
                     self._write(IterationStore.interrupt, effect)
                 case membership.Arrive():
                     self._write(IterationStore.arrive, effect)

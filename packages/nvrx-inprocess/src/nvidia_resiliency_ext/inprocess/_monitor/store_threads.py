@@ -173,15 +173,11 @@ class OutcomeReader(StoreWorker):
 
     def __init__(self, settings: MonitorSettings, post: _Post, listener: Serving) -> None:
         self._listener = listener
-        self._skipped = -1
+        self.skipped = -1  # an iteration for whose records no rank of this node waits
         super().__init__(settings, post, listener.store_lost, "nvrx-outcomes")
 
     def follow(self, iteration: int, participants: frozenset[int]) -> None:
         self.submit(lambda store: self._follow(store, iteration, participants))
-
-    def skip_records(self, iteration: int) -> None:
-        """Skip reading the records of an iteration that no rank of this node waits for."""
-        self._skipped = iteration
 
     def _follow(self, store: IterationStore, iteration: int, participants: frozenset[int]) -> None:
         outcome = None
@@ -196,7 +192,7 @@ class OutcomeReader(StoreWorker):
         has_all = left_s > 0 and store.wait_all_reported(iteration, left_s)
         # With all reported, the records came along; else reading them costs an operation, and the
         # decision brings them, too.
-        is_skipped = self._skipped == iteration and not has_all
+        is_skipped = self.skipped == iteration and not has_all
         records = (store.first_records if is_skipped else store.records)(iteration)
         waited_s = time.monotonic() - since_s
         self._post(lambda: self._listener.last_call_over(iteration, records, waited_s))

@@ -119,7 +119,12 @@ class Layout:
         for keys in members:
             if len(keys) != depth:
                 raise ValueError(f"{depth} layers need {depth} keys, not {len(keys)}: {keys}")
-        _check_root(members)
+        roots = sorted({keys[0] for keys in members})
+        if len(roots) != 1:
+            shown = ", ".join(map(repr, roots[:8]))
+            raise RuntimeError(
+                f"all ranks must have the same key on layer 0, there are {len(roots)}: {shown}"
+            )
         self.levels: list[list[Branch]] = [[] for _ in range(depth)]
         self.ranks: list[int] = []
         self.bottom: list[Branch] = []
@@ -152,15 +157,6 @@ def lineage(branch: Branch | None) -> Iterator[Branch]:
     while branch is not None:
         yield branch
         branch = branch.parent
-
-
-def _check_root(members: Iterable[tuple[str, ...]]) -> None:
-    roots = sorted({keys[0] for keys in members})
-    if len(roots) != 1:
-        shown = ", ".join(map(repr, roots[:8]))
-        raise RuntimeError(
-            f"all ranks must have the same key on layer 0, there are {len(roots)}: {shown}"
-        )
 
 
 def _grow(members: Members) -> tuple[Branch, dict[Branch, list[Iterable[int]]]]:
