@@ -75,7 +75,7 @@ class Nothing:
     """Stands in for parts to which nothing here matters."""
 
     def __getattr__(self, _name: str) -> Callable[..., None]:
-        return lambda *_args: None
+        return lambda *_args, **_kwargs: None
 
 
 @contextlib.contextmanager

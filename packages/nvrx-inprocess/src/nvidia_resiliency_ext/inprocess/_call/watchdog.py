@@ -86,9 +86,12 @@ class Watchdog:
                 continue
             # As long as the main thread runs no bytecode, this is where the thread stays.
             self._semaphore.wait()
-            with self._lock:
-                if not self._is_paused and not self._stopped.is_set():
-                    self._stamp()
+            self._stamp_unless_held()
+
+    def _stamp_unless_held(self) -> None:
+        with self._lock:
+            if not self._is_paused and not self._stopped.is_set():
+                self._stamp()
 
 
 class _Semaphore:

@@ -118,8 +118,6 @@ class Membership:
         self._reported = _Reported()
         self._followed = -1
 
-    # --- what ranks say ---
-
     def attach(self, initial_rank: int) -> None:
         self.members.setdefault(initial_rank, Member(initial_rank))
 
@@ -170,8 +168,6 @@ class Membership:
             member.ended = Interruption.BASE_EXCEPTION
         return self._speak_for(initial_rank) + self._follow()
 
-    # --- what is seen of ranks ---
-
     def timed_out(self, initial_rank: int, kind: Interruption) -> list[Effect]:
         member = self.members[initial_rank]
         if not member.is_present:
@@ -198,8 +194,6 @@ class Membership:
                 self._lost.add(rank)
                 effects += self._speak_for(rank)
         return effects
-
-    # --- what the store says ---
 
     def outcome(self, iteration: int, *, is_completed: bool) -> list[Effect]:
         if not is_completed:
