@@ -28,8 +28,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint, iteration_keys
-from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint, iteration_keys
+from nvidia_resiliency_ext.inprocess._store_server import host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout, TCPStore
 

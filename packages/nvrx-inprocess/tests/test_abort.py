@@ -24,7 +24,8 @@ import ports
 import pytest
 
 from nvidia_resiliency_ext.inprocess import abort
-from nvidia_resiliency_ext.inprocess._unblock import aborts, gloo, groups
+from nvidia_resiliency_ext.inprocess import abort as aborts
+from nvidia_resiliency_ext.inprocess._unblock import gloo, groups
 from nvidia_resiliency_ext.inprocess._unblock import groups as destroyed
 from nvidia_resiliency_ext.inprocess._unblock.gloo import UnreadConnections
 from nvidia_resiliency_ext.inprocess.state import State

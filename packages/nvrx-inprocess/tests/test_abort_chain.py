@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, run_abort
+from nvidia_resiliency_ext.inprocess.abort import Abort, run_abort
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 

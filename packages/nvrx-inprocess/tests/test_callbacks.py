@@ -11,8 +11,7 @@ from datetime import timedelta
 import pytest
 
 from nvidia_resiliency_ext.inprocess import exception, rank_filter
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
-from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
+from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.finalize import Finalize, ThreadedFinalize
 from nvidia_resiliency_ext.inprocess.health_check import (

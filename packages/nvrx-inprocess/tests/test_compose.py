@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
+from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.compose import Compose, find_common_ancestor
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
 from nvidia_resiliency_ext.inprocess.health_check import FaultCounter, HealthCheck

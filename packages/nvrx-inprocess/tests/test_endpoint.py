@@ -3,7 +3,7 @@
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._store.names import (
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
     Endpoint,
     cycle_prefix,
     find_endpoint,

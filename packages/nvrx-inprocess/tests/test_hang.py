@@ -10,7 +10,12 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext.inprocess._call import watchdog
 from nvidia_resiliency_ext.inprocess._monitor.messages import WAITED
-from nvidia_resiliency_ext.inprocess._monitor.page import StackDump, observed_before_end, read_dump
+from nvidia_resiliency_ext.inprocess._monitor.page import (
+    PageView,
+    ProgressPage,
+    StackDump,
+    observed_before_end,
+)
 from nvidia_resiliency_ext.inprocess._protocol.decision import (
     Arrival,
     ObservedActivity,
@@ -21,7 +26,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     format_arrival,
     parse_arrivals,
 )
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 
@@ -137,14 +142,16 @@ def test_an_exception_of_a_collective_is_that_of_a_rank_that_waited(
 
 def test_stacks_are_written_at_the_signal() -> None:
     """A process that is asked for its stacks writes them, and has its signal back afterwards."""
-    dump = StackDump()
+    page, dump = ProgressPage.create(), StackDump()
     number = dump.number
+    view = PageView(os.dup(page.fd), os.dup(dump.fd))
     try:
-        assert read_dump(dump.fd) == ""
+        assert view.read_dump() == ""
         os.kill(os.getpid(), number)
-        observed = observed_before_end(Kernel("S", "hrtimer_nanosleep"), read_dump(dump.fd))
+        observed = observed_before_end(Kernel("S", "hrtimer_nanosleep"), view.read_dump())
     finally:
-        dump.close()
+        for each in (view, dump, page):
+            each.close()
     assert observed.activity is Activity.WORKING
     assert observed.words.startswith("sleeps in test_hang.py:")
     assert "in test_stacks_are_written_at_the_signal" in observed.words
@@ -153,5 +160,9 @@ def test_stacks_are_written_at_the_signal() -> None:
 
 def test_a_process_that_cannot_write_stacks_is_described_by_the_kernel() -> None:
     """Without a free signal there is no dump, and the kernel's view is all there is."""
-    observed = observed_before_end(Kernel("T"), read_dump(-1))
+    page = ProgressPage.create()
+    view = PageView(os.dup(page.fd))
+    observed = observed_before_end(Kernel("T"), view.read_dump())
+    view.close()
+    page.close()
     assert observed == ObservedActivity(Activity.STOPPED, "", "is stopped (SIGSTOP or a debugger)")

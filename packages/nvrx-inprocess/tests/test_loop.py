@@ -8,18 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nvidia_resiliency_ext.inprocess import rank_assignment, rank_filter
 from nvidia_resiliency_ext.inprocess._call import loop as loop_module
-from nvidia_resiliency_ext.inprocess._call.interrupt import AtomicLock, MainThreadInterrupter
 from nvidia_resiliency_ext.inprocess._call.loop import CallLoop
 from nvidia_resiliency_ext.inprocess._call.report import Phase, describe_interruption
 from nvidia_resiliency_ext.inprocess._call.settings import Settings
-from nvidia_resiliency_ext.inprocess._call.watchdog import EventQueue
 from nvidia_resiliency_ext.inprocess._monitor.messages import (
     Completed,
     Decided,
@@ -77,7 +75,7 @@ class Nothing:
     """Stands in for parts to which nothing here matters."""
 
     def __getattr__(self, _name: str) -> Callable[..., None]:
-        return lambda *_args: None
+        return lambda *_args, **_kwargs: None
 
 
 @contextlib.contextmanager
@@ -87,24 +85,22 @@ def call_of(
     """Make the loop of a call; `arguments` are those of `Wrapper`."""
     arguments = {"rank_assignment": ShiftRanks(), **arguments}
     page, monitor, nothing = ProgressPage.create(), monitor or Monitor(), Nothing()
-    events = EventQueue(1.0, page.stamp_auto)
+
+    def notify(*said: Any) -> None:
+        monitor.departures.append(said)
+
     loop = CallLoop(
         settings=Settings(store_factory=TCPStore, **arguments),
         state=state,
         restart_health_check=None,
-        base_store=nothing,
+        rendezvous=SimpleNamespace(store=nothing, call=0, send_departure_notice=notify),
         link=monitor,
         page=page,
-        interrupter=MainThreadInterrupter(),
-        lock=AtomicLock(),
-        watchdog=nothing,
-        events=events,
-        record=nothing,
+        event_log=nothing,
         inject=lambda _fn, args, kwargs: (args, kwargs),
-        send_departure_notice=lambda *said: monitor.departures.append(said),
     )  # fmt: skip
     monitor.receive = loop.receive
-    with contextlib.closing(page), contextlib.closing(events):
+    with contextlib.closing(page), contextlib.closing(loop.events):
         try:
             yield loop, monitor
         finally:

@@ -394,14 +394,14 @@ class Simulation:
         self.say(rank, "arrived", self.iteration[rank])
 
     def is_event(self, node: int, n: int) -> bool:
-        outcome = self.memberships[node]._outcomes.get(n)
+        events = self.memberships[node]._events.get(n)
         if n not in self.iteration_store.outcomes:
             return False
-        if outcome is None or (not outcome.is_interrupted and not outcome.completed):
+        if events is None:
             return True
-        return not outcome.completed and (
-            outcome.interrupted is None
-            or (outcome.decided is None and n in self.iteration_store.decisions)
+        return Completed not in events and (
+            Interrupted not in events
+            or (Decided not in events and n in self.iteration_store.decisions)
         )
 
     def read(self, node: int, n: int) -> None:

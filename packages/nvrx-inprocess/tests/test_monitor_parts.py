@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
-from nvidia_resiliency_ext.inprocess._monitor import factory, messages, serving, store_threads
+from nvidia_resiliency_ext.inprocess._monitor import messages, serving, store_threads
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import PageError, PageView, Phase, ProgressPage
-from nvidia_resiliency_ext.inprocess._monitor.registration import Registration
 from nvidia_resiliency_ext.inprocess._monitor.start import NodeDirectory
+from nvidia_resiliency_ext.inprocess._monitor.store_threads import Registration
 from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, NodeEntry, encode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.children import start_child
@@ -126,19 +126,19 @@ def test_ping_allocates_nothing(page) -> None:
 def test_arguments_travel_as_text() -> None:
     """Plain values and timedeltas come back; anything else is named in the error."""
     kwargs = {"port": 1, "timeout": timedelta(seconds=1.5), "host": "h", "path": pathlib.Path("/x")}
-    assert factory.load_kwargs(factory.dump_kwargs(kwargs)) == {**kwargs, "path": "/x"}
-    with pytest.raises(factory.UnnameableError, match="object"):
-        factory.dump_kwargs({"store": object()})
+    assert messages.load_kwargs(messages.dump_kwargs(kwargs)) == {**kwargs, "path": "/x"}
+    with pytest.raises(messages.UnnameableError, match="object"):
+        messages.dump_kwargs({"store": object()})
 
 
 def test_functions_travel_as_names() -> None:
     """What stands at the top of a module is found again, also through its file alone."""
-    name, file = factory.name_of(socket.create_connection)
-    assert factory.load_named(name, file) is socket.create_connection
-    assert factory.load_named("pathlib:Path.cwd")() == pathlib.Path.cwd()
+    name, file = messages.name_of(socket.create_connection)
+    assert messages.load_named(name, file) is socket.create_connection
+    assert messages.load_named("pathlib:Path.cwd")() == pathlib.Path.cwd()
     for unnameable in (lambda: None, SimpleNamespace()):
-        with pytest.raises(factory.UnnameableError, match="store_factory"):
-            factory.name_of(unnameable)
+        with pytest.raises(messages.UnnameableError, match="store_factory"):
+            messages.name_of(unnameable)
 
 
 def test_main_program_is_loaded_under_another_name(tmp_path) -> None:
@@ -148,13 +148,13 @@ def test_main_program_is_loaded_under_another_name(tmp_path) -> None:
         "VALUE = 7\ndef make():\n    return VALUE\nif __name__ == '__main__':\n    1/0\n"
     )
     try:
-        assert factory.load_named("__main__:make", str(script))() == 7
-        assert factory.load_named("no_such_module_xyz:make", str(script))() == 7
+        assert messages.load_named("__main__:make", str(script))() == 7
+        assert messages.load_named("no_such_module_xyz:make", str(script))() == 7
     finally:
         sys.modules.pop("__nvrx_main__", None)
         sys.modules.pop("no_such_module_xyz", None)
-    with pytest.raises(factory.UnnameableError):
-        factory.load_named("__main__:make")
+    with pytest.raises(messages.UnnameableError):
+        messages.load_named("__main__:make")
 
 
 # --- messages ---
@@ -166,7 +166,7 @@ def test_every_message_travels() -> None:
     for message in (
         hello,
         messages.Reported(2, Interruption.EXCEPTION),
-        messages.Done(2),
+        messages.Completed(2),
         messages.Arrived(2),
         messages.Left(True, False),
     ):
@@ -190,7 +190,7 @@ def test_channel_survives_anything(seed) -> None:
     draw = random.Random(seed)
     ours, theirs = socket.socketpair()
     channel = Channel(ours, messages.FROM_RANK, messages.TO_RANK)
-    valid = messages.FROM_RANK.encode(messages.Done(1))
+    valid = messages.FROM_RANK.encode(messages.Completed(1))
     for _ in range(50):
         data = bytearray(valid)
         if draw.random() < 0.5:
@@ -200,7 +200,7 @@ def test_channel_survives_anything(seed) -> None:
         except OSError:
             break
         for message in channel.receive():
-            assert isinstance(message, messages.Done)
+            assert isinstance(message, messages.Completed)
         if channel.is_over:
             break
     channel.close()
@@ -383,12 +383,9 @@ class NoStore:
     def submit(self, *_) -> None:
         pass
 
-    follow = skip_records = submit
+    follow = submit
 
-    def busy_s(self, _) -> float:
-        return 0.0
-
-    broken_s = busy_s
+    started_s = broken_s = None
 
     def close(self) -> None:
         pass
@@ -423,7 +420,7 @@ def test_who_left_a_call_that_is_over_is_left_alone(monkeypatch) -> None:
     for rank, pid in ((0, os.getpid()), (1, os.getppid())):
         call._adopt(rank, pid, 0, has_left=False)
     call._do(call._membership.begun(0, 0, 0, 2, frozenset({0, 1})))
-    call._on_message(0, messages.Done(0))
+    call._on_message(0, messages.Completed(0))
     call.outcome(0, is_completed=True)
     call._on_message(0, messages.Left(is_lost=False, is_discarded=False))
     for _ in range(10):
@@ -478,8 +475,8 @@ def test_idle_traffic_of_a_node() -> None:
     settings = MonitorSettings("p", "m:f", heartbeat_interval_s=1.0, heartbeat_timeout_s=30.0)
     store_worker = NoThread()
     lost = []
-    registration = Registration(settings, store_worker, lost.extend)
-    registration.came(0, 1, 1, lambda _: None)
+    registration = Registration(settings, store_worker, lost.extend, lambda *_: None)
+    registration.came(0, 1, 1)
     registration.tick(0.0, {0, 1})
     start = store_worker.iteration_store.count
     beats = 1000

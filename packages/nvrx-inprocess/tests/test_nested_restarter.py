@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
+from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.initialize import Initialize, RetryController

@@ -28,7 +28,7 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
     parse_records,
 )
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
 SCHEDULES = 1000

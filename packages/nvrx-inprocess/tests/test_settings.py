@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess._call import rendezvous
 from nvidia_resiliency_ext.inprocess._call.rendezvous import require_valid_rank
 from nvidia_resiliency_ext.inprocess._call.settings import Settings, bounded, check_settings
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
+from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.compose import Compose
 from nvidia_resiliency_ext.inprocess.rank_assignment import (
     ActiveWorldSizeDivisibleBy,

@@ -27,7 +27,11 @@ from nvidia_resiliency_ext.inprocess._protocol.iteration_store import (
     Outcome,
 )
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint, ForeignValueError, iteration_keys
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
+    Endpoint,
+    ForeignValueError,
+    iteration_keys,
+)
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError

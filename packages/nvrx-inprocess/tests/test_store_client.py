@@ -19,7 +19,7 @@ from protocol_schedules import RealRun
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import connect_store
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError
 from nvidia_resiliency_ext.shared_utils.store_client import (
     StoreClient,
     StoreLostError,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.inprocess._store import sockets
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server import hosting
-from nvidia_resiliency_ext.inprocess._store_server.hosting import (
+from nvidia_resiliency_ext.inprocess import _store_server as hosting
+from nvidia_resiliency_ext.inprocess._store import endpoint
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server import (
     StoreInUseError,
     StoreServer,
     StoreServerStartError,
@@ -145,8 +145,8 @@ def test_a_store_server_listens_at_its_address_alone(store_server: StoreServer) 
 
 STARTER = """
 import sys
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server import host_store
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 here = Endpoint("127.0.0.1", 0, is_served=False)
 store_server = host_store(here, "job", TCPStore.connect, is_single_node=True, idle_s=0.5)
@@ -199,11 +199,9 @@ def test_reports_are_one_line_of_json(tmp_path: Path) -> None:
     """The store server reports its address, or the error, in one line and closes the channel."""
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [
-            *(sys.executable, hosting.PROGRAM, "--store"),
-            *("--address=127.0.0.1", f"--port={taken.getsockname()[1]}", "--job=j"),
-            *(f"--starter={os.getpid()}", "--idle-s=1", f"--channel-fd={theirs.fileno()}"),
-        ]
+        order = {"address": "127.0.0.1", "port": taken.getsockname()[1], "job": "j"}
+        duty = {**order, "starter": os.getpid(), "idle_s": 1.0, "channel_fd": theirs.fileno()}
+        command = [sys.executable, hosting.PROGRAM, "--store", json.dumps(duty)]
         fds = [theirs.fileno()]
         done = subprocess.run(command, pass_fds=fds, check=False, cwd=tmp_path, timeout=150)
         theirs.close()
@@ -246,8 +244,8 @@ def test_a_store_server_that_cannot_be_asked_is_not_needed() -> None:
 def test_only_connections_of_others_count() -> None:
     """The server's own connection is no reason to stay."""
     store = TCPStore("127.0.0.1", 0, 1, wait_for_workers=False)
-    assert sockets.count_served(store.port, 9) == 1
+    assert endpoint.count_served(store.port, 9) == 1
     clone = store.clone()
     clone.set("k", "v")
-    assert sockets.count_served(store.port, 9) == 2
-    assert sockets.count_served(store.port, 1) == 1
+    assert endpoint.count_served(store.port, 9) == 2
+    assert endpoint.count_served(store.port, 1) == 1

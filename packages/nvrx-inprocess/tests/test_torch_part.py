@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from nvidia_resiliency_ext.inprocess._monitor import boot
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store_server.hosting import host_store
-from nvidia_resiliency_ext.inprocess._store_server.server import PartialImportError, tcp_store_class
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess._store_server import (
+    PartialImportError,
+    host_store,
+    tcp_store_class,
+)
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 
 USES = """
 import runpy, sys
 runpy.run_path(sys.argv[1])["make_shell"]()
-from nvidia_resiliency_ext.inprocess._store_server.server import tcp_store_class
+from nvidia_resiliency_ext.inprocess._store_server import tcp_store_class
 
 store = tcp_store_class()("127.0.0.1", 0, wait_for_workers=False, is_master=True)
 store.set("k", "v")

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils._processes import pidfd_available
@@ -28,7 +28,7 @@ TORCHS_OWN = {
 
 def with_torch(port) -> dict[str, str]:
     """Return settings of a call whose store is connected to by torch."""
-    kwargs = factory.dump_kwargs({**TORCHS_OWN, "port": port})
+    kwargs = messages.dump_kwargs({**TORCHS_OWN, "port": port})
     return {"store_factory": "torch.distributed:TCPStore", "store_kwargs": kwargs}
 
 
@@ -119,7 +119,7 @@ class Lab:
         self.settings = {
             "prefix": self.prefix,
             "store_factory": CONNECT,
-            "store_kwargs": factory.dump_kwargs({"host": "127.0.0.1", "port": port}),
+            "store_kwargs": messages.dump_kwargs({"host": "127.0.0.1", "port": port}),
             "last_call_wait_s": 0.2,
             "log_file": str(tmp_path / "monitor-{rank}.log"),
             **settings,

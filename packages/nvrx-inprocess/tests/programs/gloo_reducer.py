@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nvidia_resiliency_ext.inprocess._unblock import aborts, gloo, groups
+from nvidia_resiliency_ext.inprocess import abort as aborts
+from nvidia_resiliency_ext.inprocess._unblock import gloo, groups
 from nvidia_resiliency_ext.inprocess._unblock import groups as destroyed
 from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import State

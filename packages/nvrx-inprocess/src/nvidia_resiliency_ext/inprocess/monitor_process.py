@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from nvidia_resiliency_ext.inprocess._monitor import factory, start
+from nvidia_resiliency_ext.inprocess._monitor import messages, start
 from nvidia_resiliency_ext.inprocess._monitor.client import MonitorLink
 from nvidia_resiliency_ext.inprocess._monitor.messages import Decided, Event, MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage
@@ -86,9 +86,9 @@ def daemonize_fn(
         InternalError: The process cannot be started.
     """
     order = {
-        "call": factory.name_of(fn, "fn"),
-        "args": factory.dump_kwargs({"args": list(fn_args)}, "fn_args"),
-        "kwargs": factory.dump_kwargs(fn_kwargs or {}, "fn_kwargs"),
+        "call": messages.name_of(fn, "fn"),
+        "args": messages.dump_kwargs({"args": list(fn_args)}, "fn_args"),
+        "kwargs": messages.dump_kwargs(fn_kwargs or {}, "fn_kwargs"),
     }
     start.run_detached(order)
 
@@ -132,12 +132,12 @@ class MonitorProcess:
         prefix: str = "nvrx/",
         hear: Callable[[Event], None] | None = None,
     ) -> None:
-        name, file = factory.name_of(store_factory)
+        name, file = messages.name_of(store_factory)
         settings = MonitorSettings(
             prefix=prefix,
             store_factory=name,
             store_file=file,
-            store_kwargs=factory.dump_kwargs(store_kwargs or {}),
+            store_kwargs=messages.dump_kwargs(store_kwargs or {}),
             log_file=log_filename or "",
             pid_file=pid_filename or "",
             interval_s=interval.total_seconds(),

@@ -23,7 +23,7 @@ from ._call.interrupt import (
     is_in_deferred_section,
     terminate,
 )
-from ._unblock.aborts import Abort
+from .abort import Abort
 from .attribution import format_interruption_records
 from .exception import TimeoutError as ThreadTimeoutError
 from .state import FrozenState
@@ -76,7 +76,13 @@ def delayed_async_raise(tid: int, exc_type: type[BaseException]) -> None:
 
     It waits until the thread is out of a function that could not pass the exception on.
     """
-    _in_helper_thread(lambda: _raise_outside(tid, exc_type))
+
+    def raise_outside() -> None:
+        _wait_until_outside(tid)
+        with contextlib.suppress(RuntimeError):  # the thread may have ended
+            async_raise(tid, exc_type)
+
+    _in_helper_thread(raise_outside)
 
 
 def async_abort_main_thread(msg: str | None = None) -> None:
@@ -138,13 +144,6 @@ def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
 
 def _in_helper_thread(function: Callable[[], None]) -> None:
     threading.Thread(target=function, name="nvrx-delayed-raise", daemon=True).start()
-
-
-def _raise_outside(tid: int, exc_type: type[BaseException]) -> None:
-    _wait_until_outside(tid)
-    # The thread may have ended.
-    with contextlib.suppress(RuntimeError):
-        async_raise(tid, exc_type)
 
 
 def _wait_until_outside(tid: int | None) -> None:

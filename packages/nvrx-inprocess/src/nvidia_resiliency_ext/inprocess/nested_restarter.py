@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.shared_utils.restarter_lines import (
 )
 
 from ._inputs import check_integer
-from ._unblock.aborts import Abort
+from .abort import Abort
 from .completion import Completion
 from .initialize import Initialize
 from .state import FrozenState
@@ -35,6 +35,7 @@ __all__ = [
     "NestedRestarterLogger",
 ]
 
+_Entered = tuple[RestarterState | str, RestarterStage | str | None]
 _LOGGER_NAME = "InprocessRestarter.Restarter"
 _FORMAT = "[%(asctime)s] [ALWAYS] [%(name)s] %(message)s"
 
@@ -112,9 +113,7 @@ class NestedRestarterCallback:
             self.logger.log_for_restarter(format_restarter_line(IN_PROCESS, *entered))
         return state
 
-    def _entered(
-        self, state: FrozenState
-    ) -> tuple[RestarterState | str, RestarterStage | str | None]:
+    def _entered(self, state: FrozenState) -> _Entered:
         del state
         return self.restarter_state, self.restarter_stage
 
@@ -133,9 +132,7 @@ class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
         self._last: weakref.ref[FrozenState] | None = None
         self._last_iteration = -1
 
-    def _entered(
-        self, state: FrozenState
-    ) -> tuple[RestarterState | str, RestarterStage | str | None]:
+    def _entered(self, state: FrozenState) -> _Entered:
         is_again = self._last is not None and self._last() is state
         is_later = self._last is not None and state.iteration > self._last_iteration
         self._last, self._last_iteration = weakref.ref(state), state.iteration

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import importlib
 import inspect
@@ -112,7 +113,10 @@ def _members(
     if isinstance(annotation, ForwardRef):
         annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
-        yield from _members_of_text(annotation, scope, depth - 1)
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            annotation = ast.parse(annotation.strip(), mode="eval").body
+        if isinstance(annotation, ast.expr):
+            yield from _members_of_node(annotation, scope, depth - 1)
         return
     origin = typing.get_origin(annotation)
     if origin is Union or origin is types.UnionType:
@@ -128,14 +132,6 @@ def _members(
         yield from _members(value, scope, depth - 1)
     else:
         yield annotation
-
-
-def _members_of_text(text: str, scope: Mapping[str, object], depth: int) -> Iterator[object]:
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    yield from _members_of_node(tree.body, scope, depth)
 
 
 def _members_of_node(node: ast.expr, scope: Mapping[str, object], depth: int) -> Iterator[object]:

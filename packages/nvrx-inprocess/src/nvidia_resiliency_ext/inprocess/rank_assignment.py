@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -342,7 +341,8 @@ class Tree(RankAssignment):
             layout = Layout(len(self.layers), runs)
         else:
             initial_ranks, all_keys = _exchange(store, state, keys)
-            layout = Layout(len(self.layers), _runs(all_keys))
+            each_keys = (tuple(map(str, keys)) for keys in all_keys)
+            layout = Layout(len(self.layers), ((keys, (r,)) for r, keys in enumerate(each_keys)))
         if layout.ranks != list(range(state.world_size)):
             warnings.warn(
                 "ranks are not numbered in the depth-first order of the tree; active ranks are",
@@ -364,15 +364,6 @@ def _exchange(
         each.rank if each.initial_rank is None else each.initial_rank for each in states
     ]
     return initial_ranks, store.get_keys(ranks)
-
-
-def _runs(all_keys: Iterable[Iterable[Any]]) -> Iterator[tuple[tuple[str, ...], range]]:
-    """Yield keys with the ranks in a row that have them."""
-    rank = 0
-    for keys, same in itertools.groupby(all_keys):
-        stop = rank + len(list(same))
-        yield tuple(map(str, keys)), range(rank, stop)
-        rank = stop
 
 
 def _activate(ctx: RankAssignmentCtx, active_world_size: int) -> RankAssignmentCtx:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -112,12 +111,8 @@ class SiblingMonitor(_Periodic):
         values = {each: self._store.get_heartbeat(each) for each in wanted}
         beats = {each: int(value * 1e6) for each, value in values.items() if value is not None}
         lost = self._ring.looked(beats, time.monotonic())
-        if lost:
-            self._account_for(lost)
-
-    def _account_for(self, ranks: Iterable[int]) -> None:
-        """Report lost ranks and arrive for them wherever they are waited for."""
-        lost = list(ranks)
+        if not lost:
+            return
         logger.warning("%s: no sign of ranks %s", self.name, lost)
         self._store.record_interrupted(
             [InterruptionRecord(rank, Interruption.UNRESPONSIVE) for rank in lost]

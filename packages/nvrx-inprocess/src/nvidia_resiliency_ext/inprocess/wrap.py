@@ -9,18 +9,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
+from nvidia_resiliency_ext.shared_utils.events import EventLog
+
 from . import _inputs
-from ._call.interrupt import AtomicLock, MainThreadInterrupter, require_main_thread
+from ._call.interrupt import AtomicLock, require_main_thread
 from ._call.loop import CallLoop
 from ._call.rendezvous import check_store_kwargs, hold_rendezvous, require_valid_rank
-from ._call.report import RestartRecord, RestartReport
+from ._call.report import RestartReport
 from ._call.settings import Settings, bounded, check_settings
-from ._call.watchdog import EventQueue, Watchdog
 from ._inputs import check_callable
 from ._monitor.client import MonitorLink
 from ._monitor.page import ProgressPage, StackDump
@@ -236,33 +236,23 @@ class CallWrapper:
             page = ProgressPage.create()
             stack.callback(page.close)
             rendezvous = hold_rendezvous(settings, state)
-            lock = AtomicLock()
             # Before the interrupter, which takes an unused signal: it sees that this one is lent.
             dump = StackDump()
             stack.callback(dump.close)
-            interrupter = MainThreadInterrupter()
-            interval_s = settings.progress_watchdog_interval.total_seconds()
-            watchdog = Watchdog(page.stamp_auto, interval_s)
-            events = EventQueue(interval_s, page.stamp_auto)
-            stack.callback(events.close)
             link = MonitorLink(rendezvous.monitor_settings, page, self._on_event, dump)
-            record = RestartRecord(rendezvous.call)
-            stack.callback(record.close)
+            event_log = EventLog.join(src="wrapper")
+            stack.callback(event_log.close)
             loop = CallLoop(
                 settings=settings,
                 state=state,
                 restart_health_check=wrapper.restart_health_check,
-                base_store=rendezvous.store,
+                rendezvous=rendezvous,
                 link=link,
                 page=page,
-                interrupter=interrupter,
-                lock=lock,
-                watchdog=watchdog,
-                events=events,
-                record=record,
+                event_log=event_log,
                 inject=self._inject,
-                send_departure_notice=rendezvous.send_departure_notice,
             )
+            stack.callback(loop.events.close)
             self._loop: CallLoop | None = loop
             stack.callback(link.close)
             try:
@@ -271,11 +261,11 @@ class CallWrapper:
                 rendezvous.send_departure_notice(rank, 0, frozenset(range(state.world_size)))
                 raise
             stack.callback(loop.close)
-            watchdog.start()
-            stack.callback(watchdog.stop)
+            loop.watchdog.start()
+            stack.callback(loop.watchdog.stop)
             self._stack = stack.pop_all()
         self._page = page
-        self._lock = lock
+        self._lock = loop.lock
         self._state = state
         self._reports = loop.reports
         # Without a frame of its own between the caller and the page.
@@ -284,12 +274,7 @@ class CallWrapper:
     def __enter__(self) -> CallWrapper:  # noqa: PYI034  # Self is not in Python 3.10
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __call__(
@@ -327,7 +312,7 @@ class CallWrapper:
     @property
     def store(self) -> Any:
         """The job's store, without the prefix of an iteration; None when the call is over."""
-        return None if self._loop is None else self._loop.base_store
+        return None if self._loop is None else self._loop.rendezvous.store
 
     base_store = store
 
@@ -362,8 +347,6 @@ class CallWrapper:
     def shutdown(self) -> None:
         """Leave the wrapper: let go of the monitor, the store and the helper threads."""
         self._stack.close()
-
-    # Steps -----------------------------------------------------------------------------------
 
     def _release(self) -> None:
         self._loop = None

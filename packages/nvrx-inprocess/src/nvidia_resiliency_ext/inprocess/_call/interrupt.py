@@ -16,11 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort, run_abort
 from nvidia_resiliency_ext.inprocess._unblock.gloo import BlockedCalls
+from nvidia_resiliency_ext.inprocess.abort import Abort, run_abort
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
@@ -98,14 +98,11 @@ class RankShouldRestart(BaseException):
     def __del__(self) -> None:
         # At the end of the interpreter modules are already empty.
         if not sys.is_finalizing() and logger.isEnabledFor(logging.DEBUG):
-            _log_where(sys._getframe(1), self.args)  # noqa: SLF001 - the one way to a frame
-
-
-def _log_where(frame: FrameType | None, args: tuple[object, ...]) -> None:
-    if frame is None or frame.f_code.co_filename.startswith(_OUR_FOLDER):
-        return
-    where = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-    logger.debug("a restart request ended at %s:%d in %s, outside the wrapper: %r", *where, args)
+            frame = sys._getframe(1)  # noqa: SLF001 - the one way to a frame
+            where = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            if not where[0].startswith(_OUR_FOLDER):
+                text = "a restart request ended at %s:%d in %s, outside the wrapper: %r"
+                logger.debug(text, *where, self.args)
 
 
 # A signal can come just before the system call that it was to end.
@@ -152,12 +149,7 @@ class AtomicLock:
         if (self._is_waited_for and not self._is_own()) or not self._acquire(False):
             self._wait()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._release()
 
     def _wait(self) -> None:
@@ -250,12 +242,7 @@ class MainThreadInterrupter:
         self.enter()
 
     @deferred_section
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         message = self.leave()
         if message is None or isinstance(error, RankShouldRestart):
             return

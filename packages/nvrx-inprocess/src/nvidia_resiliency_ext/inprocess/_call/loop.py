@@ -40,16 +40,18 @@ from nvidia_resiliency_ext.inprocess.rank_filter import RankFilter as OlderRankF
 from nvidia_resiliency_ext.inprocess.state import FrozenState, Mode, State
 from nvidia_resiliency_ext.inprocess.store import BarrierTimeout
 from nvidia_resiliency_ext.inprocess.utils import log_exc
+from nvidia_resiliency_ext.shared_utils.events import EventLog
 
 from .interrupt import AtomicLock, MainThreadInterrupter, terminate
+from .rendezvous import Rendezvous
 from .report import (
     KEPT_REPORTS,
     Phase,
-    RestartRecord,
     RestartReport,
     Stopwatch,
     describe_interruption,
     detection_s,
+    record_restart,
 )
 from .settings import Settings
 from .watchdog import (
@@ -92,18 +94,18 @@ class CallLoop:
     settings: Settings
     state: State
     restart_health_check: Callable[[FrozenState], Any] | None
-    base_store: Any
+    rendezvous: Rendezvous
     link: MonitorLink
     page: ProgressPage
-    interrupter: MainThreadInterrupter
-    lock: AtomicLock
-    watchdog: Watchdog
-    events: EventQueue
-    record: RestartRecord
+    event_log: EventLog
     inject: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
-    send_departure_notice: Callable[[int, int, frozenset[int]], None]
 
     def __post_init__(self) -> None:
+        interval_s = self.settings.progress_watchdog_interval.total_seconds()
+        self.lock = AtomicLock()
+        self.watchdog = Watchdog(self.page.stamp_auto, interval_s)
+        self.interrupter = MainThreadInterrupter()
+        self.events = EventQueue(interval_s, self.page.stamp_auto)
         self._pid = os.getpid()
         self._watch = Stopwatch()
         self._reported_at: float | None = None
@@ -142,11 +144,7 @@ class CallLoop:
         logger.debug("all ranks have completed iteration %d", self.state.iteration)
         self.page.phase = ProgressPhase.IDLE
         self.link.leave(is_lost=False)
-        if self.settings.completion is not None:
-            try:
-                self.settings.completion(self.state.freeze())
-            except Exception as error:  # noqa: BLE001 - the function's value counts
-                self._log(error, "completion")
+        self._call_last(self.settings.completion, "completion")
         return done[0]
 
     def close(self) -> None:
@@ -171,11 +169,9 @@ class CallLoop:
         """Whether this process was forked in the function, so that it is no rank."""
         return os.getpid() != self._pid
 
-    # One iteration ---------------------------------------------------------------------------
-
     def _assign(self, terminated: set[int]) -> None:
         rank_filter = self.settings.rank_filter
-        ctx = RankAssignmentCtx(self.state, self.base_store, terminated)
+        ctx = RankAssignmentCtx(self.state, self.rendezvous.store, terminated)
         ctx = self.settings.rank_assignment(ctx)
         if isinstance(rank_filter, OlderRankFilter):
             ctx.state = rank_filter(ctx.state)
@@ -262,20 +258,17 @@ class CallLoop:
 
     def _await_completion(self) -> None:
         """Wait until all have completed; a reserve waits without limit, and imports meanwhile."""
-        events = self.events
         limit_s = None
         if self.state.mode is Mode.ACTIVE:
             limit_s = self.settings.completion_timeout.total_seconds()
-        elif events.wait(self._completion, _CALM_S) is None:
+        elif self._await(Completed, _CALM_S) is None:
             with self.lock:  # half-imported modules could not be imported again
                 _import_for_take_over()
-        if events.wait(self._completion, limit_s) is None:
+        if self._await(Completed, limit_s) is None:
             raise BarrierTimeout(
                 f"not all ranks have completed iteration {self.state.iteration} within"
                 f" {limit_s:g} s (completion_timeout)"
             )
-
-    # Events of the monitor ------------------------------------------------------------------
 
     def receive(self, event: Any) -> None:
         """Queue an event of the monitor; called in the link's thread."""
@@ -307,81 +300,62 @@ class CallLoop:
         try:
             if isinstance(event, Interrupted):
                 self._count_detection(event)
-                if is_searched(event.records):
-                    self._look_at_function()
-                self._terminate(format_interruption_records(event.records))
+                is_inside = self._reported_at is None and self._activity is not WAITS
+                if is_inside and is_searched(event.records):
+                    self._activity = of_main_thread()
+                cause = format_interruption_records(event.records)
             else:
-                self._terminate(event.text)
+                cause = event.text
+            abort_s, unwind_s = terminate(
+                self.settings.abort,
+                self.state.freeze(),
+                self.interrupter,
+                self.lock,
+                self.watchdog.pause,
+                cause,
+                quiet_s=self.settings.soft_timeout.total_seconds(),
+            )
+            self._watch.add(Phase.ABORT, abort_s)
+            self._watch.add(Phase.UNWIND, unwind_s)
         except Exception as error:  # noqa: BLE001 - the main thread waits for this one's end
             self._log(error, "stopping the function")
         self._stopped_in = iteration
         events.wake()
 
-    def _look_at_function(self) -> None:
-        """Record what the main thread is in, unless it is out of the function."""
-        if self._reported_at is None and self._activity is not WAITS:
-            self._activity = of_main_thread()
-
     def _count_detection(self, event: Interrupted) -> None:
-        unseen_s = detection_s(event.records, self.settings)
-        if unseen_s:
-            self._watch.add(Phase.DETECT, unseen_s)
+        self._watch.add(Phase.DETECT, detection_s(event.records, self.settings))
         # Who has not reported knows only what its monitor says.
         reported_at = self._reported_at
         waited_s = event.waited_s if reported_at is None else time.monotonic() - reported_at
-        if waited_s:
-            self._watch.add(Phase.LAST_CALL, waited_s)
-
-    def _terminate(self, cause: str) -> None:
-        abort_s, unwind_s = terminate(
-            self.settings.abort,
-            self.state.freeze(),
-            self.interrupter,
-            self.lock,
-            self.watchdog.pause,
-            cause,
-            quiet_s=self.settings.soft_timeout.total_seconds(),
-        )
-        self._watch.add(Phase.ABORT, abort_s)
-        self._watch.add(Phase.UNWIND, unwind_s)
+        self._watch.add(Phase.LAST_CALL, waited_s)
 
     def _find(self, kind: type[_Event]) -> _Event | None:
         """Return the event of this class about the present iteration, or None."""
         return self.events.find(kind, self.state.iteration)
 
-    def _completion(self) -> Completed | None:
-        found = self._find(Completed)
-        if found is None:
-            self._raise_if_lost()
-        return found
+    def _await(self, kind: type[_Event], limit_s: float | None) -> _Event | None:
+        """Wait for an event, an interruption only once all of this rank was stopped for it."""
 
-    def _decision(self) -> Decided | None:
-        self._raise_if_lost()
-        return self._find(Decided)
+        def look() -> _Event | None:
+            found = self._find(kind)
+            lost = self.events.find(StoreLost)
+            if lost is not None and (found is None or kind is not Completed):
+                what = "its monitor" if self.link.is_abandoned else "the store of the job"
+                raise InternalError(f"this rank has lost {what}: {lost.text}")
+            is_early = kind is Interrupted and self._stopped_in != self.state.iteration
+            return None if is_early else found
 
-    def _stopped(self) -> Interrupted | None:
-        """Return the interruption when all of this rank has been stopped for it."""
-        self._raise_if_lost()
-        return self._find(Interrupted) if self._stopped_in == self.state.iteration else None
+        return self.events.wait(look, limit_s)
 
     def _fatal(self) -> StoreLost | None:
         """Return the loss of the store, unless all have completed before."""
         return None if self._find(Completed) else self.events.find(StoreLost)
 
-    def _raise_if_lost(self) -> None:
-        lost = self.events.find(StoreLost)
-        if lost is not None:
-            what = "its monitor" if self.link.is_abandoned else "the store of the job"
-            raise InternalError(f"this rank has lost {what}: {lost.text}")
-
-    # A restart -------------------------------------------------------------------------------
-
     def _restart(self) -> None:
         """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
         state, settings = self.state, self.settings
         limit_s = settings.barrier_timeout.total_seconds()
-        event = self.events.wait(self._stopped, limit_s)
-        if event is None:
+        if self._await(Interrupted, limit_s) is None:
             raise InternalError(
                 f"iteration {state.iteration} was not interrupted within {limit_s:g} s"
                 " (barrier_timeout) of this rank's report"
@@ -416,7 +390,7 @@ class CallLoop:
     def _arrive(self, limit_s: float) -> Decision:
         self.page.phase = ProgressPhase.AT_BARRIER
         self.link.arrive(self._activity.call, self._activity.place)
-        decided = self.events.wait(self._decision, limit_s)
+        decided = self._await(Decided, limit_s)
         if decided is None:
             raise BarrierTimeout(
                 f"not all ranks have come to the end of iteration {self.state.iteration} within"
@@ -456,9 +430,7 @@ class CallLoop:
         logger.info("%s", report.line())
         if self.state.rank == 0:
             assert self.state.initial_rank is not None
-            self.record.add(report, self.state.initial_rank)
-
-    # Leaving ---------------------------------------------------------------------------------
+            record_restart(self.event_log, self.rendezvous.call, report, self.state.initial_rank)
 
     def _leave(self, error: BaseException) -> None:
         """Report that this rank ends, and run the user's `terminate`."""
@@ -471,19 +443,22 @@ class CallLoop:
         logger.warning("%s", log_exc(state, error, "leaving"))
         if self.link.is_abandoned:
             assert state.initial_rank is not None
-            self.send_departure_notice(state.initial_rank, self._owed_in, self._participants)
+            departure = (state.initial_rank, self._owed_in, self._participants)
+            self.rendezvous.send_departure_notice(*departure)
         else:
             self.link.leave(is_lost=True, is_discarded=isinstance(error, RankDiscarded))
         if self._stopper is not None:
             # Its abort must not end what the caller begins next.
             self._stopper.join(_STOPPER_LIMIT_S)
         release_gloo_connections()
-        terminate_callback = self.settings.terminate
-        if terminate_callback is not None:
-            try:
-                terminate_callback(state.freeze())
-            except Exception as problem:  # noqa: BLE001 - the first exception counts
-                self._log(problem, "terminate")
+        self._call_last(self.settings.terminate, "terminate")
+
+    def _call_last(self, callback: Callable[[FrozenState], Any] | None, name: str) -> None:
+        try:
+            if callback is not None:
+                callback(self.state.freeze())
+        except Exception as error:  # noqa: BLE001 - the function's value, or exception, counts
+            self._log(error, name)
 
 
 def _import_for_take_over() -> None:

@@ -16,14 +16,13 @@ from typing import Any
 from torch.distributed import PrefixStore as TorchPrefixStore  # type: ignore[attr-defined]
 
 from nvidia_resiliency_ext.inprocess._inputs import call_bounded, check_duration, check_integer
-from nvidia_resiliency_ext.inprocess._monitor import factory
+from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.inprocess._protocol.decision import Arrival
 from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationStore
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
-from nvidia_resiliency_ext.inprocess._store.names import (
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
     LAST_PORT,
     STORE_VARIABLE,
     Endpoint,
@@ -32,7 +31,8 @@ from nvidia_resiliency_ext.inprocess._store.names import (
     job_name,
     require_number,
 )
-from nvidia_resiliency_ext.inprocess._store_server.hosting import StoreServer, host_store
+from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
+from nvidia_resiliency_ext.inprocess._store_server import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.store import (
@@ -141,17 +141,32 @@ def hold_rendezvous(
         # What connecting may take is no limit for what the function waits for.
         store.set_timeout(timeout)
         name, file = CONNECT, ""
-        text = factory.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
+        text = messages.dump_kwargs({"host": endpoint.host, "port": endpoint.port})
     else:
         # First of all, so that what the factory raises is what its user sees.
         store = settings.store_factory(**kwargs)
-        name, file = factory.name_of(settings.store_factory)
-        text = factory.dump_kwargs(kwargs)
+        name, file = messages.name_of(settings.store_factory)
+        text = messages.dump_kwargs(kwargs)
     number, call_store = _gather(store, cycle_prefix(environ), state, settings.barrier_timeout)
     prefix = f"{cycle_prefix(environ)}{number}"
     nonce = call_store.get(_NONCE).decode("ascii", "replace")[:_LONGEST_NONCE]
-    own = f"{prefix}/{nonce}/"
-    return Rendezvous(call_store, _monitor_settings(settings, own, name, file, text), store, number)
+    monitor_settings = MonitorSettings(
+        prefix=f"{prefix}/{nonce}/",
+        store_factory=name,
+        store_file=file,
+        store_kwargs=text,
+        log_file=settings.monitor_process_logfile or "",
+        pid_file=settings.monitor_process_pidfile or "",
+        interval_s=settings.monitor_process_interval.total_seconds(),
+        heartbeat_interval_s=settings.heartbeat_interval.total_seconds(),
+        heartbeat_timeout_s=settings.heartbeat_timeout.total_seconds(),
+        soft_timeout_s=settings.soft_timeout.total_seconds(),
+        hard_timeout_s=settings.hard_timeout.total_seconds(),
+        barrier_timeout_s=settings.barrier_timeout.total_seconds(),
+        last_call_wait_s=settings.last_call_wait.total_seconds(),
+        termination_grace_s=settings.termination_grace_time.total_seconds(),
+    )
+    return Rendezvous(call_store, monitor_settings, store, number)
 
 
 def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[int, CallStore]:
@@ -207,10 +222,7 @@ def _take_number(access: StoreAccess, key: str, least: int) -> int:
         latest = require_number(key, standing) if standing else -1
         if latest >= least:
             return latest
-        wanted = str(least)
-        standing = access.swap(key, standing, wanted)
-        if standing == wanted:
-            return least
+        standing = access.swap(key, standing, str(least))
 
 
 def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:
@@ -249,24 +261,3 @@ def _connect(endpoint: Endpoint, limit: timedelta, environ: Mapping[str, str]) -
             _store_servers.append(store_server)
         _served.add(where)
     return TCPStore.connect(endpoint, limit)
-
-
-def _monitor_settings(
-    settings: Settings, prefix: str, name: str, file: str, kwargs: str
-) -> MonitorSettings:
-    return MonitorSettings(
-        prefix=prefix,
-        store_factory=name,
-        store_file=file,
-        store_kwargs=kwargs,
-        log_file=settings.monitor_process_logfile or "",
-        pid_file=settings.monitor_process_pidfile or "",
-        interval_s=settings.monitor_process_interval.total_seconds(),
-        heartbeat_interval_s=settings.heartbeat_interval.total_seconds(),
-        heartbeat_timeout_s=settings.heartbeat_timeout.total_seconds(),
-        soft_timeout_s=settings.soft_timeout.total_seconds(),
-        hard_timeout_s=settings.hard_timeout.total_seconds(),
-        barrier_timeout_s=settings.barrier_timeout.total_seconds(),
-        last_call_wait_s=settings.last_call_wait.total_seconds(),
-        termination_grace_s=settings.termination_grace_time.total_seconds(),
-    )

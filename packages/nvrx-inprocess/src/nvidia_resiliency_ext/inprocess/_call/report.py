@@ -21,7 +21,11 @@ from nvidia_resiliency_ext.shared_utils.events import EventLog, InprocRestart
 from .settings import Settings
 
 KEPT_REPORTS = 32
-_AT_ONCE = timedelta(0)
+_LIMITS = {
+    Interruption.SOFT_TIMEOUT: "soft_timeout",
+    Interruption.HARD_TIMEOUT: "hard_timeout",
+    Interruption.UNRESPONSIVE: "heartbeat_timeout",
+}
 
 # The gravest first: what it caused comes after it.
 _LOST = {
@@ -115,17 +119,12 @@ class Stopwatch:
 
 def detection_s(records: Iterable[InterruptionRecord], settings: Settings) -> float:
     """Return how long the fault had lasted when it was found: the limit that it passed."""
-    limits = _limits(settings)
-    passed = (limits.get(record.interruption, _AT_ONCE) for record in records)
-    return max(passed, default=_AT_ONCE).total_seconds()
+    return max((_limit_s(record.interruption, settings) for record in records), default=0.0)
 
 
-def _limits(settings: Settings) -> dict[Interruption, timedelta]:
-    return {
-        Interruption.SOFT_TIMEOUT: settings.soft_timeout,
-        Interruption.HARD_TIMEOUT: settings.hard_timeout,
-        Interruption.UNRESPONSIVE: settings.heartbeat_timeout,
-    }
+def _limit_s(kind: Interruption, settings: Settings) -> float:
+    limit: timedelta = getattr(settings, _LIMITS[kind]) if kind in _LIMITS else timedelta(0)
+    return limit.total_seconds()
 
 
 def describe_interruption(decision: Decision, settings: Settings) -> str:
@@ -137,9 +136,8 @@ def describe_interruption(decision: Decision, settings: Settings) -> str:
     for record in decision.records:
         ranks.setdefault(record.interruption, set()).add(record.rank)
     reported = {rank for kind in _LOST for rank in ranks.get(kind, ())}
-    limits = _limits(settings)
     words = [
-        _sentence(of_kind, text.format(limits.get(kind, _AT_ONCE).total_seconds()))
+        _sentence(of_kind, text.format(_limit_s(kind, settings)))
         for kind, text in _HAPPENED.items()
         if (of_kind := ranks.get(kind)) and not (reported and kind is Interruption.SOFT_TIMEOUT)
     ]
@@ -157,28 +155,17 @@ def _name_ranks(ranks: Collection[int]) -> str:
     return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {format_rank_set(ranks)}"
 
 
-class RestartRecord:
-    """The record of one call; it writes nothing where no launcher keeps one."""
-
-    def __init__(self, call: int) -> None:
-        self._call = call
-        self._log = EventLog.join(src="wrapper")
-        self._cycle = _inputs.optional_number("TORCHELASTIC_RESTART_COUNT")
-
-    def add(self, report: RestartReport, rank: int) -> None:
-        """Record a restart. One rank does it for all."""
-        event = InprocRestart(
-            call=self._call,
-            iteration=report.iteration,
-            cause=report.cause,
-            ranks=report.ranks,
-            phases={name: seconds for name, seconds in report.seconds.items() if seconds},
-            kept_ranks=report.kept,
-            lost_ranks=report.terminated,
-            hang=report.hang or None,
-            culprits=report.culprits or None,
-        )
-        self._log.record(event, cycle=self._cycle, rank=rank)
-
-    def close(self) -> None:
-        self._log.close()
+def record_restart(log: EventLog, call: int, report: RestartReport, rank: int) -> None:
+    """Record a restart in a call, where a launcher keeps a log; one rank does it for all."""
+    event = InprocRestart(
+        call=call,
+        iteration=report.iteration,
+        cause=report.cause,
+        ranks=report.ranks,
+        phases={name: seconds for name, seconds in report.seconds.items() if seconds},
+        kept_ranks=report.kept,
+        lost_ranks=report.terminated,
+        hang=report.hang or None,
+        culprits=report.culprits or None,
+    )
+    log.record(event, cycle=_inputs.optional_number("TORCHELASTIC_RESTART_COUNT"), rank=rank)

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.mixin import StoreMixin
-from nvidia_resiliency_ext.inprocess._unblock.aborts import Abort
+from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.completion import Completion
 from nvidia_resiliency_ext.inprocess.compose import members_of
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
@@ -56,15 +56,6 @@ class Settings:
     terminate: Terminate | None = None
 
 
-_CALLBACKS: Mapping[str, type] = {
-    "initialize": Initialize,
-    "abort": Abort,
-    "finalize": Finalize,
-    "health_check": HealthCheck,
-    "completion": Completion,
-    "terminate": Terminate,
-}
-
 _TIMES = tuple(field.name for field in fields(Settings) if isinstance(field.default, timedelta))
 
 # Without a pause between two looks nothing else would run.
@@ -74,6 +65,20 @@ _PERIODS = ("monitor_process_interval", "heartbeat_interval", "progress_watchdog
 _LONGEST = timedelta(days=24)
 
 _PATHS = ("monitor_process_logfile", "monitor_process_pidfile")
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "initialize": (Initialize, NoneType),
+    "abort": (Abort, NoneType),
+    "finalize": (Finalize, NoneType),
+    "health_check": (HealthCheck, NoneType),
+    "completion": (Completion, NoneType),
+    "terminate": (Terminate, NoneType),
+    "rank_assignment": (RankAssignment,),
+    "rank_filter": (RankFilter, OlderRankFilter, NoneType),
+    **dict.fromkeys(_TIMES, (timedelta,)),
+    **dict.fromkeys(_PATHS, (str, NoneType)),
+    "enabled": (bool,),
+}
 
 _ORDERS = (
     ("soft_timeout", "hard_timeout", "barrier_timeout"),
@@ -112,19 +117,17 @@ def _check_types(settings: Settings) -> None:
     factory: Any = settings.store_factory
     if not isinstance(factory, type) or not issubclass(factory, StoreMixin):
         raise _type_error("store_factory", "a subclass of StoreMixin", factory)
-    _check_type(settings, "store_kwargs", dict, NoneType)
-    keys: set[Any] = set(settings.store_kwargs or ())
-    if not all(isinstance(key, str) for key in keys):
-        raise _type_error("store_kwargs", "a dict whose keys are str", settings.store_kwargs)
-    for name, base in _CALLBACKS.items():
-        _check_type(settings, name, base, NoneType)
-    _check_type(settings, "rank_assignment", RankAssignment)
-    _check_type(settings, "rank_filter", RankFilter, OlderRankFilter, NoneType)
-    for name in _TIMES:
-        _check_type(settings, name, timedelta)
-    for name in _PATHS:
-        _check_type(settings, name, str, NoneType)
-    _check_type(settings, "enabled", bool)
+    kwargs: Any = settings.store_kwargs
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise _type_error("store_kwargs", "dict or None", kwargs)
+    if not all(isinstance(key, str) for key in kwargs or ()):
+        raise _type_error("store_kwargs", "a dict whose keys are str", kwargs)
+    for name, classes in _TYPES.items():
+        value = getattr(settings, name)
+        if not isinstance(value, classes):
+            names = ["None" if cls is NoneType else cls.__name__ for cls in classes]
+            # RankFilter stands there twice: the present and the older class.
+            raise _type_error(name, " or ".join(dict.fromkeys(names)), value)
 
 
 def _check_relations(settings: Settings) -> None:
@@ -157,14 +160,6 @@ def _check_renumbering(settings: Settings) -> None:
             f" not rank_assignment={settings.rank_assignment!r},"
             f" rank_filter={settings.rank_filter!r}"
         )
-
-
-def _check_type(settings: Settings, name: str, *classes: type) -> None:
-    value = getattr(settings, name)
-    if not isinstance(value, classes):
-        names = ["None" if cls is NoneType else cls.__name__ for cls in classes]
-        # RankFilter stands there twice: the present and the older class.
-        raise _type_error(name, " or ".join(dict.fromkeys(names)), value)
 
 
 def _type_error(name: str, wanted: str, value: object) -> TypeError:

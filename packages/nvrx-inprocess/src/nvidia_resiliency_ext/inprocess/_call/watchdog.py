@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observe the main thread of a call: its stamps, its waits, its activity and its garbage.
 
-The interpreter is asked to make the main thread call libc's `sem_post` between two bytecodes: no
-Python code runs there, so no exception of a signal handler can get lost in it. The thread that
-waits for the semaphore stamps at once. Waits use poll(), as an exception that arrives inside a
-condition's bookkeeping can leave its lock in the wrong state.
+The main thread only calls libc's `sem_post` between two bytecodes, where no exception of a signal
+handler can get lost; the thread that waits for it stamps. Waits use poll(), as an exception inside
+a condition's bookkeeping can leave its lock in the wrong state.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import select
 import sys
 import threading
@@ -151,12 +151,9 @@ WAITS = MainThreadActivity(WAITED)
 
 def of_main_thread() -> MainThreadActivity:
     """Return what the main thread does now; called by another thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    frames: list[Frame] = []
-    while frame is not None and len(frames) < _MOST_FRAMES:
-        frames.append(_of_frame(frame, frame.f_lineno))
-        frame = frame.f_back
-    stack = stack_of(frames)
+    frame = sys._current_frames()[threading.main_thread().ident or 0]  # noqa: SLF001
+    pairs = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+    stack = stack_of([_of_frame(*pair) for pair in pairs])
     return MainThreadActivity(stack.call.value, stack.place)
 
 
@@ -189,7 +186,6 @@ class EventQueue:
         self._wake_up = WakeUp()
 
     def add(self, event: object) -> None:
-        """Keep an event and wake the waiting main thread."""
         self._events.setdefault((type(event), getattr(event, "iteration", None)), event)
         self.wake()
 
@@ -197,7 +193,6 @@ class EventQueue:
         self._wake_up.set()
 
     def find(self, kind: type[T], iteration: int | None = None) -> T | None:
-        """Return the event of a class and an iteration, or None."""
         found: T | None = self._events.get((kind, iteration))
         return found
 

@@ -5,7 +5,7 @@ Importing the package would import torch first, for seconds. So the package stan
 as an empty shell, under which its light modules can be imported; its attribute `COMPLETE` fills it.
 
     python boot.py DESCRIPTOR                    the monitor, or one function (`main`)
-    python boot.py --store ARGUMENTS...          the store server (`_store_server/server.py`)
+    python boot.py --store DUTY                  the store server (`_store_server.py`)
     python -I -S boot.py --detach PROGRAM ...    a program that is nobody's child
 """
 
@@ -55,37 +55,29 @@ def detach(program: list[str]) -> None:
         os.execv(program[0], program)  # noqa: S606 - that is the point
 
 
-def serve_store(arguments: list[str]) -> int:
-    """Run the store server below the shell; return its exit code."""
-    _leave_own_folder()
-    make_shell()
-    from nvidia_resiliency_ext.inprocess._store_server import server
-
-    return server.main(arguments)
-
-
-def _leave_own_folder() -> None:
-    own_folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own_folder]
-
-
 def main() -> int:
-    """Carry out the order in the pipe whose descriptor is the argument; return the exit code.
+    """Carry out the arguments, or the order in the pipe of that descriptor; return the exit code.
 
     An order with `listener`, `directory`, `starter` and `needs_torch` runs the monitor; one with
     `call`, `args` and `kwargs` calls a function.
     """
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != own_folder]
+    if sys.argv[1] == "--store":
+        make_shell()
+        from nvidia_resiliency_ext.inprocess import _store_server
+
+        return _store_server.main(*sys.argv[2:])
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         order = json.load(file)
-    _leave_own_folder()
     sys.path += [entry for entry in order["sys_path"] if entry not in sys.path]
     make_shell()
     if "call" in order:
-        from nvidia_resiliency_ext.inprocess._monitor import factory
+        from nvidia_resiliency_ext.inprocess._monitor import messages
 
-        function = factory.load_named(*order["call"])
-        args = factory.load_kwargs(order["args"])["args"]
-        function(*args, **factory.load_kwargs(order["kwargs"]))
+        function = messages.load_named(*order["call"])
+        args = messages.load_kwargs(order["args"])["args"]
+        function(*args, **messages.load_kwargs(order["kwargs"]))
         return 0
     from nvidia_resiliency_ext.inprocess._monitor import program
 
@@ -97,7 +89,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "--detach":
         detach(sys.argv[2:])
     elif sys.argv[1] == "--store":
-        sys.exit(serve_store(sys.argv[2:]))
+        sys.exit(main())
     else:
         # Threads may sit in the store, where the interpreter's end would not wait for them.
         os._exit(main())

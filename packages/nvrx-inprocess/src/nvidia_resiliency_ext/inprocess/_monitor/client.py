@@ -116,7 +116,7 @@ class MonitorLink:
         self._report(messages.Reported(self._iteration, kind))
 
     def completed(self) -> None:
-        self._report(messages.Done(self._iteration))
+        self._report(messages.Completed(self._iteration))
 
     def arrive(self, call: str = "", place: str = "") -> None:
         """Say that we are ready for the next iteration, and what we were doing in this one."""
@@ -150,11 +150,7 @@ class MonitorLink:
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
-
-    # --- reports ---
+        self._release_monitor()
 
     def _report(self, message: object) -> None:
         if self._is_inherited:
@@ -173,8 +169,6 @@ class MonitorLink:
             # A stream with half a message in it is of no use: the thread sees its end.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-
-    # --- the thread ---
 
     def _run(self) -> None:
         while True:
@@ -208,20 +202,18 @@ class MonitorLink:
                 raise PeerClosedError("it has ended")
             silence.received(time.monotonic())
             for payload in reader.feed(data):
-                self._take(messages.TO_RANK.decode(payload))
-
-    def _take(self, message: object) -> None:
-        if isinstance(message, messages.LeaveAcknowledged):
-            self._leave_acknowledged.set()
-        elif isinstance(message, Event):
-            self._pass_on(message)
+                message = messages.TO_RANK.decode(payload)
+                if isinstance(message, messages.Left):
+                    self._leave_acknowledged.set()
+                elif isinstance(message, Event):
+                    self._pass_on(message)
 
     def _check_silence(self, handle: PidHandle | None, silence: Silence) -> None:
         """Probe the monitor, or kill it after too long: later it could take us for stuck."""
         is_stopped = handle is not None and start.is_stopped(handle.pid)
         if not silence.is_over(is_stopped=is_stopped):
             with self._lock:
-                self._send(messages.AreYouThere())
+                self._send(messages.Probe())
             return
         if handle is not None:
             handle.signal(signal.SIGKILL)
@@ -291,41 +283,37 @@ class MonitorLink:
         sock = start.connect_or_start(deadline, needs_torch=needs_torch)
         where = sock.getpeername()
         try:
-            self._introduce(sock, deadline)
+            hello, fds = self._hello()
+            send_with_fds(sock, messages.FROM_RANK.encode(hello), fds, deadline.remaining())
             answer = receive_message(sock, messages.TO_RANK, deadline.remaining())
         except (OSError, NvrxError) as error:
             sock.close()
             text = f"the monitor of this node does not answer at {where}: {error}"
             raise _UnansweredError(text) from error
-        if isinstance(answer, messages.Welcome):
-            self._hold_monitor(answer.pid)
-            return sock
-        sock.close()
-        why = (
-            answer.text
-            if isinstance(answer, messages.Refused)
-            else "its answer is no message of this version"
-        )
-        raise InternalError(f"the monitor of this node refuses us: {why}")
-
-    def _hold_monitor(self, pid: int) -> None:
-        """Keep hold of the monitor's process; called by one thread at a time."""
-        if self._monitor is not None:
-            self._monitor.close()
-        self.monitor_pid, self._monitor = pid, None
+        if not isinstance(answer, messages.Welcome):
+            sock.close()
+            why = "its answer is no message of this version"
+            why = answer.text if isinstance(answer, messages.Refused) else why
+            raise InternalError(f"the monitor of this node refuses us: {why}")
+        self._release_monitor()
+        self.monitor_pid = answer.pid
         # One that is gone already is seen by its connection.
         with contextlib.suppress(OSError):
-            self._monitor = PidHandle(pid)
+            self._monitor = PidHandle(answer.pid)
+        return sock
 
-    def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
+    def _release_monitor(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
+
+    def _hello(self) -> tuple[messages.Hello, list[int]]:
+        """Return the first message of a connection, and the descriptors that go with it."""
         with self._lock:
             begun = next((one for one in self._reports if isinstance(one, messages.Begun)), None)
         number, fds = 0, [self._page.fd]
         if self._dump is not None and self._dump.number:
             number = self._dump.number
             fds.append(self._dump.fd)
-        hello = messages.Hello(
-            messages.VERSION, self._settings, self._initial_rank, self._world_size, begun, number
-        )
-        data = messages.FROM_RANK.encode(hello)
-        send_with_fds(sock, data, fds, deadline.remaining())
+        who = (self._initial_rank, self._world_size)
+        return messages.Hello(messages.VERSION, self._settings, *who, begun, number), fds

@@ -19,19 +19,17 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import (
 )
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
+# Effects. The first three are operations of `IterationStore`, with their arguments.
+
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Write to the store that a rank has completed."""
-
     iteration: int
     arrival: Arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Write an interruption to the store."""
-
     iteration: int
     records: tuple[InterruptionRecord, ...]
     participants: frozenset[int]
@@ -39,8 +37,6 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """Write an arrival to the store."""
-
     iteration: int
     arrival: Arrival
     participants: frozenset[int]
@@ -64,8 +60,6 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Send events to a rank."""
-
     initial_rank: int
     event: Event
 
@@ -97,19 +91,6 @@ class Member:
 
 
 @dataclass(slots=True)
-class _IterationOutcome:
-    is_interrupted: bool = False
-    completed: Completed | None = None
-    interrupted: Interrupted | None = None
-    decided: Decided | None = None
-
-    @property
-    def events(self) -> list[Event]:
-        found = (self.completed, self.interrupted, self.decided)
-        return [event for event in found if event is not None]
-
-
-@dataclass(slots=True)
 class _Reported:
     """What was written for the iteration at the position."""
 
@@ -132,11 +113,10 @@ class Membership:
         self.is_over = False
         self._lost: set[int] = set()
         self._participants = {0: frozenset(range(world_size))}
-        self._outcomes: dict[int, _IterationOutcome] = {}
+        # By iteration whose outcome is known: what its ranks are sent.
+        self._events: dict[int, dict[type, Completed | Interrupted | Decided]] = {}
         self._reported = _Reported()
         self._followed = -1
-
-    # --- what ranks say ---
 
     def attach(self, initial_rank: int) -> None:
         self.members.setdefault(initial_rank, Member(initial_rank))
@@ -152,12 +132,10 @@ class Membership:
             # Somebody decided what a monitor before us, or a slower thread, has yet to read.
             self._participants[iteration] = who
             effects += self._move_to(iteration)
-        elif iteration < self.position and iteration not in self._outcomes:
+        elif iteration < self.position and iteration not in self._events:
             effects.append(CatchUp(iteration))
-        outcome = self._outcomes.get(iteration)
-        if outcome is not None:
-            effects += [Notify(initial_rank, event) for event in outcome.events]
-        return effects + self._follow()
+        known = self._events.get(iteration, {}).values()
+        return [*effects, *(Notify(initial_rank, event) for event in known), *self._follow()]
 
     def reported(self, initial_rank: int, iteration: int, kind: Interruption) -> list[Effect]:
         return self._interrupt(initial_rank, kind) if iteration >= self.position else []
@@ -190,8 +168,6 @@ class Membership:
             member.ended = Interruption.BASE_EXCEPTION
         return self._speak_for(initial_rank) + self._follow()
 
-    # --- what is seen of ranks ---
-
     def timed_out(self, initial_rank: int, kind: Interruption) -> list[Effect]:
         member = self.members[initial_rank]
         if not member.is_present:
@@ -219,47 +195,35 @@ class Membership:
                 effects += self._speak_for(rank)
         return effects
 
-    # --- what the store says ---
-
     def outcome(self, iteration: int, *, is_completed: bool) -> list[Effect]:
-        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
         if not is_completed:
-            outcome.is_interrupted = True
+            self._events.setdefault(iteration, {})
             return []
-        self.is_over, outcome.completed = True, Completed(iteration)
+        self.is_over = True
         for member in self.members.values():
             if member.ended is not None:
                 member.is_settled = True
-        return self._notify(iteration, outcome.completed)
+        return self._notify(Completed(iteration))
 
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
     ) -> list[Effect]:
         """No more faults are waited for, after `waited_s`."""
-        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
-        outcome.is_interrupted = True
-        outcome.interrupted = Interrupted(iteration, records, waited_s)
-        return self._notify(iteration, outcome.interrupted)
+        return self._notify(Interrupted(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
-        outcome = self._outcomes.setdefault(iteration, _IterationOutcome())
-        outcome.is_interrupted = True
-        outcome.decided = Decided(iteration, encode_decision(decision))
-        effects = self._notify(iteration, outcome.decided)
+        effects = self._notify(Decided(iteration, encode_decision(decision)))
         if iteration >= self.position:
             self._participants[iteration + 1] = decision.going_on
             effects += self._move_to(iteration + 1)
         return effects + self._follow()
-
-    # --- what is asked ---
 
     @property
     def participants(self) -> frozenset[int]:
         return self._participants[self.position]
 
     def is_interrupted(self, iteration: int) -> bool:
-        outcome = self._outcomes.get(iteration)
-        return outcome is not None and outcome.is_interrupted
+        return iteration in self._events and Completed not in self._events[iteration]
 
     @property
     def is_anybody_inside(self) -> bool:
@@ -277,8 +241,6 @@ class Membership:
             member.is_settled or (member.ended is not None and not self._is_owed(rank))
             for rank, member in self.members.items()
         )
-
-    # --- parts ---
 
     def _is_owed(self, rank: int) -> bool:
         return not self.is_over and rank in self.participants
@@ -327,8 +289,8 @@ class Membership:
         self._reported = _Reported()
         for old in [key for key in self._participants if key < iteration]:
             del self._participants[old]
-        for old in [key for key in self._outcomes if key < iteration - 2]:
-            del self._outcomes[old]
+        for old in [key for key in self._events if key < iteration - 2]:
+            del self._events[old]
         gone = [rank for rank, member in self.members.items() if member.ended is not None]
         return [effect for rank in [*gone, *self._lost] for effect in self._speak_for(rank)]
 
@@ -342,9 +304,11 @@ class Membership:
         self._followed = self.position
         return [Follow(self.position, self.participants)]
 
-    def _notify(self, iteration: int, event: Event) -> list[Effect]:
+    def _notify(self, event: Completed | Interrupted | Decided) -> list[Effect]:
+        """Send an event to the ranks in its iteration, and keep it for those that come back."""
+        self._events.setdefault(event.iteration, {})[type(event)] = event
         return [
             Notify(rank, event)
             for rank, member in self.members.items()
-            if member.iteration == iteration and member.is_present
+            if member.iteration == event.iteration and member.is_present
         ]

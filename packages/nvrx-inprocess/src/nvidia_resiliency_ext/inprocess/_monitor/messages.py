@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between ranks and their monitor; values only.
+"""Messages between ranks and their monitor, and names of functions in them; values only, no pickle.
 
 Each direction has its own closed set. A rank begins with `Hello`, its page attached; every message
-may come twice, after a monitor was replaced.
+may come twice, after a monitor was replaced. A function that another program calls is named by
+module and qualified name; its arguments are plain values.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
 
 from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, decode_decision
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 START_LIMIT_S = 10.0
@@ -22,7 +34,7 @@ class MonitorSettings:
     """Times and names of one call of a wrapped function; equal on all ranks.
 
     `store_factory` is a `module:qualname`, `store_file` its source file, `store_kwargs` the text of
-    `factory.dump_kwargs`. `{rank}` is filled in in the absolute paths `log_file` and `pid_file`.
+    `dump_kwargs`. `{rank}` is filled in in the absolute paths `log_file` and `pid_file`.
     """
 
     prefix: str
@@ -41,7 +53,7 @@ class MonitorSettings:
     termination_grace_s: float = 5.0
 
 
-VERSION = 6
+VERSION = 7
 WAITED = "waited"
 """In `Arrived`: the rank waited for its peers, or a collective that failed sent it here."""
 
@@ -77,13 +89,6 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The rank's function has returned."""
-
-    iteration: int
-
-
-@dataclass(frozen=True, slots=True)
 class Arrived:
     """The rank is ready for the next iteration, and was in this `call` at this `place`."""
 
@@ -94,20 +99,18 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The rank leaves the call: lost, discarded by rank assignment, or because it is over."""
+    """The rank leaves the call: lost, discarded by rank assignment, or because it is over.
+
+    The monitor sends it back once it speaks for the rank.
+    """
 
     is_lost: bool
     is_discarded: bool
 
 
 @dataclass(frozen=True, slots=True)
-class AreYouThere:
-    """Ask for `Here`: the rank has received nothing for a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Answer `AreYouThere`."""
+class Probe:
+    """Ask the monitor to send this back: the rank has received nothing for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +128,6 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAcknowledged:
-    """The monitor knows that the rank leaves, and speaks for it from now on."""
-
-
-@dataclass(frozen=True, slots=True)
 class Interrupted:
     """Event: the iteration is interrupted, and the last call for faults, of so long, is over."""
 
@@ -140,7 +138,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Event: all ranks have completed; the call is over."""
+    """The rank's function has returned; as an event: all ranks have completed the call."""
 
     iteration: int
 
@@ -166,13 +164,13 @@ class Decided:
 
 Event = Interrupted | Completed | Decided | StoreLost
 FROM_RANK = MessageSet(
-    Hello, MonitorSettings, Begun, Reported, Interruption, Done, Arrived, Left, AreYouThere
+    Hello, MonitorSettings, Begun, Reported, Interruption, Completed, Arrived, Left, Probe
 )
 TO_RANK = MessageSet(
     Welcome,
     Refused,
-    Here,
-    LeaveAcknowledged,
+    Probe,
+    Left,
     Decided,
     Interrupted,
     InterruptionRecord,
@@ -180,3 +178,96 @@ TO_RANK = MessageSet(
     Completed,
     StoreLost,
 )
+
+
+_MAIN_ALIAS = "__nvrx_main__"
+_TAG = "$"
+
+
+class UnnameableError(NvrxError, TypeError):
+    """Another process cannot find a function by its name, or an argument cannot be written."""
+
+
+def name_of(function: Callable[..., object], what: str = "store_factory") -> tuple[str, str]:
+    """Return `module:qualname` of a function or class, and its source file ("" for unknown)."""
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if not module or not qualname or "<" in qualname:
+        raise UnnameableError(
+            f"{what} must be a class or function at the top of a module, because the monitor "
+            f"imports it by name; {function!r} has none"
+        )
+    try:
+        file = inspect.getsourcefile(sys.modules[module]) or ""
+    except (KeyError, TypeError):
+        file = ""
+    return f"{module}:{qualname}", os.path.abspath(file) if file else ""
+
+
+def load_named(name: str, file: str = "") -> Callable[..., Any]:
+    """Return the function or class that `name_of` named in another process."""
+    module_name, _, qualname = name.partition(":")
+    found: Any = _load_module(module_name, file)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise UnnameableError(f"there is nothing to call under the name {name!r}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def dump_kwargs(kwargs: Mapping[str, object], what: str = "store_kwargs") -> str:
+    """Return arguments as text: plain values, timedeltas and paths."""
+    try:
+        return json.dumps(dict(kwargs), default=_to_plain, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise UnnameableError(
+            f"{what} must be plain values, because they are sent to the monitor as text: {error}"
+        ) from error
+
+
+def load_kwargs(text: str) -> dict[str, Any]:
+    kwargs = json.loads(text, object_hook=_from_plain)
+    if not isinstance(kwargs, dict):
+        raise ValueError("arguments must be a mapping")  # noqa: TRY004 - of the text
+    return kwargs
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, timedelta):
+        return {_TAG: "timedelta", "seconds": value.total_seconds()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written down")
+
+
+def _from_plain(tree: dict[str, Any]) -> object:
+    if tree.get(_TAG) == "timedelta" and tree.keys() == {_TAG, "seconds"}:
+        return timedelta(seconds=tree["seconds"])
+    return tree
+
+
+def _load_module(name: str, file: str) -> ModuleType:
+    if name != "__main__":
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            if not file:
+                raise
+    if not file:
+        raise UnnameableError("the main program has no file that could be loaded again")
+    # Under another name, so that `if __name__ == "__main__"` is not entered.
+    alias = _MAIN_ALIAS if name == "__main__" else name
+    if alias in sys.modules:
+        return sys.modules[alias]
+    spec = importlib.util.spec_from_file_location(alias, file)
+    if spec is None or spec.loader is None:
+        raise UnnameableError(f"{file} cannot be loaded as a module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[alias] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[alias]
+        raise
+    return module

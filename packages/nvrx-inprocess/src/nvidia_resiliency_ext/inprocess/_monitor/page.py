@@ -119,7 +119,6 @@ class ProgressPage(_OwnDescriptor):
             raise
 
     def stamp_auto(self) -> None:
-        """Stamp that the main thread runs."""
         self._words[_W_AUTO] = _now_ns()
 
     def stamp(self, auto_s: float | None, manual_s: float | None) -> None:
@@ -146,7 +145,6 @@ class ProgressPage(_OwnDescriptor):
         self._words[_W_PHASE] = phase
 
     def disable_timeouts(self) -> None:
-        """Open a block without timeouts."""
         with self._lock:
             self._words[_W_UNPROTECTED] += 1
 
@@ -161,13 +159,13 @@ class ProgressPage(_OwnDescriptor):
 
 
 class PageView(_OwnDescriptor):
-    """The monitor's side of the page."""
+    """The monitor's side of the page, and of the rank's stack file, if it has one."""
 
-    __slots__ = ()
+    __slots__ = ("_dump_fd",)
 
-    def __init__(self, fd: int) -> None:
-        """Take over a descriptor; a PageError, and closed, if it is no page."""
-        self.fd = fd
+    def __init__(self, fd: int, dump_fd: int = -1) -> None:
+        """Take over descriptors; a PageError, and closed, if the first is no page."""
+        self.fd, self._dump_fd = fd, dump_fd
         try:
             self.read()
         except PageError:
@@ -192,6 +190,20 @@ class PageView(_OwnDescriptor):
             phase=Phase(phase),
             epoch=epoch,
         )
+
+    def read_dump(self) -> str:
+        """Return the stacks that the rank has written, "" for nothing."""
+        data = b""
+        if self._dump_fd >= 0:
+            with contextlib.suppress(OSError):
+                data = os.pread(self._dump_fd, _LONGEST_DUMP, 0)
+        return data.decode(errors="replace")
+
+    def close(self) -> None:
+        super().close()
+        dump_fd, self._dump_fd = self._dump_fd, -1
+        if dump_fd >= 0:
+            os.close(dump_fd)
 
 
 def _stamper(words: memoryview[int], at: int) -> Callable[[], None]:
@@ -226,19 +238,10 @@ class StackDump(_OwnDescriptor):
             self.close()
 
     def close(self) -> None:
-        """Release the signal and close the file; harmless when repeated."""
         number, self.number = self.number, 0
         if number:
             faulthandler.unregister(number)
         super().close()
-
-
-def read_dump(fd: int) -> str:
-    """Return what a rank has written, "" for nothing."""
-    data = b""
-    with contextlib.suppress(OSError):
-        data = os.pread(fd, _LONGEST_DUMP, 0)
-    return data.decode(errors="replace")
 
 
 def observed_before_end(kernel: Kernel, dump: str) -> ObservedActivity:

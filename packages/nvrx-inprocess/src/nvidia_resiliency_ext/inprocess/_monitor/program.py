@@ -51,9 +51,8 @@ class Journal:
         self._logger.setLevel(LogConfig.get_log_level(environ))
         self._logger.propagate = False
 
-    def open_log(self, path: str, initial_rank: int) -> None:
-        """Write a rank's lines to a file, too; it is emptied when this monitor first opens it."""
-        path = path.replace("{rank}", str(initial_rank))
+    def open_log(self, path: str) -> None:
+        """Write lines to a file, too; it is emptied when this monitor first opens it."""
         if not path or path in self._handlers:
             return
         try:
@@ -65,8 +64,7 @@ class Journal:
         handler.setFormatter(logging.Formatter(_FORMAT))
         self._logger.addHandler(handler)
 
-    def write_pid(self, path: str, initial_rank: int) -> None:
-        path = path.replace("{rank}", str(initial_rank))
+    def write_pid(self, path: str) -> None:
         if not path:
             return
         try:
@@ -170,8 +168,6 @@ class Monitor:
         self._listener.close()
         self._loop.close()
 
-    # --- coming and going ---
-
     def _let_in(self) -> None:
         for _ in range(_LET_IN_AT_ONCE):
             try:
@@ -218,24 +214,22 @@ class Monitor:
         fd = connection.take_fd()
         if fd is None:
             return "its Hello has no page attached"
+        dump_fd = connection.take_fd() if message.dump_signal else None
         try:
-            page = PageView(fd)
+            page = PageView(fd, -1 if dump_fd is None else dump_fd)
         except PageError as error:
             return str(error)
-        dump_fd = connection.take_fd() if message.dump_signal else None
         prefix = message.settings.prefix
         serving = self._servings.get(prefix)
         if serving is None:
             parts = (self._loop, self._processes, self._journal)
             serving = Serving(*parts, message.settings, message.world_size)
             self._servings[prefix] = serving
-        return serving.hello(connection, message, page, dump_fd)
+        return serving.hello(connection, message, page)
 
     def _process_ended(self, pid: int) -> None:
         for serving in self._servings.values():
             serving.process_ended(pid)
-
-    # --- time ---
 
     def _tick(self, now: float) -> float:
         for pending, until_s in list(self._pending.items()):

@@ -34,9 +34,8 @@ from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 from . import membership, messages, timeouts
 from .connections import Connection, Processes
 from .messages import MonitorSettings
-from .page import PageError, PageView, Phase, Stamps, observed_before_end, read_dump
-from .registration import Registration
-from .store_threads import OutcomeReader, StoreWorker, read_outcome, store_name
+from .page import PageError, PageView, Phase, Stamps, observed_before_end
+from .store_threads import OutcomeReader, Registration, StoreWorker, store_name
 
 if TYPE_CHECKING:
     from .program import Journal
@@ -56,7 +55,6 @@ class _RankSession:
     connection: Connection | None = None
     watch: timeouts.Watch = field(default_factory=timeouts.Watch)
     dump_signal: int = 0
-    dump_fd: int = -1
     kernel: Kernel | None = None
 
     @property
@@ -80,9 +78,6 @@ class _RankSession:
         if self.page is not None:
             self.page.close()
             self.page = None
-        fd, self.dump_fd = self.dump_fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class Serving:
@@ -106,26 +101,14 @@ class Serving:
         self._look_s = -math.inf
         self._store_worker = StoreWorker(settings, loop.post, self.store_lost)
         self._outcome_reader = OutcomeReader(settings, loop.post, self)
-        self._registration = Registration(
-            settings, self._store_worker, lambda ranks: self._do(self._membership.lost(ranks))
-        )
+        self._registration = Registration(settings, self._store_worker, self._lose, self._adopt)
 
-    # --- what the program calls ---
-
-    def hello(
-        self,
-        connection: Connection,
-        hello: messages.Hello,
-        page: PageView,
-        dump_fd: int | None = None,
-    ) -> str | None:
-        """Add a rank; return why it is refused. Page and file are ours from now on."""
+    def hello(self, connection: Connection, hello: messages.Hello, page: PageView) -> str | None:
+        """Add a rank; return why it is refused. The page is ours from now on."""
         rank = hello.initial_rank
         problem = self._refusal(connection.pid, hello)
         if problem is not None:
             page.close()
-            if dump_fd is not None:
-                os.close(dump_fd)
             return problem
         now = time.monotonic()
         start_ticks = self._processes.hold(connection.pid)
@@ -134,19 +117,18 @@ class Serving:
             session.connection.close()
         session.close_page()
         session.start_ticks, session.page, session.connection = start_ticks, page, connection
-        if dump_fd is not None:
-            session.dump_signal, session.dump_fd = hello.dump_signal, dump_fd
+        session.dump_signal = hello.dump_signal
         connection.on_message = lambda message: self._on_message(rank, message)
         connection.on_over = lambda: self._hung_up(session, connection)
-        self._journal.open_log(hello.settings.log_file, rank)
-        self._journal.write_pid(hello.settings.pid_file, rank)
+        self._journal.open_log(hello.settings.log_file.replace("{rank}", str(rank)))
+        self._journal.write_pid(hello.settings.pid_file.replace("{rank}", str(rank)))
         own, pid = os.getpid(), connection.pid
         logger.info("monitor_process pid=%d serves initial rank %d, target_pid=%d", own, rank, pid)
         connection.send(messages.Welcome(own))
         self._membership.attach(rank)
         if hello.begun is not None:
             self._on_message(rank, hello.begun)
-        self._registration.came(rank, pid, start_ticks, self._adopt)
+        self._registration.came(rank, pid, start_ticks)
         if self._lost_text is not None:
             connection.send(messages.StoreLost(self._lost_text))
         self._look_s = now  # a fresh rank is looked at at once
@@ -190,8 +172,6 @@ class Serving:
             if session.connection is not None:
                 session.connection.close()
 
-    # --- what ranks say ---
-
     def _refusal(self, pid: int, hello: messages.Hello) -> str | None:
         rank = hello.initial_rank
         if not 0 <= rank < hello.world_size or hello.world_size != self._world_size:
@@ -212,12 +192,12 @@ class Serving:
         members = self._membership
         try:
             match message:
-                case messages.AreYouThere():
-                    self._send(rank, messages.Here())
+                case messages.Probe():
+                    self._send(rank, message)
                 case messages.Left(is_lost, is_discarded):
                     logger.info("monitor_process: initial rank %d leaves", rank)
                     self._do(members.left(rank, is_lost=is_lost, is_discarded=is_discarded))
-                    self._send(rank, messages.LeaveAcknowledged())
+                    self._send(rank, message)
                     if is_lost:
                         self._registration.left(rank)
                 case messages.Begun(iteration, number, world_size, participants):
@@ -228,7 +208,7 @@ class Serving:
                 case messages.Reported(iteration, kind):
                     logger.info("monitor_process: initial rank %d reports %s", rank, kind.name)
                     self._do(members.reported(rank, iteration, kind))
-                case messages.Done(iteration):
+                case messages.Completed(iteration):
                     self._do(members.completed(rank, iteration))
                 case messages.Arrived(iteration):
                     self._do(members.arrived(rank, iteration, self._activity_of(rank, message)))
@@ -243,8 +223,6 @@ class Serving:
     def _hung_up(self, session: _RankSession, connection: Connection) -> None:
         if session.connection is connection:
             session.connection = None
-
-    # --- what is seen of ranks ---
 
     def _look_at_all(self, now: float) -> float:
         due_s = now + self._settings.interval_s
@@ -293,20 +271,18 @@ class Serving:
         else:
             self._do(members.timed_out(rank, Interruption[effect.name]))
 
-    # --- what ranks were doing ---
-
     def _ask_for_stacks(self, session: _RankSession) -> None:
         """Look at a rank that is to be ended, and have it write its stacks if it can."""
         session.kernel = inspect_kernel(session.pid)
         number = session.dump_signal
-        if session.dump_fd >= 0 and number > 0 and procfs.catches_signal(session.pid, number):
+        if number > 0 and procfs.catches_signal(session.pid, number):
             self._processes.signal(session.pid, (number,))
 
     def _observed_before_end(self, rank: int, session: _RankSession) -> ObservedActivity | None:
         """Return what a rank did that was ended for a hard timeout; log its stacks."""
         if session.kernel is None or not session.watch.is_being_killed:
             return None
-        dump = read_dump(session.dump_fd) if session.dump_fd >= 0 else ""
+        dump = "" if session.page is None else session.page.read_dump()
         observed = observed_before_end(session.kernel, dump)
         logger.warning("monitor_process: initial rank %d %s\n%s", rank, observed.words, dump)
         return observed
@@ -325,8 +301,6 @@ class Serving:
         return ObservedActivity(
             activity, message.place, "" if is_waiting else in_words(activity, kernel, stack)
         )
-
-    # --- what the store says ---
 
     def outcome(self, iteration: int, *, is_completed: bool) -> None:
         if not is_completed and iteration == self._membership.position:
@@ -362,10 +336,9 @@ class Serving:
         name = "heartbeat_timeout" if self._store_worker.is_open else "barrier_timeout"
         limit_s: float = getattr(self._settings, f"{name}_s")
         # A waiting thread notices a broken connection at once, the writer at its next operation.
-        if max(self._store_worker.busy_s(now), self._outcome_reader.broken_s(now)) > limit_s:
+        since_s = (self._store_worker.started_s, self._outcome_reader.broken_s)
+        if any(each is not None and now - each > limit_s for each in since_s):
             self.store_lost(f"it has not answered for {limit_s:g} s ({name})")
-
-    # --- effects ---
 
     def _do(self, effects: Iterable[membership.Effect]) -> None:
         for effect in effects:
@@ -375,13 +348,13 @@ class Serving:
                 case membership.Follow(iteration, participants):
                     self._outcome_reader.follow(iteration, participants)
                 case membership.CatchUp(iteration):
-                    read = functools.partial(read_outcome, iteration=iteration, listener=self)
-                    self._store_worker.submit(read, lambda notify: notify())
+                    catch_up = self._outcome_reader.catch_up
+                    self._store_worker.submit(functools.partial(catch_up, iteration=iteration))
                 case membership.Complete():
                     self._write(IterationStore.complete, effect)
                 case membership.Interrupt():
                     if not self._membership.is_anybody_inside:
-                        self._outcome_reader.skip_records(effect.iteration)
+                        self._outcome_reader.skipped = effect.iteration
                     self._write(IterationStore.interrupt, effect)
                 case membership.Arrive():
                     self._write(IterationStore.arrive, effect)
@@ -396,7 +369,8 @@ class Serving:
         if connection is not None:
             connection.send(message)
 
-    # --- parts ---
+    def _lose(self, ranks: Iterable[int]) -> None:
+        self._do(self._membership.lost(ranks))
 
     def _adopt(self, rank: int, pid: int, start_ticks: int, *, has_left: bool) -> None:
         """Add a rank that another monitor of this node served, and that has not connected yet."""

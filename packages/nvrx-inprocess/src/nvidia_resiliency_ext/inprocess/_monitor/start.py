@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start or find the one monitor of a node: private directory, lock, socket, exec.
+"""Start or find the one monitor of a node: its private directory, lock, socket; exec.
 
-All ranks of a job on a node find the same directory by its name. Under its lock a monitor is
-started, and the directory removed; both take milliseconds.
+Under the lock a monitor is started, and the directory removed; both take milliseconds.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ class NodeDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._socket = os.path.join(path, _SOCKET)
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> NodeDirectory:
@@ -56,16 +56,14 @@ class NodeDirectory:
         # The launcher removes its directory also when the monitor was killed.
         launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
         for parent in trusted_places(environ, launchers):
-            path = os.path.join(parent, name)
-            if len(os.fsencode(os.path.join(path, _SOCKET))) > MAX_SOCKET_PATH_BYTES:
-                continue
-            directory = cls(path)
-            try:
-                os.close(directory._open_lock())
-            except OSError as error:
-                last_error = error
-                continue
-            return directory
+            directory = cls(os.path.join(parent, name))
+            if len(os.fsencode(directory._socket)) <= MAX_SOCKET_PATH_BYTES:
+                try:
+                    os.close(directory._open_lock())
+                except OSError as error:
+                    last_error = error
+                else:
+                    return directory
         message = "no directory for the socket of ranks and monitor: set TMPDIR to a short path"
         if last_error is not None:
             message += f" that can be written (the last one tried: {last_error})"
@@ -75,7 +73,7 @@ class NodeDirectory:
         """Return a connection to the monitor, or `None` when none listens."""
         try:
             # Without waiting: the queue of a monitor that is stopped may be full.
-            return unix_sockets.connect(os.path.join(self.path, _SOCKET), 0.0)
+            return unix_sockets.connect(self._socket, 0.0)
         except (ConnectionRefusedError, *_GONE):
             return None
 
@@ -83,7 +81,7 @@ class NodeDirectory:
         """Probe without connecting; a connection would keep the other monitor alive."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(os.path.join(self.path, _SOCKET))
+                probe.connect(self._socket)
             except (ConnectionRefusedError, *_GONE):
                 return False
             except OSError as error:
@@ -94,7 +92,7 @@ class NodeDirectory:
 
     def listen(self) -> socket.socket:
         """Return a listening socket in the place of a dead monitor's; only under the lock."""
-        return unix_sockets.listen(os.path.join(self.path, _SOCKET), _BACKLOG)
+        return unix_sockets.listen(self._socket, _BACKLOG)
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float) -> Iterator[None]:
@@ -110,7 +108,7 @@ class NodeDirectory:
     def socket_inode(self) -> int | None:
         """Return what tells one listening socket here from a later one; `None` for none."""
         try:
-            return os.lstat(os.path.join(self.path, _SOCKET)).st_ino
+            return os.lstat(self._socket).st_ino
         except OSError:
             return None
 
@@ -136,7 +134,6 @@ class NodeDirectory:
                     NodeDirectory(path).remove_if_stale()
 
     def remove_if_stale(self) -> None:
-        """Remove the directory if it is ours and no monitor lives in it."""
         try:
             if os.lstat(self.path).st_uid != os.geteuid():
                 return
@@ -187,11 +184,14 @@ class NodeDirectory:
 
 def _identity(environ: Mapping[str, str]) -> str:
     """Return a short name of user, host, namespaces, job and cycle."""
+    network = ""
+    with contextlib.suppress(OSError):
+        network = os.readlink("/proc/self/ns/net")
     parts = [
         str(os.geteuid()),
         os.uname().nodename,
         procfs.boot_id(),
-        _namespace("net"),
+        network,
         procfs.pid_namespace(),
         environ.get("MASTER_ADDR", ""),
         environ.get("MASTER_PORT", ""),
@@ -205,17 +205,10 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
     return next(([name, environ[name]] for name in names if environ.get(name)), ["", ""])
 
 
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
-
-
 END_LIMIT_S = 1.0
 """How long a monitor that was killed may take to be gone."""
 _STOPPED = frozenset("Tt")
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
 _PIPE_BYTES = 65536
 
 
@@ -236,7 +229,7 @@ def connect_or_start(
             with directory.locked(deadline.remaining()):
                 sock = directory.connect()
                 if sock is None:
-                    _start(directory, needs_torch=needs_torch)
+                    _start_monitor(directory, needs_torch=needs_torch)
                     sock = directory.connect()
         if sock is None:
             raise InternalError("the monitor of this node ended as soon as it was started")
@@ -269,37 +262,30 @@ def run_detached(order: Mapping[str, object], pass_fds: tuple[int, ...] = ()) ->
     # A pipe, because no other user can read it, unlike arguments.
     reader, writer = os.pipe()
     try:
-        try:
-            os.write(writer, data)
-        finally:
-            os.close(writer)
-        _spawn(reader, pass_fds)
+        with open(writer, "wb") as pipe:
+            pipe.write(data)
+        command = [sys.executable, "-I", "-S", _BOOT, "--detach", sys.executable, _BOOT]
+        with start_child(
+            [*command, str(reader)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(reader, *pass_fds),
+        ) as child:
+            status = child.wait(START_LIMIT_S)
     finally:
         os.close(reader)
+    if status is None or status.returncode != 0:
+        how = "does not end" if status is None else status.describe()
+        raise InternalError(f"the program that starts the monitor fails: {how}")
 
 
-def _start(directory: NodeDirectory, *, needs_torch: bool) -> None:
+def _start_monitor(directory: NodeDirectory, *, needs_torch: bool) -> None:
     with directory.listen() as listener:
-        fd = listener.fileno()
         order = {
             "directory": directory.path,
-            "listener": fd,
+            "listener": listener.fileno(),
             "starter": os.getpid(),
             "needs_torch": needs_torch,
         }
-        run_detached(order, (fd,))
-
-
-def _spawn(order_fd: int, pass_fds: tuple[int, ...]) -> None:
-    boot = os.path.join(_HERE, "boot.py")
-    with start_child(
-        [sys.executable, "-I", "-S", boot, "--detach", sys.executable, boot, str(order_fd)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(order_fd, *pass_fds),
-    ) as child:
-        status = child.wait(START_LIMIT_S)
-        if status is None or status.returncode != 0:
-            how = "does not end" if status is None else status.describe()
-            raise InternalError(f"the program that starts the monitor fails: {how}")
+        run_detached(order, (listener.fileno(),))

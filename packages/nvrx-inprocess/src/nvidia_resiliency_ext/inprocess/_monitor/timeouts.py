@@ -21,19 +21,13 @@ _STACKS_S = 0.5
 _KILL_AGAIN_S = 1.0
 
 
-class _Step(enum.Enum):
-    NONE = enum.auto()
-    TERMINATED = enum.auto()
-    KILLED = enum.auto()
-    GIVEN_UP = enum.auto()
-
-
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What is remembered of a rank between two looks.
 
     Stamps from before `calm_s` count as made at it. `is_pardoned`: we were held up, and no fresh
-    stamp was seen since. `asked_s`: when the rank was asked for its stacks.
+    stamp was seen since. `asked_s`: when the rank was asked for its stacks. `signalled`: how often
+    signals were sent that end it, SIGTERM first.
     """
 
     epoch: int = -1
@@ -43,13 +37,12 @@ class Watch:
     is_soft_notified: bool = False
     is_pardoned: bool = False
     asked_s: float | None = None
-    step: _Step = _Step.NONE
-    step_s: float = -math.inf
+    signalled: int = 0
+    signalled_s: float = -math.inf
 
     @property
     def is_being_killed(self) -> bool:
-        """Whether a signal was sent that ends it."""
-        return self.step is not _Step.NONE
+        return self.signalled > 0
 
 
 class Effect(enum.Enum):
@@ -112,7 +105,7 @@ def _hard_timeout(watch: Watch, limits: MonitorSettings, now: float) -> Evaluati
     due_s = watch.asked_s + _STACKS_S
     if now < due_s:
         return Evaluation(watch, due_s=due_s)
-    watch = replace(watch, step=_Step.TERMINATED, step_s=now)
+    watch = replace(watch, signalled=1, signalled_s=now)
     return Evaluation(watch, (Effect.HARD_TIMEOUT, Effect.TERM), now + _grace(limits))
 
 
@@ -136,23 +129,17 @@ def _last_sign(watch: Watch, stamps: Stamps) -> float:
 
 
 def _go_on_killing(watch: Watch, limits: MonitorSettings, now: float) -> Evaluation:
-    is_first = watch.step is _Step.TERMINATED
-    due_s = watch.step_s + (_grace(limits) if is_first else _KILL_AGAIN_S)
+    due_s = watch.signalled_s + (_grace(limits) if watch.signalled == 1 else _KILL_AGAIN_S)
     if now < due_s:
         return Evaluation(watch, due_s=due_s)
-    step = _Step.KILLED if is_first else _Step.GIVEN_UP
-    effects = (Effect.KILL, Effect.GIVE_UP) if watch.step is _Step.KILLED else (Effect.KILL,)
-    return Evaluation(replace(watch, step=step, step_s=now), effects, now + _KILL_AGAIN_S)
+    is_second_kill = watch.signalled == 2  # noqa: PLR2004 - after SIGTERM and SIGKILL
+    effects = (Effect.KILL, Effect.GIVE_UP) if is_second_kill else (Effect.KILL,)
+    watch = replace(watch, signalled=watch.signalled + 1, signalled_s=now)
+    return Evaluation(watch, effects, now + _KILL_AGAIN_S)
 
 
 def _grace(limits: MonitorSettings) -> float:
     return max(limits.termination_grace_s, _SHORTEST_GRACE_S)
-
-
-@dataclass(slots=True)
-class _Lease:
-    value: int
-    unchanged_s: float = 0.0
 
 
 class Ring:
@@ -165,7 +152,7 @@ class Ring:
         self._unknown_s: dict[int, float] = {}
         self._asked_s = -math.inf
         self._nodes: dict[int, frozenset[int]] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, tuple[int, float]] = {}  # value, and seconds without a change
         self._lost: set[int] = set()
         self._looked_s = -math.inf
         self._is_suspicious = False
@@ -213,19 +200,16 @@ class Ring:
         self._looked_s = now
         self._is_suspicious = False
         lost_ranks: list[int] = []
+        before, self._leases = self._leases, {}
         for node_id, value in values.items():
-            lease = self._leases.get(node_id)
-            if lease is None or lease.value != value:
-                self._leases[node_id] = _Lease(value)
-                continue
-            lease.unchanged_s += passed_s
-            if lease.unchanged_s >= self._timeout_s:
+            known, unchanged_s = before.get(node_id, (value, -passed_s))
+            unchanged_s = unchanged_s + passed_s if known == value else 0.0
+            self._leases[node_id] = value, unchanged_s
+            if unchanged_s >= self._timeout_s:
                 self._lost.add(node_id)
                 lost_ranks += sorted(self._nodes.get(node_id, ()))
-            elif lease.unchanged_s >= self._timeout_s / 2:
+            elif unchanged_s >= self._timeout_s / 2:
                 self._is_suspicious = True
-        for node_id in [each for each in self._leases if each not in values]:
-            del self._leases[node_id]
         return lost_ranks
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records, arrivals, nodes and decisions: their texts, and what follows from them. Pure.
 
-A list is a text to which monitors append entries that end in `;`. The same entry may stand in it
-twice, after the loss of a monitor. Texts join ranks in a row, so that they are short where nearly
-all ranks do the same.
+A list is a text to which monitors append entries that end in `;`, after the loss of a monitor the
+same one twice. Texts join ranks in a row: they are short where nearly all ranks do the same.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError, require_json
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState, describe, find_culprit
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
@@ -325,10 +324,10 @@ def decide(
                 taken.add(arrival.rank)
     numbers = {each.initial_rank: each.rank for each in reported.values() if each.rank is not None}
     lost = tuple(sorted(reported.keys() - numbers.keys()))
-    records = _in_order(records)
+    in_order = sorted(set(records), key=lambda record: (record.interruption.value, record.rank))
     observed = {rank: each.observed for rank, each in reported.items() if each.observed is not None}
-    hang = find_hang(records, observed, len(reported))
-    return Decision(world_size or 0, numbers, lost, records, hang)
+    hang = find_hang(in_order, observed, len(reported))
+    return Decision(world_size or 0, numbers, lost, tuple(in_order), hang)
 
 
 def _both(known: Arrival, arrival: Arrival) -> Arrival:
@@ -339,10 +338,6 @@ def _both(known: Arrival, arrival: Arrival) -> Arrival:
 
 def _out(arrival: Arrival) -> Arrival:
     return Arrival(arrival.initial_rank, None, None, is_out=True)
-
-
-def _in_order(records: Iterable[InterruptionRecord]) -> tuple[InterruptionRecord, ...]:
-    return tuple(sorted(set(records), key=lambda record: (record.interruption.value, record.rank)))
 
 
 def format_node(node: NodeEntry) -> str:

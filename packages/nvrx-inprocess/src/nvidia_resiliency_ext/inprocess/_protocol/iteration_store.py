@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess._store.access import StoreAccess
-from nvidia_resiliency_ext.inprocess._store.names import (
+from nvidia_resiliency_ext.inprocess._store.endpoint import (
     ForeignValueError,
     IterationKeys,
     iteration_keys,
@@ -57,9 +57,9 @@ class IterationStore:
     def __init__(self, store: Any, prefix: str) -> None:
         self._access = StoreAccess(store)
         self._prefix = prefix
-        # What never changes once it stands, for the latest iteration.
-        self._outcome: tuple[int, str] | None = None
-        self._all_reported: tuple[int, tuple[InterruptionRecord, ...]] | None = None
+        # Records that never change once they stand, of the latest iteration.
+        self._first: tuple[int, tuple[InterruptionRecord, ...]] = (-1, ())
+        self._all_reported: tuple[int, tuple[InterruptionRecord, ...]] = (-1, ())
 
     @property
     def operations(self) -> int:
@@ -83,8 +83,7 @@ class IterationStore:
         text = format_records(records)
         # The first report travels with the outcome: one operation, and it is known to all.
         found = self._access.settle(keys.outcome, _INTERRUPTED + text)
-        self._outcome = iteration, found
-        outcome, _ = _parse_outcome(found, keys.outcome)
+        outcome = self._keep_outcome(iteration, found)
         if outcome is Outcome.COMPLETED:
             return outcome
         is_first = found == _INTERRUPTED + text
@@ -131,12 +130,10 @@ class IterationStore:
 
         Of an iteration that all others have left far behind it is an interruption.
         """
-        key = self._keys(iteration).outcome
-        text = self._access.get(key, timeout_s)
+        text = self._access.get(self._keys(iteration).outcome, timeout_s)
         if text is None:
             return Outcome.INTERRUPTED if self._is_forgotten(iteration) else None
-        self._outcome = iteration, text
-        return _parse_outcome(text, key)[0]
+        return self._keep_outcome(iteration, text)
 
     def wait_all_reported(self, iteration: int, timeout_s: float) -> bool:
         """Wait until no record can come any more; False after `timeout_s`."""
@@ -151,15 +148,13 @@ class IterationStore:
 
     def records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
         """Return what was reported so far; without an operation where all have reported."""
-        if self._all_reported is not None and self._all_reported[0] == iteration:
-            return self._all_reported[1]
-        return self._read_records(iteration)
+        known, records = self._all_reported
+        return records if known == iteration else self._read_records(iteration)
 
     def first_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
         """Return what the outcome, which has been read, said; without an operation."""
-        if self._outcome is None or self._outcome[0] != iteration:
-            return ()
-        return tuple(_parse_outcome(self._outcome[1], self._keys(iteration).outcome)[1])
+        known, records = self._first
+        return records if known == iteration else ()
 
     def decision(self, iteration: int, timeout_s: float) -> Decision | None:
         """Wait until the decision stands; None after `timeout_s`.
@@ -188,14 +183,10 @@ class IterationStore:
 
     def leases(self, node_ids: Iterable[int]) -> dict[int, int]:
         """Return the leases of nodes that were announced; they only ever grow."""
-        wanted = list(node_ids)
-        keys = [f"{self._prefix}lease_{node_id}" for node_id in wanted]
-        texts = self._access.get_all(keys, _LEASE_WAIT_S)
-        leases = {}
-        for node_id, key, text in zip(wanted, keys, texts, strict=True):
-            if text is not None:
-                leases[node_id] = require_number(key, text)
-        return leases
+        keys = {f"{self._prefix}lease_{node_id}": node_id for node_id in node_ids}
+        texts = self._access.get_all(list(keys), _LEASE_WAIT_S)
+        found = zip(keys.items(), texts, strict=True)
+        return {node: require_number(key, text) for (key, node), text in found if text is not None}
 
     def forget(self, iteration: int) -> None:
         """Remove the lists of an iteration that has been decided; outcome and decision stay."""
@@ -241,19 +232,23 @@ class IterationStore:
 
     def _read_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
         keys = self._keys(iteration)
-        standing = self._standing_outcome(iteration)
-        first = _parse_outcome(standing, keys.outcome)[1] if standing else []
-        return _with_later(first, self._access.peek(keys.interruption_records), keys)
+        # Others wait for the outcome, so it is not to be peeked at while it is missing.
+        if self._first[0] != iteration and self._access.check(keys.outcome):
+            text = self._access.peek(keys.outcome)
+            if text is not None:
+                self._keep_outcome(iteration, text)
+        return self._with_later(self.first_records(iteration), keys)
 
-    def _standing_outcome(self, iteration: int) -> str | None:
-        if self._outcome is None or self._outcome[0] != iteration:
-            key = self._keys(iteration).outcome
-            # Others wait for this key, so it is not to be peeked at while it is missing.
-            text = self._access.peek(key) if self._access.check(key) else None
-            if text is None:
-                return None
-            self._outcome = iteration, text
-        return self._outcome[1]
+    def _keep_outcome(self, iteration: int, text: str) -> Outcome:
+        outcome, first = _parse_outcome(text, self._keys(iteration).outcome)
+        self._first = iteration, tuple(first)
+        return outcome
+
+    def _with_later(
+        self, first: Iterable[InterruptionRecord], keys: IterationKeys
+    ) -> tuple[InterruptionRecord, ...]:
+        later = self._access.peek(keys.interruption_records) or ""
+        return tuple(dict.fromkeys([*first, *parse_records(later, keys.interruption_records)]))
 
     def _settle_decision(
         self, keys: IterationKeys, participants: frozenset[int]
@@ -267,8 +262,7 @@ class IterationStore:
         outcome, first = _parse_outcome(standing, keys.outcome)
         if outcome is Outcome.COMPLETED:
             return None
-        later = self._access.peek(keys.interruption_records)
-        records = _with_later(first, later, keys)
+        records = self._with_later(first, keys)
         decided = encode_decision(decide(arrivals, participants, records))
         return decode_decision(self._access.settle(keys.decision, decided), keys.decision)
 
@@ -279,10 +273,3 @@ def _parse_outcome(text: str, key: str) -> tuple[Outcome, list[InterruptionRecor
     if text.startswith(_INTERRUPTED):
         return Outcome.INTERRUPTED, parse_records(text[len(_INTERRUPTED) :], key)
     raise ForeignValueError(key, text)
-
-
-def _with_later(
-    first: list[InterruptionRecord], later: str | None, keys: IterationKeys
-) -> tuple[InterruptionRecord, ...]:
-    found = [*first, *parse_records(later or "", keys.interruption_records)]
-    return tuple(dict.fromkeys(found))

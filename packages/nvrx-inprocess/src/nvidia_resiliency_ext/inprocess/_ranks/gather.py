@@ -2,8 +2,8 @@
 """Exchange the keys of all living ranks through a torch `Store`, with four operations per rank.
 
 Every rank appends one entry and adds to a counter. The rank that counts to the number of ranks
-writes one record, with each distinct list of keys once and its ranks as runs; every rank reads
-that record only. If that rank dies in between, a waiting rank writes the record.
+writes one record, with each distinct list of keys once and its ranks; every rank reads that record
+only. If that rank dies in between, a waiting rank writes the record.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import ForeignValueError, require_json
+from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError, require_json
 from nvidia_resiliency_ext.inprocess.exception import TimeoutError as RestartTimeoutError
 from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.inprocess.utils import format_rank_set
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks, parse_ranks
 
-Runs = list[tuple[tuple[str, ...], range]]
+Groups = list[tuple[tuple[str, ...], list[int]]]
 
 MAX_ENTRY_BYTES = 4096
-_MAX_DIGITS = 9
-_ENTRY = re.compile(rf"([0-9]{{1,{_MAX_DIGITS}}}) (\[.*\])", re.ASCII)
+_ENTRY = re.compile(r"([0-9]{1,9}) (\[.*\])", re.ASCII)
 
 
 def entry(rank: int, keys: Sequence[str]) -> str:
@@ -54,51 +54,38 @@ def parse(where: str, text: str) -> dict[int, str]:
 
 def compose(where: str, found: Mapping[int, str], ranks: Iterable[int]) -> str:
     """Return the record of these ranks, which must all be found."""
-    indices: dict[str, int] = {}
-    runs: list[list[int]] = []
+    by_keys: dict[str, list[int]] = {}
     for rank in ranks:
-        index = indices.setdefault(found[rank], len(indices))
-        last = runs[-1] if runs else None
-        if last and last[2] == index and last[0] + last[1] == rank:
-            last[1] += 1
-        else:
-            runs.append([rank, 1, index])
-    keys = [_keys(where, text) for text in indices]
-    return json.dumps({"keys": keys, "runs": runs}, separators=(",", ":"))
+        by_keys.setdefault(found[rank], []).append(rank)
+    groups = [
+        (_keys(where, require_json(where, text)), format_ranks(group))
+        for text, group in by_keys.items()
+    ]
+    return json.dumps(groups, separators=(",", ":"))
 
 
-def read(where: str, text: str, ranks: Sequence[int]) -> Runs:
-    """Return keys and the ranks that have them, ascending, from a record of exactly these ranks."""
-    record = require_json(where, text)
+def read(where: str, text: str, ranks: Sequence[int]) -> Groups:
+    """Return keys and the ranks that have them, from a record of exactly these ranks."""
+    groups: Groups = []
+    left = len(ranks)
     try:
-        keys = [tuple(each) for each in record["keys"]]
-        runs = [
-            (keys[_natural(index)], range(_natural(start), _natural(start) + _natural(count)))
-            for start, count, index in record["runs"]
-        ]
-    except (TypeError, ValueError, KeyError, IndexError):
+        for keys, members in require_json(where, text):
+            group = parse_ranks(members)
+            groups.append((_keys(where, keys), group))
+            left -= len(group)
+            if left < 0:
+                break  # a record that claims more ranks than there are is not expanded
+    except (TypeError, ValueError, AttributeError):
         raise ForeignValueError(where, text) from None
-    if not all(type(key) is str for key in chain.from_iterable(keys)):
+    if sorted(chain.from_iterable(group for _, group in groups)) != list(ranks):
         raise ForeignValueError(where, text)
-    # Sizes first: a record that claims more ranks than there are is not expanded.
-    if sum(len(run) for _, run in runs) != len(ranks):
-        raise ForeignValueError(where, text)
-    if list(chain.from_iterable(run for _, run in runs)) != list(ranks):
-        raise ForeignValueError(where, text)
-    return runs
+    return groups
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 10**_MAX_DIGITS:
-        raise ValueError(value)
-    return value
-
-
-def _keys(where: str, text: str) -> list[str]:
-    keys = require_json(where, text)
+def _keys(where: str, keys: Any) -> tuple[str, ...]:
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise ForeignValueError(where, text)
-    return keys
+        raise ForeignValueError(where, repr(keys))
+    return tuple(keys)
 
 
 _LOOK_EVERY_S = 5.0
@@ -116,7 +103,6 @@ class _Pass:
     count: int = 0
     iteration: int | None = None
     names: list[str] = field(default_factory=list)
-    former: list[str] = field(default_factory=list)
 
     def begin(self, iteration: int) -> tuple[str, list[str]]:
         """Return the next exchange's name, and names that no rank reads any more."""
@@ -143,13 +129,13 @@ def can_gather(store: object) -> bool:
 
 def gather(
     store: Any, caller: State, keys: Sequence[str], ranks: Sequence[int], timeout: timedelta
-) -> Runs:
+) -> Groups:
     """Return the keys of all ranks, and which have them; a TimeoutError names missing ranks."""
     assert caller.rank is not None
     assert caller.initial_rank is not None
     line = entry(caller.rank, keys)
     if len(ranks) == 1:
-        return [(tuple(keys), range(caller.rank, caller.rank + 1))]
+        return [(tuple(keys), [caller.rank])]
     passes = _passes.setdefault(store, {})
     name, former = passes.setdefault(caller.initial_rank, _Pass()).begin(caller.iteration)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -194,7 +180,7 @@ class _Gathering:
             return False
         return True
 
-    def read(self) -> Runs:
+    def read(self) -> Groups:
         text = self._text(self._record)
         if text == _READ_THE_LIST:
             text = compose(self.entries, self._found(), self._ranks)

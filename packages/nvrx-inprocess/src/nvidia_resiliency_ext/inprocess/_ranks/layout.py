@@ -119,7 +119,12 @@ class Layout:
         for keys in members:
             if len(keys) != depth:
                 raise ValueError(f"{depth} layers need {depth} keys, not {len(keys)}: {keys}")
-        _check_root(members)
+        roots = sorted({keys[0] for keys in members})
+        if len(roots) != 1:
+            shown = ", ".join(map(repr, roots[:8]))
+            raise RuntimeError(
+                f"all ranks must have the same key on layer 0, there are {len(roots)}: {shown}"
+            )
         self.levels: list[list[Branch]] = [[] for _ in range(depth)]
         self.ranks: list[int] = []
         self.bottom: list[Branch] = []
@@ -144,9 +149,7 @@ class Layout:
 
 def above(branch: Branch, depth: int) -> Branch:
     """Return the branch, or the one above it, that stands on that layer."""
-    while branch.depth > depth and branch.parent is not None:
-        branch = branch.parent
-    return branch
+    return next(each for each in lineage(branch) if each.depth <= depth)
 
 
 def lineage(branch: Branch | None) -> Iterator[Branch]:
@@ -154,15 +157,6 @@ def lineage(branch: Branch | None) -> Iterator[Branch]:
     while branch is not None:
         yield branch
         branch = branch.parent
-
-
-def _check_root(members: Iterable[tuple[str, ...]]) -> None:
-    roots = sorted({keys[0] for keys in members})
-    if len(roots) != 1:
-        shown = ", ".join(map(repr, roots[:8]))
-        raise RuntimeError(
-            f"all ranks must have the same key on layer 0, there are {len(roots)}: {shown}"
-        )
 
 
 def _grow(members: Members) -> tuple[Branch, dict[Branch, list[Iterable[int]]]]:
@@ -197,10 +191,10 @@ def round_down(world_size: int, active_world_size: int | None, divisor: int) -> 
 
 
 def failing(
-    runs: Iterable[tuple[Sequence[str], range]], condition: Callable[[int], bool]
+    runs: Iterable[tuple[Sequence[str], Sequence[int]]], condition: Callable[[int], bool]
 ) -> set[int]:
     """Return the ranks of all groups whose size does not fulfil the condition."""
-    members: dict[tuple[str, ...], list[range]] = {}
+    members: dict[tuple[str, ...], list[Sequence[int]]] = {}
     for key, ranks in runs:
         members.setdefault(tuple(key), []).append(ranks)
     sizes = {key: sum(map(len, ranks)) for key, ranks in members.items()}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update numbers, activity and replacements in a tree of ranks after losses; read-only views of it.
 
-Pure: the same losses give the same result on every rank. State is lists over positions and active
-ranks, so a restart costs a few passes over integers. A whole branch (a node, a rack) is replaced by
-a whole idle one position by position, so that GPU 3 of the new node does the work of GPU 3 of the
-lost one. In all other cases one reserve takes one number.
+Pure: the same losses give the same result on every rank, in a few passes over lists of integers. A
+whole branch (a node, a rack) is replaced by a whole idle one position by position, so that GPU 3 of
+the new node does the work of GPU 3 of the lost one; else one reserve takes one number.
 """
 
 from __future__ import annotations

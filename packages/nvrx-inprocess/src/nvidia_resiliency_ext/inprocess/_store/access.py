@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from nvidia_resiliency_ext.inprocess.utils import torch_older_than
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, WaitExpiredError
 
-from .names import ForeignValueError, first_line
-from .sockets import is_listening
+from .endpoint import ForeignValueError, first_line, is_listening
 
 MAX_VALUE_BYTES = 1 << 24
 
@@ -63,11 +62,7 @@ class StoreAccess:
             self._call(lambda: self._store.append(key, text))
             return
         standing = ""
-        while True:
-            longer = standing + text
-            found = self.swap(key, standing, longer)
-            if found == longer:
-                return
+        while (found := self.swap(key, standing, standing + text)) != standing + text:
             standing = found
 
     def settle(self, key: str, value: str) -> str:

@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.inprocess.state import Mode, State
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 from .access import StoreAccess
-from .names import ForeignValueError, require_json, require_number
+from .endpoint import ForeignValueError, require_json, require_number
 
 _PREFIX = "inprocess_barrier_prefix"
 _LONGEST_SLICE_S = 10.0

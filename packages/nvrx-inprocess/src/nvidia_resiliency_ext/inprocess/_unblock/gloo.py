@@ -52,7 +52,9 @@ class UnreadConnections:
                 connection.shutdown(socket.SHUT_RD)
                 if name in self._kept:
                     return
-                if _is_scarce(connection.fileno()) or not self._arm_timer():
+                # A new descriptor has the lowest free number: so many are in use.
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+                if connection.fileno() >= most or not self._arm_timer():
                     connection.shutdown(socket.SHUT_RDWR)
                     return
                 self._kept[name] = connection
@@ -83,11 +85,6 @@ class UnreadConnections:
                 return False
             self._timer = timer
         return True
-
-
-def _is_scarce(descriptor: int) -> bool:
-    # A new one has the lowest free number: so many are in use.
-    return descriptor >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
 
 _TASKS = "/proc/self/task"

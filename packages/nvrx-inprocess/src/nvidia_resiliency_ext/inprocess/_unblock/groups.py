@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """List, abort and destroy process groups; hold them until gloo's worker threads are idle.
 
-torch ends a group in the destructor of its last reference, and waits there for the group's worker
-threads. A worker whose operation has failed takes the interpreter's lock to free what the operation
-held. The reducer of `DistributedDataParallel` is freed with that lock held: where it has the last
-reference to the group, both wait for ever. A reference of Python's is dropped without the lock. So
-one is held here, from before an operation is made to fail until the workers are idle.
+torch waits for a group's worker threads in the destructor of its last reference. A worker whose
+operation has failed takes the interpreter's lock, with which `DistributedDataParallel`'s reducer is
+freed: where that has the last reference, both wait for ever. A reference of Python's is dropped
+without the lock; so one is held here until the workers are idle.
 """
 
 from __future__ import annotations
@@ -228,13 +227,13 @@ def are_gloo_workers_idle(within_s: float) -> bool | None:
         return False
     if not workers:
         return None
-    while workers := [task for task in workers if not _is_idle(task)]:
+    # One that has ended has nothing to do, either.
+    while workers := [
+        task
+        for task in workers
+        if not is_in_untimed_condition(task) and os.path.exists(f"{_TASKS}/{task}")
+    ]:
         if time.monotonic() >= until_s:
             return False
         time.sleep(_LOOK_S)  # nothing tells when a thread begins to wait
     return True
-
-
-def _is_idle(task: str) -> bool:
-    # One that has ended has nothing to do, either.
-    return is_in_untimed_condition(task) or not os.path.exists(f"{_TASKS}/{task}")

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find and end waits of a thread that no signal ends: the kernel's view, waits at torch's stores.
 
-`/proc` tells the system call of a thread and the descriptor it waits for. A wait at a TCPStore is
-ended as torch ends an expired one: the server is asked over the same connection to cancel it, so
-the store stays usable.
-
-torch's client for `env://` and `tcp://` keeps trying to connect, and its host waits for all
-clients; neither ends on a signal. During a call the client waits in Python until the port listens,
-and the host does not wait: process groups wait for each other's keys anyway.
+A wait at a TCPStore is ended as torch ends an expired one: the server is asked over the same
+connection to cancel it, so the store stays usable. torch's client for `env://` and `tcp://` keeps
+trying to connect, and its host waits for all clients; neither ends on a signal. So during a call
+the client waits in Python until the port listens, and the host, whose groups wait for each other's
+keys anyway, does not wait.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from nvidia_resiliency_ext.inprocess._store.names import Endpoint
-from nvidia_resiliency_ext.inprocess._store.stores import connect_client
+from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+from nvidia_resiliency_ext.inprocess.store import connect_client
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.attribute_wrapping import WrappedAttribute
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, handshake
@@ -154,11 +152,11 @@ class StoreWaits:
         now = time.monotonic()
         if asked_s is not None and now - asked_s < _ANSWERED_WITHIN_S:
             return False
-        peer = _peer_of(connection) if asked_s is None else _Peer.DEAD
-        if peer is _Peer.OTHER:
+        is_store = _is_store(connection) if asked_s is None else None
+        if is_store is False:
             return False
         self._cancelled[name] = now
-        if peer is _Peer.STORE:
+        if is_store:
             connection.send(_CANCEL_WAIT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         else:
             logger.warning("%s does not answer: disconnected", connection.getpeername())
@@ -177,23 +175,17 @@ class StoreWaits:
         return int(descriptor)
 
 
-class _Peer(enum.Enum):
-    STORE = enum.auto()
-    OTHER = enum.auto()
-    DEAD = enum.auto()
-
-
-def _peer_of(connection: socket.socket) -> _Peer:
-    """Classify a connection's server; a silent one counts as dead."""
+def _is_store(connection: socket.socket) -> bool | None:
+    """Return whether a connection's server is a store; None for one that is dead or silent."""
     host, port = connection.getpeername()[:2]
     is_connected = False
     try:
         with socket.create_connection((host, port), _PROBE_S) as probe:
             is_connected = True
-            return _Peer.STORE if handshake(probe) else _Peer.OTHER
+            return handshake(probe)
     except OSError as error:
         is_silent = not is_connected or isinstance(error, TimeoutError)
-        return _Peer.DEAD if is_silent else _Peer.OTHER
+        return None if is_silent else False
 
 
 _NAME = "TCPStore"

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the store's endpoint and the keys of a job, a call and an iteration; errors of values."""
+"""Where a job's store is: its endpoint, its sockets, the keys of a call; errors of values.
+
+How long a client waits for an answer is set at its socket.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import ipaddress
 import json
 import re
+import socket
+import struct
+import time
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +23,13 @@ from typing import Any
 from nvidia_resiliency_ext.inprocess.exception import RestartError
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
-
-from .sockets import is_ours
+from nvidia_resiliency_ext.shared_utils.store_sockets import (
+    connected_sockets,
+    listen_at,
+    reach,
+    tcp_sockets,
+    watch_over,
+)
 
 STORE_VARIABLE = "NVRX_INPROCESS_STORE"
 LAST_PORT = 65535
@@ -53,9 +67,16 @@ def find_endpoint(
 ) -> Endpoint:
     """Return the endpoint of the environment, else that of the arguments and `MASTER_*`."""
     text = environ.get(STORE_VARIABLE)
-    if text:
-        return _parse_endpoint(text)
-    return named_endpoint(environ, host, port)
+    if not text:
+        return named_endpoint(environ, host, port)
+    host, colon, port_text = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host:
+        raise ConfigError(f"{STORE_VARIABLE}={text!r}: expected host:port or [address]:port")
+    return Endpoint(host, _parse_port(STORE_VARIABLE, port_text), is_served=True)
 
 
 def named_endpoint(
@@ -96,17 +117,6 @@ def cycle_prefix(environ: Mapping[str, str]) -> str:
     counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     cycle = ".".join(_plain(environ.get(name) or "0") for name in counters)
     return f"nvrx/{job_name(environ)}/{cycle}/"
-
-
-def _parse_endpoint(text: str) -> Endpoint:
-    host, colon, port = text.strip().rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""
-    if not colon or not host:
-        raise ConfigError(f"{STORE_VARIABLE}={text!r}: expected host:port or [address]:port")
-    return Endpoint(host, _parse_port(STORE_VARIABLE, port), is_served=True)
 
 
 def _parse_port(name: str, text: str) -> int:
@@ -168,11 +178,10 @@ _MOST_DIGITS = 9
 
 
 def require_number(key: str, text: str) -> int:
-    """Return the number that a key holds; a ForeignValueError for anything else."""
-    number = parse_number(text)
-    if number is None:
-        raise ForeignValueError(key, text)
-    return number
+    """Return the number of up to nine digits that a key holds; else a ForeignValueError."""
+    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
+        return int(text)
+    raise ForeignValueError(key, text)
 
 
 def require_json(key: str, text: str) -> Any:
@@ -188,8 +197,99 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def parse_number(text: str) -> int | None:
-    """Return the number that up to nine ASCII digits say; None for anything else."""
-    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
-        return int(text)
-    return None
+_PROBE_S = 10
+_SHORTEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_LONGEST_TRY_S = 10.0
+
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at the address that a name means here; an OSError if it is in use or not ours."""
+    problems: list[OSError] = []
+    for family, address in _addresses(host, port):
+        try:
+            return listen_at(family, address)
+        except OSError as error:
+            problems.append(error)
+    # That it is in use says more than that the name's other address is not ours.
+    raise next((error for error in problems if error.errno not in _NOT_OURS), problems[0])
+
+
+def is_ours(host: str) -> bool:
+    """Return whether a name means an address of this host."""
+    for family, address in _addresses(host, 0):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def is_reachable_from_elsewhere(host: str) -> bool:
+    """Return whether other hosts can use a name's address; many hosts name themselves 127.0.1.1."""
+    addresses = [ipaddress.ip_address(str(address[0])) for _, address in _addresses(host, 0)]
+    return not all(address.is_loopback for address in addresses)
+
+
+def is_listening(store: Any) -> bool:
+    """Return whether the server of a TCPStore, also of one below prefixes, still listens."""
+    while not hasattr(store, "port"):
+        below = getattr(store, "base_store", None) or getattr(store, "underlying_store", None)
+        if below is None:
+            return False
+        store = below
+    try:
+        reach((store.host, store.port), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_until_listening(host: str, port: int, limit_s: float) -> bool:
+    """Try to connect until the limit; return whether a server listens."""
+    deadline = time.monotonic() + limit_s
+    pause_s = _SHORTEST_PAUSE_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            reach((host, port), min(left_s, _LONGEST_TRY_S)).close()
+        except (OSError, UnicodeError):
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        else:
+            return True
+    return False
+
+
+def limit_answers(port: int, timeout_s: float, known: frozenset[str] = frozenset()) -> int:
+    """Fail operations of clients connected to `port` after so long; a `wait` gets it on top."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    count = 0
+    for sock in connected_sockets(port, known):
+        with sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            watch_over(sock)
+            count += 1
+    return count
+
+
+def count_served(port: int, most: int) -> int:
+    """Return how many connections this process serves at `port`, counting to `most`."""
+    count = 0
+    for _, sock in tcp_sockets():
+        with sock, contextlib.suppress(OSError):
+            if sock.getsockname()[1] == port and sock.getpeername():
+                count += 1
+        if count >= most:
+            break
+    return count
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        # Names are encoded before anybody is asked.
+        raise socket.gaierror(socket.EAI_NONAME, f"no name of a host: {error}") from None
+    return [(int(family), address) for family, *_, address in found]
