@@ -270,13 +270,14 @@ def metrics() -> str:
     calls = [
         node
         for node in ast.walk(ast.parse(inspect.getsource(module.metrics_of)))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"_gauge", "_counter"}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_metric"
     ]
     rows = []
     for call in sorted(calls, key=lambda call: call.lineno):
         name, text, *rest = (getattr(each, "value", None) for each in call.args)
         labels = f"{{{rest[1]}}}" if rest[1:] else ""
-        rows.append((f"`{name}{labels}`", ast.unparse(call.func).strip("_"), str(text)))
+        kind = module.Metric(name, text, {}, "").kind
+        rows.append((f"`{name}{labels}`", kind, str(text)))
     return table(("metric", "type", "meaning"), rows)
 
 

@@ -468,7 +468,7 @@ nonsense
 def test_xids_are_read_since_a_moment() -> None:
     """XIDs after the moment are found with GPU, number and text; other lines are passed over."""
     (xid,) = parse_kmsg(KMSG.splitlines(), 6.0)
-    assert (xid.bus_id, xid.number, xid.at_s) == ("0000:3b:00.0", 31, 9.0)
+    assert (xid["bus_id"], xid["number"], xid["at_s"]) == ("0000:3b:00.0", 31, 9.0)
     assert len(list(parse_kmsg(KMSG.splitlines(), 0.0))) == 2
 
 

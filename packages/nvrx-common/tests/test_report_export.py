@@ -92,10 +92,10 @@ def test_counters_only_grow() -> None:
         part = RecordedJob()
         part.records = job.records[:length]
         for metric in metrics_of(build_timeline([part.file()])):
-            for sample in metric.samples:
-                key = (metric.name, sample.labels)
-                assert metric.kind == "gauge" or sample.value >= before.get(key, 0.0)
-                before[key] = sample.value
+            for of, value in metric.values.items():
+                key = (metric.name, of)
+                assert metric.kind == "gauge" or value >= before.get(key, 0.0)
+                before[key] = value
 
 
 @pytest.fixture

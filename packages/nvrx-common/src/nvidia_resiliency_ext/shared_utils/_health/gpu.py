@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import check
@@ -19,7 +18,7 @@ from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 
 KMSG = "/dev/kmsg"
@@ -31,16 +30,6 @@ _LIMIT_XIDS = 50
 _TEXT_LENGTH = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Xid:
-    """One message: when (seconds since boot), which GPU, which number, the rest of the text."""
-
-    at_s: float
-    bus_id: str
-    number: int
-    text: str
-
-
 def seconds_since_boot(wall_s: float | None) -> float:
     """Return a moment of the wall clock as the kernel's log counts; never below zero."""
     if wall_s is None:
@@ -48,8 +37,8 @@ def seconds_since_boot(wall_s: float | None) -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - wall_s))
 
 
-def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[Xid]:
-    """Yield the XIDs in records of the kernel's log, from a moment on."""
+def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the XIDs in records of the kernel's log, from a moment (seconds since boot) on."""
     for line in lines:
         head, separator, text = line.partition(";")
         fields = head.split(",")
@@ -61,8 +50,12 @@ def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[Xid]:
             continue
         # The kernel's message leaves the function out.
         address = match[1] if "." in match[1] else f"{match[1]}.0"
-        bus_id = normal_bus_id(address) or match[1]
-        yield Xid(at_s, bus_id, int(match[2]), match[3][:_TEXT_LENGTH])
+        yield {
+            "at_s": at_s,
+            "bus_id": normal_bus_id(address) or match[1],
+            "number": int(match[2]),
+            "text": match[3][:_TEXT_LENGTH],
+        }
 
 
 def recent_xids(since_s: float, path: str = KMSG) -> list[dict[str, Any]] | None:
@@ -71,7 +64,7 @@ def recent_xids(since_s: float, path: str = KMSG) -> list[dict[str, Any]] | None
         lines = list(_lines(path))
     except OSError:
         return None
-    return [asdict(xid) for xid in list(parse_kmsg(lines, since_s))[-_LIMIT_XIDS:]]
+    return list(parse_kmsg(lines, since_s))[-_LIMIT_XIDS:]
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -112,69 +105,24 @@ _ACTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GpuReading:
-    """What was read of one GPU; `None` is what could not be told.
-
-    Attributes:
-        recovery_action: What the driver wants done; 0 is nothing.
-        error: Why it could not be read.
-        numbers: ECC and row remapping counters by name.
-    """
-
-    label: str
-    recovery_action: int | None = None
-    error: str | None = None
-    numbers: Mapping[str, int] = field(default_factory=dict)
-    bus_id: str | None = None
-
-    @property
-    def problem(self) -> str | None:
-        if self.error is not None:
-            return f"{self.label}: {self.error}"
-        if self.recovery_action:
-            action = _ACTIONS.get(self.recovery_action, f"unknown action {self.recovery_action}")
-            return f"{self.label}: the driver asks to {action}"
-        if self.numbers.get("remap_failure"):
-            return f"{self.label}: remapping a row of memory has failed"
-        return None
-
-
 def driver_major(version: str) -> int | None:
     """Return the first number of a driver's version, `None` if it has none."""
     first = version.partition(".")[0].strip()
     return int(first) if first.isascii() and first.isdigit() else None
 
 
-def evaluate_gpus(readings: Sequence[GpuReading], expected: int | None) -> Finding:
-    """Return what to think of these GPUs."""
-    evidence: dict[str, Any] = {
-        "gpus": [_evidence(reading) for reading in readings],
-    }
-    problems = [reading.problem for reading in readings if reading.problem is not None]
-    if expected is not None and len(readings) < expected:
-        evidence["expected_gpus"] = expected
-        problems.insert(0, f"{len(readings)} GPUs are visible, {expected} are expected")
-    if problems:
-        return Finding("unhealthy", "; ".join(problems), evidence)
-    if not readings:
-        return Finding("skipped", "no GPU is visible")
-    if all(reading.recovery_action is None for reading in readings):
-        return Finding(
-            "skipped", "these GPUs do not tell which recovery action they need", evidence
+def _problem_of(gpu: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a GPU, by its evidence."""
+    if "error" in gpu:
+        return f"{gpu['gpu']}: {gpu['error']}"
+    number = gpu.get("recovery_action")
+    if number:
+        return (
+            f"{gpu['gpu']}: the driver asks to {_ACTIONS.get(number, f'unknown action {number}')}"
         )
-    return Finding("healthy", evidence=evidence)
-
-
-def _evidence(reading: GpuReading) -> dict[str, Any]:
-    found: dict[str, Any] = {"gpu": reading.label, **reading.numbers}
-    if reading.bus_id is not None:
-        found["bus_id"] = reading.bus_id
-    if reading.recovery_action is not None:
-        found["recovery_action"] = reading.recovery_action
-    if reading.error is not None:
-        found["error"] = reading.error
-    return found
+    if gpu.get("remap_failure"):
+        return f"{gpu['gpu']}: remapping a row of memory has failed"
+    return None
 
 
 _RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
@@ -238,11 +186,7 @@ class GPUHealthCheck(DeviceCheck):
             reason = self._why_disabled()
             if reason is not None and not expected:
                 return Finding("skipped", reason)
-            readings = self._read_all(is_old=reason is not None)
-            if self.device_index is None:
-                self._most_seen = max(self._most_seen, len(readings))
-                expected = max(expected or 0, self._most_seen)
-            finding = evaluate_gpus(readings, expected)
+            finding = self._examine_all(expected or 0, is_old=reason is not None)
         except NvmlUnavailableError as error:
             if not expected:
                 return Finding("skipped", str(error))
@@ -261,11 +205,27 @@ class GPUHealthCheck(DeviceCheck):
             return "this binding does not know the recovery action: upgrade nvidia-ml-py"
         return None
 
-    def _read_all(self, *, is_old: bool) -> list[GpuReading]:
+    def _examine_all(self, expected: int, *, is_old: bool) -> Finding:
         wanted = {} if is_old else {"recovery_action": _RECOVERY_FIELD, **_NUMBER_FIELDS}
         numbers = {name: session().ask("field_number", field) for name, field in wanted.items()}
         known = {name: number for name, number in numbers.items() if number is not None}
-        return [_read(device, known) for device in selected_devices(self.device_index)]
+        gpus = [_read(device, known) for device in selected_devices(self.device_index)]
+        if self.device_index is None:
+            self._most_seen = max(self._most_seen, len(gpus))
+            expected = max(expected, self._most_seen)
+        evidence: dict[str, Any] = {"gpus": gpus}
+        problems = [problem for problem in map(_problem_of, gpus) if problem is not None]
+        if len(gpus) < expected:
+            evidence["expected_gpus"] = expected
+            problems.insert(0, f"{len(gpus)} GPUs are visible, {expected} are expected")
+        if problems:
+            return Finding("unhealthy", "; ".join(problems), evidence)
+        if not gpus:
+            return Finding("skipped", "no GPU is visible")
+        if not any("recovery_action" in gpu for gpu in gpus):
+            reason = "these GPUs do not tell which recovery action they need"
+            return Finding("skipped", reason, evidence)
+        return Finding("healthy", evidence=evidence)
 
     def _with_xids(self, finding: Finding) -> Finding:
         xids = recent_xids(self._since_s, self._kmsg)
@@ -279,23 +239,23 @@ class GPUHealthCheck(DeviceCheck):
         return Finding(finding.status, reason, evidence)
 
 
-def _read(device: int | str, known: dict[str, int]) -> GpuReading:
-    label = device_label(device)
+def _read(device: int | str, known: dict[str, int]) -> dict[str, Any]:
+    """Return the evidence on one GPU; what could not be told is left out."""
+    found: dict[str, Any] = {"gpu": device_label(device)}
     ask = session().ask
     try:
         bus_id = normal_bus_id(ask("bus_id", device))
         values = ask("fields", device, [[number, 0] for number in known.values()]) if known else []
     except NvmlCallError as error:
-        return GpuReading(label, error=str(error))
-    numbers: dict[str, int] = {}
-    problem = None
+        return {**found, "error": str(error)}
+    if bus_id is not None:
+        found["bus_id"] = bus_id
     for name, (code, value) in zip(known, values, strict=True):
         if code == 0:
-            numbers[name] = value
+            found[name] = value
         elif name == "recovery_action" and code not in _UNSUPPORTED:
-            problem = f"the recovery action cannot be read: NVML error {code}"
-    action: Any = numbers.pop("recovery_action", None)
-    return GpuReading(label, action, problem, numbers, bus_id)
+            found["error"] = f"the recovery action cannot be read: NVML error {code}"
+    return found
 
 
 _UNSUPPORTED = frozenset(

@@ -11,7 +11,7 @@ from .devices import DeviceCheck, device_label, session
 from .nvml import NvmlCallError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
 
 # Field ids, with the port as scope: recovery events, PLR retry blocks, receive errors.
@@ -92,34 +92,6 @@ def _data_link(device: int | str, port: int) -> Counters | None:
 _METHODS: tuple[Callable[[int | str, int], Counters | None], ...] = (_scoped, _per_lane, _data_link)
 
 
-class PortHistory:
-    """The last windows of one port."""
-
-    def __init__(self, window_count: int) -> None:
-        self._previous: Mapping[str, int] | None = None
-        self._flags: deque[bool] = deque(maxlen=max(1, window_count))
-
-    @property
-    def flagged(self) -> int:
-        """How many of the windows kept are flagged."""
-        return sum(self._flags)
-
-    @property
-    def windows(self) -> int:
-        """How many windows are kept so far."""
-        return len(self._flags)
-
-    def add(self, counters: Mapping[str, int]) -> None:
-        """Take the counters of now; none at all is a failed read, which is no window."""
-        if not counters:
-            return
-        previous, self._previous = self._previous, dict(counters)
-        if previous is not None:
-            self._flags.append(
-                any(value > previous.get(name, value) for name, value in counters.items())
-            )
-
-
 class WindowHistory:
     """The last windows of all ports of all GPUs.
 
@@ -130,28 +102,37 @@ class WindowHistory:
     """
 
     def __init__(self, window_count: int, threshold: int, gpu_ports_threshold: int) -> None:
-        self._window_count = window_count
+        self._window_count = max(1, window_count)
         self._threshold = threshold
         self._gpu_ports_threshold = gpu_ports_threshold
-        self._ports: dict[tuple[str, int], PortHistory] = {}
+        self._previous: dict[tuple[str, int], Counters] = {}
+        self.windows: dict[tuple[str, int], deque[bool]] = {}
+        """Of each port, which of its windows are flagged, oldest first."""
 
-    def add(self, gpu: str, port: int, counters: Mapping[str, int]) -> None:
-        self._ports.setdefault((gpu, port), PortHistory(self._window_count)).add(counters)
+    def add(self, gpu: str, port: int, counters: Counters) -> None:
+        """Take the counters of now; none at all is a failed read, which is no window."""
+        if not counters:
+            return
+        windows = self.windows.setdefault((gpu, port), deque(maxlen=self._window_count))
+        previous = self._previous.get((gpu, port))
+        self._previous[gpu, port] = counters
+        if previous is not None:
+            windows.append(any(now > previous.get(name, now) for name, now in counters.items()))
 
     def bad_ports(self) -> dict[str, dict[int, int]]:
         """Return, of each unhealthy GPU, its bad ports with their number of flagged windows."""
         bad: dict[str, dict[int, int]] = {}
-        for (gpu, port), history in self._ports.items():
-            if history.flagged > self._threshold:
-                bad.setdefault(gpu, {})[port] = history.flagged
+        for (gpu, port), windows in self.windows.items():
+            if sum(windows) > self._threshold:
+                bad.setdefault(gpu, {})[port] = sum(windows)
         return {gpu: ports for gpu, ports in bad.items() if len(ports) >= self._gpu_ports_threshold}
 
     def evidence(self) -> dict[str, dict[str, int]]:
         """Return the flagged windows of each port that has any."""
         found: dict[str, dict[str, int]] = {}
-        for (gpu, port), history in self._ports.items():
-            if history.flagged:
-                found.setdefault(gpu, {})[str(port)] = history.flagged
+        for (gpu, port), windows in self.windows.items():
+            if any(windows):
+                found.setdefault(gpu, {})[str(port)] = sum(windows)
         return found
 
 

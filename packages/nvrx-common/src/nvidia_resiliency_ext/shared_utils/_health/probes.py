@@ -8,7 +8,6 @@ reaped later. Nobody waits for it.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -47,24 +46,6 @@ def abandoned_probes() -> int:
         return len(_abandoned)
 
 
-def kill_all(probes: Sequence[Probe]) -> None:
-    """Kill several; those that do not end at once are abandoned."""
-    for probe in probes:
-        probe.signal_end()
-    deadline = time.monotonic() + _KILL_WAIT_S
-    left = [p for p in probes if not p.wait(max(0.0, deadline - time.monotonic()))]
-    with _lock:
-        _abandoned.extend(probe for probe in left if probe not in _abandoned)
-
-
-def wait_for_any(probes: Sequence[Probe], timeout_s: float) -> None:
-    """Wait until one of them ends, or the time is up."""
-    poller = select.poll()
-    for probe in probes:
-        poller.register(probe, select.POLLIN)
-    poller.poll(timeout_s * 1000)
-
-
 class Probe:
     """One child process with its output, which nobody ever has to wait for."""
 
@@ -93,10 +74,6 @@ class Probe:
             self._child.close()
         return self._is_closed
 
-    def is_over(self) -> bool:
-        """Return whether it has ended; its output can still be had."""
-        return self._is_closed or self._child.poll() is not None
-
     def result(self, timeout_s: float) -> tuple[int, bytes] | None:
         """Wait for its end; return its exit code and output, `None` when the time is up first.
 
@@ -110,23 +87,15 @@ class Probe:
         self.has_ended()
         return status.returncode, output
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable once it has ended."""
-        return self._child.fileno()
-
-    def signal_end(self) -> None:
-        """Have the kernel kill it, without waiting."""
-        if not self.has_ended():
-            self._child.signal_group(signal.SIGKILL)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for its end and reap it; say whether it has ended."""
-        self._child.wait(timeout_s)
-        return self.has_ended()
-
     def kill(self) -> None:
         """Kill it; abandon it when that does not end it at once."""
-        kill_all([self])
+        if self.has_ended():
+            return
+        self._child.signal_group(signal.SIGKILL)
+        self._child.wait(_KILL_WAIT_S)
+        if not self.has_ended():
+            with _lock:
+                _abandoned.append(self)
 
     def _read_all(self) -> bytes:
         if self._child.stdout is None:

@@ -12,17 +12,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
+from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall, DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
 from .check import Check, Finding, PeriodicCheck
 from .pci import read_first
-from .probes import (
-    Probe,
-    abandoned_probes,
-    kill_all,
-    wait_for_any,
-)
+from .probes import Probe, abandoned_probes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -157,44 +152,40 @@ class _Probes:
             all_s: Time for all of them together.
         """
         answers: _Answers = {}
-        running: dict[str, Probe] = {}
-        waiting = [path for path in paths if not self._still_hangs(path, answers)]
         deadline = time.monotonic() + all_s
-        while waiting or running:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            while waiting and len(running) < _AT_ONCE:
-                self._begin(waiting.pop(0), running, answers)
-            if running:
-                oldest_s = max(probe.age_s() for probe in running.values())
-                wait_for_any(list(running.values()), max(0.0, min(left_s, each_s - oldest_s)))
-            for path in [path for path, probe in running.items() if probe.is_over()]:
-                answers[path] = running.pop(path).result(0.0) or "the probe cannot be read"
-            late = {path: probe for path, probe in running.items() if probe.age_s() >= each_s}
-            running = {path: probe for path, probe in running.items() if path not in late}
-            answers |= self._give_up(late, each_s)
-        answers |= self._give_up(running, min(each_s, all_s))
-        return answers | dict.fromkeys(waiting, f"was not asked: {_AT_ONCE} others do not answer")
+        waiting = iter(paths)  # of all threads: each takes the next path when it is free
 
-    def _give_up(self, late: dict[str, Probe], limit_s: float) -> _Answers:
-        kill_all(list(late.values()))
-        self._hanging |= {path: probe for path, probe in late.items() if not probe.has_ended()}
-        return dict.fromkeys(late, f"does not answer within {limit_s:g} s")
+        def work() -> None:
+            for path in waiting:
+                left_s = deadline - time.monotonic()
+                problem = self._why_not_asked(path, left_s)
+                answers[path] = problem or self._ask(path, min(each_s, left_s), min(each_s, all_s))
 
-    def _still_hangs(self, path: str, answers: _Answers) -> bool:
+        running = [AbandonableCall("probes", work) for _ in paths[:_AT_ONCE]]
+        for call in running:
+            call.ended.wait()
+            call.result()
+        return {path: answers[path] for path in paths}
+
+    def _why_not_asked(self, path: str, left_s: float) -> str:
         probe = self._hanging.get(path)
-        if probe is None or probe.has_ended():
-            self._hanging.pop(path, None)
-            return False
-        answers[path] = f"has hung for {probe.age_s():.0f} s"
-        return True
+        if probe is not None and not probe.has_ended():
+            return f"has hung for {probe.age_s():.0f} s"
+        self._hanging.pop(path, None)
+        return "" if left_s > 0 else f"was not asked: {_AT_ONCE} others do not answer"
 
-    def _begin(self, path: str, running: dict[str, Probe], answers: _Answers) -> None:
+    def _ask(self, path: str, timeout_s: float, limit_s: float) -> tuple[int, bytes] | str:
         try:
-            running[path] = self._start(self._command(path))
+            probe = self._start(self._command(path))
         except ChildStartError as error:
-            answers[path] = f"cannot be probed: {error}"
+            return f"cannot be probed: {error}"
+        answer = probe.result(timeout_s)
+        if answer is not None:
+            return answer
+        probe.kill()
+        if not probe.has_ended():
+            self._hanging[path] = probe
+        return f"does not answer within {limit_s:g} s"
 
 
 class DistributedStorageHealthCheck(PeriodicCheck):

@@ -49,12 +49,8 @@ PHASES = {
 _GOOD_RESULTS = frozenset({"", "ok", "success", "succeeded", "pass", "done"})
 
 
-@dataclass(frozen=True, slots=True)
-class AttributedSpan:
-    """A span of the accounting; ``host`` is None where it holds for the whole job."""
-
-    host: str | None
-    span: Span
+Attributed = dict[str | None, list[Span]]
+"""The spans of the accounting by node; under None those that hold for the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +93,19 @@ def saves(history: JobHistory) -> list[Save]:
     return sorted(complete, key=lambda save: save.done)
 
 
-def attribute_spans(history: JobHistory) -> tuple[list[AttributedSpan], dict[Window, float]]:
+def attribute_spans(history: JobHistory) -> tuple[Attributed, dict[Window, float]]:
     """Return all spans of the accounting, and the seconds that each window's fault threw away."""
-    attributed = [
-        AttributedSpan(None, Span(each.start, each.end, "productive")) for each in history.windows
-    ]
+    attributed: Attributed = {
+        None: [Span(each.start, each.end, "productive") for each in history.windows]
+    }
+    of_job = attributed[None]
     for cycle in history.cycles:
-        attributed.extend(_cycle_spans(history, cycle))
+        of_job += _cycle_spans(history, cycle)
         for event in history.events[cycle]:
-            attributed.extend(_event_spans(event))
+            host = event.host if event.kind == "phase" else None
+            attributed.setdefault(host, []).extend(_event_spans(event))
     if history.cycles:
-        attributed.append(
-            AttributedSpan(None, Span(history.start, history.cycles[0].start, "bracket"))
-        )
+        of_job.append(Span(history.start, history.cycles[0].start, "bracket"))
     lost_s: dict[Window, float] = {}
     lost_from: dict[Window, float] = {}
     for number, kept_until in _thrown_away(history):
@@ -122,41 +118,37 @@ def attribute_spans(history: JobHistory) -> tuple[list[AttributedSpan], dict[Win
             until = lost_from.get(each, each.end)
             begin = lost_from[each] = min(until, max(each.start, kept_until))
             lost_s[window] += until - begin
-            attributed.append(AttributedSpan(None, Span(begin, until, "lost_work")))
-    return [each for each in attributed if each.span.seconds > 0], lost_s
+            of_job.append(Span(begin, until, "lost_work"))
+    return attributed, lost_s
 
 
-def _cycle_spans(history: JobHistory, cycle: Cycle) -> list[AttributedSpan]:
+def _cycle_spans(history: JobHistory, cycle: Cycle) -> list[Span]:
     """Return the way to the first step and the time until the first fault was noticed."""
     windows, faults = history.cycle_windows[cycle], history.cycle_faults[cycle]
-    spans: list[AttributedSpan] = []
     closing = [window.fault for window in windows if window.fault is not None]
     if not windows:
         closing = faults[:1]
-    spans.extend(AttributedSpan(None, Span(each.onset, each.at, "detection")) for each in closing)
+    spans = [Span(each.onset, each.at, "detection") for each in closing]
     if windows:
-        spans.append(AttributedSpan(None, Span(cycle.start, windows[0].start, "bracket")))
+        spans.append(Span(cycle.start, windows[0].start, "bracket"))
     elif history.windows:
         # Steps are reported by this job, so a cycle without any never got that far.
-        end = faults[0].onset if faults else cycle.end
-        spans.append(AttributedSpan(None, Span(cycle.start, end, "bracket")))
+        spans.append(Span(cycle.start, faults[0].onset if faults else cycle.end, "bracket"))
     return spans
 
 
-def _event_spans(event: TimedEvent) -> list[AttributedSpan]:
+def _event_spans(event: TimedEvent) -> list[Span]:
     """Return the spans that one event explains by itself."""
     if event.kind == "phase":
         name = PHASES.get(event.text("name"), "restart_other")
-        return [AttributedSpan(event.host, Span(event.at - event.seconds("dur_s"), event.at, name))]
+        return [Span(event.at - event.seconds("dur_s"), event.at, name)]
     if event.kind == "ckpt_save":
         began = _save_began(event)
-        span = Span(began, began + event.seconds("stall_s"), "checkpoint_stall")
-        return [AttributedSpan(None, span)]
+        return [Span(began, began + event.seconds("stall_s"), "checkpoint_stall")]
     if event.kind == "inproc_restart":
         spans, end = [], event.at
         for name, seconds in reversed(event.durations("phases").items()):
-            category = PHASES.get(name, "restart_other")
-            spans.append(AttributedSpan(None, Span(end - seconds, end, category)))
+            spans.append(Span(end - seconds, end, PHASES.get(name, "restart_other")))
             end -= seconds
         return spans
     return []
@@ -223,18 +215,18 @@ def _rewound_to(history: JobHistory, window: Window, after: float) -> float | No
 
 
 def node_lanes(
-    history: JobHistory, attributed: Sequence[AttributedSpan], hosts: Sequence[str]
+    history: JobHistory, attributed: Attributed, hosts: Sequence[str]
 ) -> tuple[Lane, ...]:
     """Return one lane per node: the job's time as this node saw it."""
     lanes = []
     for host in hosts:
-        own = [each.span for each in attributed if each.host in {None, host}]
+        own = attributed.get(host, [])
         lives = [(cycle.start, cycle.end) for cycle in history.cycles if host in cycle.hosts] or [
             (history.start, history.end)
         ]
         first, last = min(start for start, _ in lives), max(end for _, end in lives)
-        first = min([first, *(each.span.start for each in attributed if each.host == host)])
-        flat = flatten(own, ORDER, max(first, history.start), last, "unknown")
+        first = max(history.start, min([first, *(span.start for span in own if span.seconds > 0)]))
+        flat = flatten([*attributed[None], *own], ORDER, first, last, "unknown")
         faults = tuple(fault for fault in history.faults if fault.host == host)
         lanes.append(Lane(host, host, None, tuple(_unbracketed(flat)), faults))
     return tuple(lanes)
@@ -247,11 +239,11 @@ def _unbracketed(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def rank_lanes(history: JobHistory, attributed: Sequence[AttributedSpan]) -> tuple[Lane, ...]:
+def rank_lanes(history: JobHistory, attributed: Attributed) -> tuple[Lane, ...]:
     """Return one lane per rank: start-up, steps, checkpoint stalls, the time until it was gone."""
     spans: dict[int, list[Span]] = defaultdict(list)
     hosts: dict[int, str] = {}
-    lost = [each.span for each in attributed if each.span.name == "lost_work"]
+    lost = [span for span in attributed[None] if span.name == "lost_work"]
     faults: dict[int | None, list[FaultNote]] = defaultdict(list)
     for fault in history.faults:
         faults[fault.rank].append(fault)
@@ -286,10 +278,9 @@ def _rank_spans(
     note = ""
     if "worker_start" in first:
         event = first["worker_start"]
-        is_warm = event.record.fields.get("warm")
-        note = (
-            "warm start" if is_warm else f"cold start: {event.text('cold_reason') or 'no reason'}"
-        )
+        note = f"cold start: {event.text('cold_reason') or 'no reason'}"
+        if event.record.fields.get("warm"):
+            note = "warm start"
     windows = history.cycle_windows[cycle]
     if not windows:
         name = "bracket" if history.windows else "unknown"
@@ -306,7 +297,7 @@ def _rank_spans(
         if event.kind == "inproc_restart":
             attributed.append(Span(event.at, end, "productive"))
         if event.kind == "ckpt_save" and event.seconds("stall_s"):
-            attributed.extend(each.span for each in _event_spans(event))
+            attributed.extend(_event_spans(event))
     return flatten(_trimmed(attributed, windows), ORDER, start, end, "unknown")
 
 

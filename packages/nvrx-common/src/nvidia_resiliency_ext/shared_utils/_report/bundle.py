@@ -22,66 +22,6 @@ if TYPE_CHECKING:
 
 
 _LONGEST_NAME = 80
-
-
-class Archive:
-    """Collects texts and writes them at the end.
-
-    Args:
-        top: Name of the directory that everything lies in.
-    """
-
-    def __init__(self, top: str, max_bytes: int) -> None:
-        self._top = _safe_part(top)
-        self._entries: dict[str, bytes] = {}
-        self.left_bytes = max_bytes
-
-    def add(self, name: str, text: str) -> bool:
-        """Take a text if there is space for it, and say whether there was."""
-        data = text.encode("utf-8", "backslashreplace")
-        if len(data) > self.left_bytes:
-            return False
-        self.left_bytes -= len(data)
-        path = "/".join(_safe_part(part) for part in name.split("/") if part not in {"", "."})
-        number = 1
-        unique = path
-        while unique in self._entries:
-            number += 1
-            unique = f"{path}-{number}"
-        self._entries[unique] = data
-        return True
-
-    def write(self, path: str) -> int:
-        """Write the archive to a new file, readable by its owner only; return its size."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                self._write_to(file)
-                file.flush()
-                return os.fstat(file.fileno()).st_size
-        except BaseException:
-            os.unlink(path)
-            raise
-
-    def _write_to(self, file: io.BufferedWriter) -> None:
-        with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
-            for name, data in self._entries.items():
-                entry = tarfile.TarInfo(f"{self._top}/{name}")
-                entry.size = len(data)
-                entry.mode = 0o600
-                entry.mtime = int(time.time())
-                tar.addfile(entry, io.BytesIO(data))
-
-
-def _safe_part(part: str) -> str:
-    """Return a part of a path that means the same everywhere: no separators, not hidden, short."""
-    kept = "".join(
-        char if char.isascii() and (char.isalnum() or char in "._-=@") else "_" for char in part
-    )
-    return kept.lstrip(".-")[-_LONGEST_NAME:] or "_"
-
-
 _LOG_END_BYTES = 256 * 1024
 _EVENTS_BYTES = 8 * 1024 * 1024
 _CONFIG_BYTES = 256 * 1024
@@ -100,21 +40,38 @@ _NAMES = frozenset(
 )
 
 
-class Collector:
-    """Fills an archive."""
+class Bundle:
+    """Collects texts without their secrets, and writes them into an archive at the end.
 
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
+    Args:
+        top: Name of the directory that everything lies in.
+        max_bytes: How much text is taken.
+    """
+
+    def __init__(self, top: str, max_bytes: int) -> None:
+        self._top = _safe_part(top)
+        self._left_bytes = max_bytes
+        self._entries: dict[str, bytes] = {}
         self._notes: list[str] = []
         self._secrets = 0
         self._files = 0
 
     def add(self, name: str, text: str) -> None:
+        """Take a text, or note that there is no space for it."""
         kept, count = redact(text)
-        if self._archive.add(name, kept):
-            self._secrets += count
-        else:
+        data = kept.encode("utf-8", "backslashreplace")
+        if len(data) > self._left_bytes:
             self._notes.append(f"{name}: left out: the bundle has reached its size")
+            return
+        self._left_bytes -= len(data)
+        self._secrets += count
+        path = "/".join(_safe_part(part) for part in name.split("/") if part not in {"", "."})
+        number = 1
+        unique = path
+        while unique in self._entries:
+            number += 1
+            unique = f"{path}-{number}"
+        self._entries[unique] = data
 
     def add_machine(self, environ: Mapping[str, str]) -> None:
         """Add versions, the self-check, and the variables that concern the job."""
@@ -133,8 +90,30 @@ class Collector:
         for relative in self._files_below(path):
             self._add_file(os.path.join(path, relative), f"{label}/{relative}")
 
-    def finish(self) -> None:
-        """Add the page that says what is here and what is not."""
+    def write(self, path: str) -> int:
+        """Write a new archive, readable by its owner only; return its size."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                self._write_to(file)
+                file.flush()
+                return os.fstat(file.fileno()).st_size
+        except BaseException:
+            os.unlink(path)
+            raise
+
+    def _write_to(self, file: io.BufferedWriter) -> None:
+        with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+            for name, data in {**self._entries, "README.txt": self._readme()}.items():
+                entry = tarfile.TarInfo(f"{self._top}/{name}")
+                entry.size = len(data)
+                entry.mode = 0o600
+                entry.mtime = int(time.time())
+                tar.addfile(entry, io.BytesIO(data))
+
+    def _readme(self) -> bytes:
+        """Return the page that says what is here and what is not."""
         lines = [
             "What this is: records, logs' ends and settings of a job, for a bug report.",
             f"Taken out: {self._secrets} values that looked like secrets ({REDACTED}).",
@@ -143,8 +122,8 @@ class Collector:
             "",
             *self._notes,
         ]
-        self._archive.left_bytes += _CONFIG_BYTES
-        self._archive.add("README.txt", "\n".join(lines).rstrip()[:_CONFIG_BYTES] + "\n")
+        text = "\n".join(lines).rstrip()[:_CONFIG_BYTES] + "\n"
+        return text.encode("utf-8", "backslashreplace")
 
     def _variables(self, environ: Mapping[str, str]) -> Iterator[str]:
         for name in sorted(environ):
@@ -185,6 +164,14 @@ class Collector:
             self._notes.append(f"{name}: left out: {reason}")
         else:
             self.add(name, text)
+
+
+def _safe_part(part: str) -> str:
+    """Return a part of a path that means the same everywhere: no separators, not hidden, short."""
+    kept = "".join(
+        char if char.isascii() and (char.isalnum() or char in "._-=@") else "_" for char in part
+    )
+    return kept.lstrip(".-")[-_LONGEST_NAME:] or "_"
 
 
 def _is_wanted(name: str) -> bool:
@@ -237,18 +224,16 @@ def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[st
     host = socket.gethostname()
     top = f"nvrx-bundle-{host}-{time.strftime('%Y%m%dT%H%M%S')}"
     target = options.output or f"{top}.tar.gz"
-    archive = Archive(top, max(1, options.max_size) * _MIB)
-    collector = Collector(archive)
-    collector.add_machine(os.environ)
+    bundle = Bundle(top, max(1, options.max_size) * _MIB)
+    bundle.add_machine(os.environ)
     for name, text in report_texts(paths).items():
-        collector.add(name, text)
+        bundle.add(name, text)
     for path in options.config:
-        collector.add_path(path, "config")
+        bundle.add_path(path, "config")
     for number, path in enumerate(paths):
-        collector.add_path(path, f"files-{number}")
-    collector.finish()
+        bundle.add_path(path, f"files-{number}")
     try:
-        size = archive.write(target)
+        size = bundle.write(target)
     except OSError as error:
         return _complain(f"{target}: {error.strerror}")
     write_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -21,91 +21,67 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One value with what tells it from others of the same name."""
-
-    value: float
-    labels: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Metric:
-    """A named figure. A counter only grows while a job runs; a gauge may fall."""
+    """A named figure: one value, or one for each value of its label."""
 
     name: str
-    kind: Literal["gauge", "counter"]
     help: str
-    samples: tuple[Sample, ...]
+    values: Mapping[str, float]
+    label: str
+
+    @property
+    def kind(self) -> str:
+        """A counter only grows while a job runs; a gauge may fall."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 def metrics_of(timeline: Timeline) -> list[Metric]:
     """Return the figures of a job; one that is not known is left out."""
     workers, checkpoints = timeline.workers, timeline.checkpoints
     downs = [restart.down_s for restart in timeline.restarts if restart.down_s is not None]
+    outcomes = {
+        "saved": checkpoints.saved, "failed": checkpoints.failed, "loaded": checkpoints.loaded,
+    }  # fmt: skip
     found = [
-        _gauge(
-            "nvrx_job_info",
-            "The job; always 1.",
-            {plain(timeline.job_id) or "unknown": 1},
-            "job_id",
-        ),
-        _gauge("nvrx_job_running", "1 until the record has an end.", not timeline.is_ended),
-        _gauge("nvrx_job_exit_code", "Exit code of a job that has ended.", timeline.exit_code),
-        _gauge("nvrx_nodes", "Nodes that have recorded anything.", len(timeline.hosts)),
-        _gauge("nvrx_ranks", "Ranks of the job.", timeline.ranks),
-        _gauge("nvrx_last_event_time_seconds", "Time of the last event.", timeline.end or None),
-        _gauge("nvrx_wall_seconds", "From the first event to the last.", timeline.wall_s),
-        _gauge("nvrx_goodput_ratio", "Productive time by wall time.", timeline.goodput),
+        _metric("nvrx_job_info", "The job; always 1.", {timeline.job_id or "unknown": 1}, "job_id"),
+        _metric("nvrx_job_running", "1 until the record has an end.", not timeline.is_ended),
+        _metric("nvrx_job_exit_code", "Exit code of a job that has ended.", timeline.exit_code),
+        _metric("nvrx_nodes", "Nodes that have recorded anything.", len(timeline.hosts)),
+        _metric("nvrx_ranks", "Ranks of the job.", timeline.ranks),
+        _metric("nvrx_last_event_time_seconds", "Time of the last event.", timeline.end or None),
+        _metric("nvrx_wall_seconds", "From the first event to the last.", timeline.wall_s),
+        _metric("nvrx_goodput_ratio", "Productive time by wall time.", timeline.goodput),
         # Work that a fault throws away was productive before: no counter.
-        _gauge("nvrx_spent_seconds", "Where the time went.", timeline.seconds, "category"),
-        _counter("nvrx_cycles_total", "Starts of all workers.", len(timeline.cycles)),
-        _counter("nvrx_faults_total", "Faults.", timeline.faults_by_cause, "cause"),
-        _counter("nvrx_restarts_total", "Restarts.", timeline.restarts_by_layer, "layer"),
-        _counter("nvrx_restart_down_seconds_total", "Time without training.", sum(downs)),
-        _counter(
+        _metric("nvrx_spent_seconds", "Where the time went.", timeline.seconds, "category"),
+        _metric("nvrx_cycles_total", "Starts of all workers.", len(timeline.cycles)),
+        _metric("nvrx_faults_total", "Faults.", timeline.faults_by_cause, "cause"),
+        _metric("nvrx_restarts_total", "Restarts.", timeline.restarts_by_layer, "layer"),
+        _metric("nvrx_restart_down_seconds_total", "Time without training.", sum(downs)),
+        _metric(
             "nvrx_workers_started_total",
             "Started workers.",
             {"warm": workers.warm, "cold": workers.cold},
             "start",
         ),
-        _counter(
-            "nvrx_checkpoints_total",
-            "Checkpoints.",
-            {
-                "saved": checkpoints.saved,
-                "failed": checkpoints.failed,
-                "loaded": checkpoints.loaded,
-            },
-            "what",
-        ),
-        _counter("nvrx_checkpoint_bytes_total", "Bytes of checkpoints.", checkpoints.bytes),
-        _counter("nvrx_checkpoint_stall_seconds_total", "Waiting for them.", checkpoints.stall_s),
-        _counter("nvrx_steps_total", "Steps that were reported.", timeline.steps),
-        _counter("nvrx_events_dropped_total", "Events that were not recorded.", timeline.dropped),
+        _metric("nvrx_checkpoints_total", "Checkpoints.", outcomes, "what"),
+        _metric("nvrx_checkpoint_bytes_total", "Bytes of checkpoints.", checkpoints.bytes),
+        _metric("nvrx_checkpoint_stall_seconds_total", "Waiting for them.", checkpoints.stall_s),
+        _metric("nvrx_steps_total", "Steps that were reported.", timeline.steps),
+        _metric("nvrx_events_dropped_total", "Events that were not recorded.", timeline.dropped),
     ]
-    return [metric for metric in found if metric.samples]
+    return [metric for metric in found if metric.values]
 
 
-def _gauge(
+def _metric(
     name: str, text: str, value: float | Mapping[str, float] | None, label: str = ""
 ) -> Metric:
-    return Metric(name, "gauge", text, _samples(value, label))
-
-
-def _counter(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    return Metric(name, "counter", text, _samples(value, label))
-
-
-def _samples(value: float | Mapping[str, float] | None, label: str) -> tuple[Sample, ...]:
-    if value is None:
-        return ()
     if isinstance(value, (int, float)):
-        return (Sample(float(value)),)
+        value = {"": value}
     # Names that read alike once they are plain are one: a name that comes twice spoils the file.
     sums: dict[str, float] = {}
-    for name, each in value.items():
-        sums[plain(name)] = sums.get(plain(name), 0.0) + each
-    return tuple(Sample(float(each), ((label, name),)) for name, each in sums.items())
+    for each, amount in (value or {}).items():
+        sums[plain(each)] = sums.get(plain(each), 0.0) + float(amount)
+    return Metric(name, text, sums, label)
 
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
@@ -117,15 +93,10 @@ def render_prometheus(timeline: Timeline) -> str:
     for metric in metrics_of(timeline):
         lines.append(f"# HELP {metric.name} {metric.help}")
         lines.append(f"# TYPE {metric.name} {metric.kind}")
-        lines.extend(
-            f"{metric.name}{_labels(sample)} {sample.value:.17g}" for sample in metric.samples
-        )
+        for of, value in metric.values.items():
+            labels = f'{{{metric.label}="{of.translate(_ESCAPES)}"}}' if metric.label else ""
+            lines.append(f"{metric.name}{labels} {value:.17g}")
     return "\n".join(lines) + "\n"
-
-
-def _labels(sample: Sample) -> str:
-    pairs = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in sample.labels)
-    return f"{{{pairs}}}" if pairs else ""
 
 
 _TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came
@@ -183,7 +154,10 @@ def _observe(meter: Meter, metric: Metric) -> None:
     from opentelemetry.metrics import Observation
 
     def observe(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(sample.value, dict(sample.labels)) for sample in metric.samples]
+        return [
+            Observation(value, {metric.label: of} if metric.label else {})
+            for of, value in metric.values.items()
+        ]
 
     make = (
         meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter

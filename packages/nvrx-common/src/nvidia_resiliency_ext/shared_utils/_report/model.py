@@ -7,6 +7,7 @@ The rules are in the modules beside it: ``cycles`` (one time axis, and what happ
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
         )
     history = build_history(seen)
     attributed, lost_s = attribute_spans(history)
-    spans = [each.span for each in attributed]
+    spans = itertools.chain.from_iterable(attributed.values())
     flat = flatten(spans, ORDER, history.start, history.end, "unknown")
     flat = [replace(span, name="startup") if span.name == "bracket" else span for span in flat]
     seconds = totals(flat, CATEGORIES)

@@ -29,7 +29,7 @@ from .timeline import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from .timeline import Timeline
+    from .timeline import Remark, Restart, Timeline
 
 
 _NARROWEST = 40
@@ -86,21 +86,23 @@ def _seconds(timeline: Timeline, width: int) -> list[str]:
 def _faults(timeline: Timeline) -> list[str]:
     counts = [f"{count} {plain(cause)}" for cause, count in timeline.faults_by_cause.items()]
     lines = [", ".join(counts)] if len(timeline.faults) > 1 else []
-    lines.extend(
-        f"{clock_time(fault.at)} cycle {fault.cycle} {fault_line(fault)}"
-        for fault in timeline.faults[:_MOST_ROWS]
+    return lines + _first(
+        [
+            f"{clock_time(fault.at)} cycle {fault.cycle} {fault_line(fault)}"
+            for fault in timeline.faults
+        ]
     )
-    return lines + _rest(len(timeline.faults))
 
 
 def _restarts(timeline: Timeline) -> list[str]:
     counts = [f"{count} {layer}" for layer, count in timeline.restarts_by_layer.items()]
     lines = [", ".join(counts)] if timeline.restarts else []
-    lines.extend(
-        f"{clock_time(restart.at)} {restart_line(restart, timeline.faults)}"
-        for restart in timeline.restarts[:_MOST_ROWS]
+    return lines + _first(
+        [
+            f"{clock_time(restart.at)} {restart_line(restart, timeline.faults)}"
+            for restart in timeline.restarts
+        ]
     )
-    return lines + _rest(len(timeline.restarts))
 
 
 def _also(timeline: Timeline) -> list[str]:
@@ -120,16 +122,18 @@ def _also(timeline: Timeline) -> list[str]:
         )
     if timeline.steps:
         lines.append(f"steps: {timeline.steps}")
-    lines.extend(
-        f"{clock_time(remark.at)} {plain(remark.kind)} on {plain(remark.host)}:"
-        f" {plain(remark.text)}"
-        for remark in timeline.remarks[:_MOST_ROWS]
+    return lines + _first(
+        [f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks]
     )
-    return lines + _rest(len(timeline.remarks))
 
 
-def _rest(count: int) -> list[str]:
-    return [f"... and {count - _MOST_ROWS} more"] if count > _MOST_ROWS else []
+def _first(lines: list[str]) -> list[str]:
+    more = len(lines) - _MOST_ROWS
+    return [*lines[:_MOST_ROWS], f"... and {more} more"] if more > 0 else lines
+
+
+def _remark_line(remark: Remark) -> str:
+    return f"{plain(remark.kind)} on {plain(remark.host)}: {plain(remark.text)}"
 
 
 def _list(title: str, lines: Iterable[str]) -> list[str]:
@@ -164,11 +168,6 @@ def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
     return f"{_HOME}{body}{_CLEAR_BELOW}"
 
 
-def waiting(why: str) -> str:
-    """Return what is drawn before there is anything."""
-    return f"{_HOME}waiting: {plain(why)}{_CLEAR_LINE}\n{_CLEAR_BELOW}"
-
-
 def new_lines(before: Timeline | None, timeline: Timeline) -> list[str]:
     """Return a line for each cycle, fault, restart and remark that was not there before."""
     found: list[tuple[float, str]] = []
@@ -190,14 +189,14 @@ def new_lines(before: Timeline | None, timeline: Timeline) -> list[str]:
         and (before is None or _key(restart) not in {_key(each) for each in before.restarts})
     )
     found.extend(
-        (remark.at, f"{plain(remark.kind)} on {plain(remark.host)}: {plain(remark.text)}")
+        (remark.at, _remark_line(remark))
         for remark in timeline.remarks[len(before.remarks) if before else 0 :]
     )
     return [f"{clock_time(at)} {line}" for at, line in sorted(found)]
 
 
-def _key(restart: object) -> tuple[object, ...]:
-    return tuple(getattr(restart, name) for name in ("at", "layer", "cycle", "down_s"))
+def _key(restart: Restart) -> tuple[object, ...]:
+    return restart.at, restart.layer, restart.cycle, restart.down_s
 
 
 _TICK_S = 1.0
@@ -269,7 +268,7 @@ def _next(
     except EventFileError as error:
         # The first file appears with its first line, or the job was cleaned up while we looked.
         if before is None and is_terminal:
-            write_out(waiting(str(error)))
+            write_out(f"{_HOME}waiting: {plain(str(error))}{_CLEAR_LINE}\n{_CLEAR_BELOW}")
         return before
 
 
