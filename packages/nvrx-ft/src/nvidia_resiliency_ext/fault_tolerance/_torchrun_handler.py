@@ -43,13 +43,7 @@ __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 
 
 class TorchrunHandler(FtRendezvousBarrierHandler):
-    """One node of a job whose launchers are torchrun's.
-
-    Args:
-        store: A TCPStore that all nodes reach.
-        settings: What the rendezvous goes by.
-        options: What concerns this node alone.
-    """
+    """One node of a job whose launchers are torchrun's."""
 
     def __init__(self, store: Store, settings: RendezvousSettings, options: NodeOptions) -> None:
         self._log = _event_log(settings.run_id)
@@ -136,11 +130,8 @@ def create_torchrun_handler(params: RendezvousParameters) -> TorchrunHandler:
     """Return the handler of a `torchrun --rdzv-backend=nvrx`.
 
     The node whose name or address is in the endpoint serves the store. With NVRX_EVENT_DIR in the
-    environment the job is recorded there, also by the packages that workers use.
-
-    Raises:
-        RendezvousConnectionError: the store cannot be served or reached.
-        ValueError: a setting of --rdzv-conf has an unusable value; see `create_handler`.
+    environment the job is recorded there, also by the packages that workers use. Raises what
+    `create_tcp_store` and `create_handler` do.
     """
     return make_handler(TorchrunHandler, create_tcp_store(params), params)
 

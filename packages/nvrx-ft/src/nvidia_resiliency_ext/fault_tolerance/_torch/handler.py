@@ -83,15 +83,6 @@ class StoreRendezvousHandler(RendezvousHandler):
     """Rounds of a job over a caller's store, with torch's interface.
 
     Methods may be called from any thread, `next_rendezvous` from one.
-
-    Args:
-        store: A TCPStore that all nodes reach, or PrefixStores over one.
-        settings: What the rendezvous goes by.
-        options: What concerns this node alone.
-        rules: What else `rules_and_node` takes.
-
-    Raises:
-        ValueError: the store is of another kind, or the settings contradict each other.
     """
 
     def __init__(self, store: Store, settings: Any, options: NodeOptions, **rules: Any) -> None:
@@ -108,7 +99,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._clock = SystemClock()
         # Guards what follows.
         self._changed = threading.Condition()
-        self._event: SessionEvent | None = None
         # The last decision that this node knows; None before it has reached the store.
         self._entry: Entry | None = None
         self._placed: Placed | None = None
@@ -132,13 +122,13 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         self._coordinator: CoordinatorThread | None = None
         self._services: CoordinatorServices | None = None
-        self._is_stop_requested = False
+        self._stop_requested = threading.Event()
         if options.is_store_host:
             context = CoordinatorContext("", self._me.host, "")
             self._services = CoordinatorServices(
                 options.services, os.environ, context, None, self._clock, is_shared=True
             )
-            self._services.follow_attribution(self._request_stop, lambda *_: None)
+            self._services.follow_attribution(lambda _: self._stop_requested.set(), lambda *_: None)
             self._coordinator = CoordinatorThread(
                 lambda: _guest_store(connect),
                 decides,
@@ -345,7 +335,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         The node that decides the rounds asks the service, where the parameters name one; the other
         nodes learn it from the end of the job.
         """
-        return self._is_stop_requested or (
+        return self._stop_requested.is_set() or (
             self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
         )
 
@@ -374,8 +364,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
         """Do `command` with the session, in its thread, and return what it returned.
 
-        Raises:
-            RendezvousConnectionError: the store is gone, or gives no answer in time.
+        Raises RendezvousConnectionError where the store is gone, or gives no answer in time.
         """
         answers: list[Future[_T]] = []
 
@@ -500,16 +489,12 @@ class StoreRendezvousHandler(RendezvousHandler):
             while True:
                 if self._is_let_go:
                     raise RendezvousConnectionError(_LEFT)
-                entry, event = self._entry, self._event
+                entry, placed = self._entry, self._placed
                 if entry is not None and entry.phase is Phase.OVER:
                     raise self._over(entry)
                 self._check()
-                if (
-                    isinstance(event, Placed)
-                    and event.entry.round >= round_
-                    and event.entry == entry
-                ):
-                    return event
+                if placed is not None and placed.entry == entry and placed.entry.round >= round_:
+                    return placed
                 if entry is not None and entry.round > round_ and entry.phase is Phase.OPEN:
                     return None
                 is_closed = entry is not None and entry.phase is Phase.CLOSED
@@ -554,7 +539,6 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _take(self, event: SessionEvent) -> None:
         with self._changed:
-            self._event = event
             if isinstance(event, Lost):
                 self._lost = event.what
             else:
@@ -570,9 +554,6 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _record(self, entry: Entry | None) -> None:
         if entry is not None and (self._entry is None or entry.seq >= self._entry.seq):
             self._entry = entry
-
-    def _request_stop(self, _reason: str) -> None:
-        self._is_stop_requested = True
 
 
 @contextlib.contextmanager

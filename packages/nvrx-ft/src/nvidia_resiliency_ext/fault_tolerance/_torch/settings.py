@@ -128,12 +128,8 @@ class NodeOptions:
 def node_options(params: RendezvousParameters) -> NodeOptions:
     """Return what `params` and the environment say of this node.
 
-    `is_store_host` decides who is the rendezvous host, else `is_host`, else whether the endpoint is
-    on this machine.
-
-    Raises:
-        ValueError: a value is unusable; ConfigError for the token file.
-        RuntimeError: Slurm does not tell the place of this node.
+    Raises ValueError for an unusable value (ConfigError for the token file), RuntimeError where
+    Slurm does not tell the place of this node.
     """
     token_file = params.get("rdzv_token_file")
     return NodeOptions(
@@ -149,12 +145,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
 def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
     """Return what raises `UnhealthyNodeException` where this node must not join.
 
-    Settings: `enable_nic_healthcheck`, `link_state_path_template`,
-    `enable_dist_storage_healthcheck`, `storage_healthcheck_paths` and `segment_health_check_dir`;
-    those left out have the launcher's defaults.
-
-    Raises:
-        ValueError: a setting has an unusable value.
+    Settings that are left out have the launcher's defaults. Raises ValueError for an unusable one.
     """
     given: dict[str, Any] = {
         name: rdzv_config_get_as_bool(conf, name)
@@ -178,8 +169,7 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
 def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
     """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
 
-    Raises:
-        ValueError: a value is unusable, or the service would have no logs to read.
+    Raises ValueError where a value is unusable, or the service would have no logs to read.
     """
     endpoint = conf.get("attribution_endpoint") or None
     prefix = conf.get("cycle_log_prefix") or None
@@ -215,6 +205,7 @@ def job_settings(params: RendezvousParameters, timeouts: type[Timeouts]) -> dict
 
 
 def _is_store_host(params: RendezvousParameters) -> bool:
+    """Return whether this node is to decide: where nobody says, whether the endpoint is here."""
     for key in ("is_store_host", "is_host"):
         said = rdzv_config_get_as_bool(params.config, key)
         if said is not None:
@@ -240,16 +231,8 @@ def rules_and_node(
 ) -> tuple[CoordinatorRules, NodeSettings]:
     """Return what the rendezvous host decides by, and what this node is in the job.
 
-    Args:
-        settings: `RendezvousSettings` of either kind.
-        options: What concerns this node alone.
-        nproc: Workers on this node.
-        grows: Whether this node opens the next round when it comes late and there is room.
-        min_healthy: Whether the job goes on while enough nodes are healthy or done.
-        placement: Further `PlacementRules`.
-
-    Raises:
-        ValueError: The rules contradict each other.
+    `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`.
+    Raises ValueError where they contradict each other.
     """
     timeout: Timeouts = settings.timeout
     placed_by = PlacementRules(
