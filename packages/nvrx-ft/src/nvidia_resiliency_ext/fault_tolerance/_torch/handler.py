@@ -82,7 +82,8 @@ _T = TypeVar("_T")
 class StoreRendezvousHandler(RendezvousHandler):
     """Rounds of a job over a caller's store, with torch's interface.
 
-    Methods may be called from any thread, `next_rendezvous` from one.
+    `settings`, `options` and `rules` are those of `rules_and_node`. Methods may be called from any
+    thread, `next_rendezvous` from one. Raises ValueError for another kind of store.
     """
 
     def __init__(self, store: Store, settings: Any, options: NodeOptions, **rules: Any) -> None:
