@@ -333,7 +333,7 @@ def test_a_lost_store_is_an_error_and_no_wait() -> None:
     nodes = handler_nodes.Nodes(create_handler, 2, 2)
     handler = nodes.add(host=True)
     waiting = nodes.call(handler.next_rendezvous)
-    until(lambda: handler._member.entry is not None)
+    until(lambda: handler._entry is not None)
     nodes.server = None
     with pytest.raises(RendezvousConnectionError, match="does not answer"):
         waiting.result(DEADLINE_S)
@@ -350,7 +350,7 @@ def test_a_silent_store_stops_a_node_before_it_is_replaced(
     nodes = job(1, 1, heartbeat_timeout=1)
     handler = nodes.add(host=True)
     nodes.join(handler)
-    threads = handler._member._client
+    threads = handler._client
     blocked, let_go = threading.Event(), threading.Event()
 
     def block(_session: object) -> None:
@@ -379,7 +379,7 @@ def test_a_lost_node_is_replaced(job: Callable[..., handler_nodes.Nodes]) -> Non
     )
     lost = next(h for h in working if h is not survivor)
     # Its process is gone: no lease any more.
-    lost._member._client.close(DEADLINE_S)
+    lost._client.close(DEADLINE_S)
     until(survivor.is_next_round_open)
     again = nodes.call(survivor.next_rendezvous)
     assert {again.result(DEADLINE_S).world_size, spare.result(DEADLINE_S).world_size} == {2}

@@ -57,7 +57,7 @@ def states(handler: FtRendezvousHandler) -> list[str]:
 
 def has_arrived(handler: FtRendezvousHandler, node: str, round_: int) -> bool:
     """Return whether a node has offered itself in a round."""
-    messages = handler._member.read(lambda store: read_messages(store, round_))
+    messages = handler._read(lambda store: read_messages(store, round_))
     return any(message.node == node and message.kind is Kind.ARRIVED for message in messages)
 
 
@@ -99,7 +99,7 @@ def test_without_upscaling_a_late_node_stands_by(job: Callable[..., handler_node
     (first,) = start(nodes, 1)
     late = nodes.add()
     joined = nodes.call(late.next_rendezvous)
-    until(lambda: has_arrived(first, late._member.node, 0))
+    until(lambda: has_arrived(first, late._me.node, 0))
     assert first.num_nodes_waiting() == 0
     again = nodes.call(first.next_rendezvous)
     assert {again.result(DEADLINE_S).world_size, joined.result(DEADLINE_S).world_size} == {2}
@@ -151,7 +151,7 @@ def test_a_lost_node_is_unknown(job: Callable[..., handler_nodes.Nodes]) -> None
     nodes = job(1, 2, heartbeat_timeout=1, close_timeout=2)
     one, two = start(nodes, 2)
     # Its process is gone: no lease any more.
-    two._member._client.close(DEADLINE_S)
+    two._client.close(DEADLINE_S)
     until(lambda: states(one) == ["HEALTHY", "UNKNOWN"])
     assert not one.is_next_round_open()
 

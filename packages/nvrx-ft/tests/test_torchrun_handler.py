@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
 )
 
-from nvidia_resiliency_ext.fault_tolerance._torchrun_handler import TorchrunHandler, _event_log
+from nvidia_resiliency_ext.fault_tolerance._torchrun_handler import TorchrunHandler
 from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import make_handler
 
 ENTRY = "nvidia_resiliency_ext.fault_tolerance.torchrun:get_handler_creator"
@@ -34,9 +34,7 @@ def job(monkeypatch):
     made = []
 
     def create(store, _backend, params):
-        return make_handler(
-            lambda *args: TorchrunHandler(*args, _event_log(params.run_id)), store, params
-        )
+        return make_handler(TorchrunHandler, store, params)
 
     def make(min_nodes, max_nodes, **conf):
         made.append(Nodes(create, min_nodes, max_nodes, **conf))

@@ -7,29 +7,25 @@ workers. It is served by the rounds of the barrier; nothing in the store is pick
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
-from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
+from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler
 from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
-    host_rules,
     job_settings,
     node_options,
-    node_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
@@ -42,12 +38,7 @@ __all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "cr
 class RendezvousTimeout(Timeouts):
     """How long the steps of a rendezvous may take: 600 s, 30 s, 30 s and 5 s unless given."""
 
-    _DEFAULTS: ClassVar[Mapping[str, timedelta]] = {
-        "join": timedelta(seconds=600),
-        "last_call": timedelta(seconds=30),
-        "close": timedelta(seconds=30),
-        "heartbeat": timedelta(seconds=5),
-    }
+    _LAST_CALL_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -92,26 +83,21 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         ValueError: the store is of another kind, or the settings contradict each other.
     """
 
+    _settings: RendezvousSettings
+
     def __init__(
         self, store: Store, settings: RendezvousSettings, options: NodeOptions, nproc: int = 1
     ) -> None:
-        rules = host_rules(
-            settings.min_nodes,
-            settings.max_nodes,
-            settings.timeout,
+        super().__init__(
+            store,
+            settings,
+            options,
+            nproc=nproc,
+            grows=settings.upscaling_enabled,
             min_healthy=True,
             elastic=True,
             use_infra_rank=settings.use_infra_group_rank,
         )
-        member = node_settings(
-            options,
-            rules,
-            settings.timeout,
-            nproc=nproc,
-            grows=settings.upscaling_enabled,
-        )
-        self._settings = settings
-        super().__init__(store, settings.run_id, member, rules, options)
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -120,8 +106,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
     def num_nodes(self) -> int:
         """Return how many nodes work in the present round; 0 while one is open."""
-        entry = self._member.entry
-        return entry.active if entry is not None else 0
+        return self._entry.active if self._entry is not None else 0
 
     def remove_this_node(self) -> None:
         """Take this node out of the present round; it may come back by `next_rendezvous`.
@@ -129,7 +114,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is gone.
         """
-        self._member.leave(Kind.LEFT, self._cause("left", f"host {self._member.host} leaves"))
+        self._leave(Kind.LEFT, self._cause("left", f"host {self._me.host} leaves"))
 
     def get_worker_states(self) -> dict[NodeIdentity, WorkerState]:
         """Return the state of the workers of each node of the present round.
@@ -160,26 +145,23 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         except KeyError:
             names = ", ".join(known.name for known in records.WorkerState)
             raise ValueError(f"worker state {state.name}: use one of {names}") from None
-        me = NodeIdentity.parse(self._member.node)
-        placed = self._member.placed
+        me = NodeIdentity.parse(self._me.node)
+        placed = self._placed
         stands = self.get_worker_states().get(me, WorkerState.UNKNOWN)
         if placed is None or records.WorkerState[stands.name] in FINAL:
             return stands
         cause = None
         if wanted is not records.WorkerState.HEALTHY:
-            what = f"workers of host {self._member.host} are {wanted.value}"
-            cause = self._cause("worker", what)
-        self._send_state(placed.entry.round, wanted, cause)
-        return state
+            cause = self._cause("worker", f"workers of host {self._me.host} are {wanted.value}")
 
-    def _send_state(self, round_: int, state: records.WorkerState, cause: Cause | None) -> None:
         def send(session: NodeSession) -> None:
-            if state is records.WorkerState.SUCCEEDED:
-                session.succeeded(round_)
+            if wanted is records.WorkerState.SUCCEEDED:
+                session.succeeded(placed.entry.round)
             else:
-                session.send(Kind.STATE, state=state, cause=cause)
+                session.send(Kind.STATE, state=wanted, cause=cause)
 
-        self._member.ask(send)
+        self._ask(send)
+        return state
 
 
 def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> FtRendezvousHandler:
@@ -200,7 +182,6 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
         ValueError: a setting has an unusable value, or the store is of another kind.
     """
     del backend
-    check = node_check(params.config)
     conf = params.config
     settings = RendezvousSettings(
         **job_settings(params, RendezvousTimeout),
@@ -209,6 +190,4 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
         is not False,
     )
     nproc = rdzv_config_get_as_int(conf, "nproc_per_node", 1) or 1
-    handler = FtRendezvousHandler(store, settings, node_options(params), nproc)
-    handler.set_node_check(check)
-    return handler
+    return FtRendezvousHandler(store, settings, node_options(params), nproc)

@@ -8,6 +8,7 @@ does) is not here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -42,25 +43,16 @@ __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 
 
 class TorchrunHandler(FtRendezvousBarrierHandler):
-    """One node of a job whose launchers are torchrun's.
+    """One node of a job whose launchers are torchrun's."""
 
-    Args:
-        store: A TCPStore that all nodes reach.
-        settings: What the rendezvous goes by.
-        options: What concerns this node alone.
-        log: The record of this node.
-    """
-
-    def __init__(
-        self, store: Store, settings: RendezvousSettings, options: NodeOptions, log: events.EventLog
-    ) -> None:
-        self._log = log
+    def __init__(self, store: Store, settings: RendezvousSettings, options: NodeOptions) -> None:
+        self._log = _event_log(settings.run_id)
         # Decisions arrive in a thread.
         self._lock = threading.Lock()
         self._cycle: int | None = None
         self._reason = "start"
         nnodes = f"{settings.min_nodes}:{settings.max_nodes}"
-        log.record(events.JobStart(nnodes=nnodes, policy="any-failed"), cycle=None)
+        self._log.record(events.JobStart(nnodes=nnodes, policy="any-failed"), cycle=None)
         super().__init__(store, settings, options)
 
     def get_backend(self) -> str:
@@ -75,8 +67,8 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         with self._lock:
             if self._cycle is not None:
                 # No other node has opened a round: it is torch's agent here that starts anew.
-                what = f"workers on host {self._member.host} failed; torchrun's log says how"
-                self._restarts_because(Cause("exit", what, host=self._member.host))
+                what = f"workers on host {self._me.host} failed; torchrun's log says how"
+                self._restarts_because(self._cause("exit", what))
         info = super().next_rendezvous()
         os.environ["NVRX_CYCLE"] = str(self.round())
         return info
@@ -89,7 +81,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         """
         error = sys.exc_info()[1]
         if not reason and error is not None and not isinstance(error, ChildFailedError):
-            self._leave(f"{type(error).__name__}: {error}")
+            self._leave_alone(f"{type(error).__name__}: {error}"[:1000])
         fallback = RDZV_SHUTDOWN_REASON_GRACEFUL if error is None else RDZV_SHUTDOWN_REASON_FAILURE
         is_reported = super().shutdown(reason or fallback)
         with self._lock:
@@ -103,16 +95,13 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         self._log.close()
         return is_reported
 
-    def _leave(self, what: str) -> None:
-        if self._member.is_over or self._member.has_left:
-            return
-        try:
-            self._member.leave(Kind.LEFT, self._cause("left", what[:1000]))
-        except RendezvousConnectionError:
-            # No message can be sent: the lease expires.
-            return
+    def _leave_alone(self, what: str) -> None:
+        if not self.is_closed() and not self._has_left:
+            # Where no message can be sent the lease expires.
+            with contextlib.suppress(RendezvousConnectionError):
+                self._leave(Kind.LEFT, self._cause("left", what))
 
-    def _on_event(self, event: SessionEvent) -> None:
+    def _take(self, event: SessionEvent) -> None:
         with self._lock:
             if isinstance(event, Opened) and event.entry.cause is not None:
                 self._restarts_because(event.entry.cause)
@@ -122,6 +111,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
                 self._cycle = event.entry.round
                 start = events.CycleStart(nodes=event.entry.active, reason=self._reason)
                 self._log.record(start, cycle=self._cycle)
+        super()._take(event)
 
     def _restarts_because(self, cause: Cause) -> None:
         self._reason = cause.what
@@ -140,17 +130,10 @@ def create_torchrun_handler(params: RendezvousParameters) -> TorchrunHandler:
     """Return the handler of a `torchrun --rdzv-backend=nvrx`.
 
     The node whose name or address is in the endpoint serves the store. With NVRX_EVENT_DIR in the
-    environment the job is recorded there, also by the packages that workers use.
-
-    Raises:
-        RendezvousConnectionError: the store cannot be served or reached.
-        ValueError: a setting of --rdzv-conf has an unusable value; see `create_handler`.
+    environment the job is recorded there, also by the packages that workers use. Raises what
+    `create_tcp_store` and `create_handler` do.
     """
-
-    def make(store: Store, settings: RendezvousSettings, options: NodeOptions) -> TorchrunHandler:
-        return TorchrunHandler(store, settings, options, _event_log(params.run_id))
-
-    return make_handler(make, create_tcp_store(params), params)
+    return make_handler(TorchrunHandler, create_tcp_store(params), params)
 
 
 def _event_log(job_id: str) -> events.EventLog:

@@ -181,18 +181,16 @@ class FlagParser(argparse.ArgumentParser):
         given: dict[str, tuple[Any, str]] = {}
         words, rest, warnings = self._split(list(sys.argv[1:] if args is None else args), given)
         parsed, unknown = super().parse_known_args(words, namespace)
-        given = _with_environment(given, os.environ)
-        problems = _fill(parsed, given)
+        problems = _fill(parsed, given, os.environ)
         if problems:
             self.error("; ".join(problems))
         parsed.training_script = rest[0] if rest else None
         parsed.training_script_args = rest[1:]
         warnings += _misplaced(parsed.training_script_args)
-        parsed.given = {attribute: where for attribute, (_, where) in given.items()}
         parsed.warnings = warnings + [
             f"{parsed.given[flag.attribute]} is deprecated; {flag.deprecated}"
             for flag in FLAGS
-            if flag.deprecated and flag.attribute in given
+            if flag.deprecated and flag.attribute in parsed.given
         ]
         return parsed, unknown
 
@@ -299,32 +297,28 @@ def _unknown(word: str) -> str:
     return f"unknown flag {values.describe(name)}{hint}"
 
 
-def _with_environment(
-    given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
-) -> dict[str, tuple[Any, str]]:
-    """Return what was given, by flags and then by `PET_` variables."""
-    filled = dict(given)
-    for flag in FLAGS:
-        name = f"PET_{flag.attribute.upper()}"
-        if flag.env and flag.attribute not in filled and environ.get(name):
-            filled[flag.attribute] = (environ[name], name)
-    return filled
+def _fill(
+    parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
+) -> list[str]:
+    """Set every flag's attribute, from flags and then `PET_` variables, and `given`.
 
-
-def _fill(parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]]) -> list[str]:
-    """Set every flag's attribute; return what is wrong with the values."""
+    Returns what is wrong with the values.
+    """
     problems = []
+    parsed.given = {}
     for flag in FLAGS:
-        raw, where = given.get(flag.attribute, (flag.default, ""))
-        value = raw
+        variable = f"PET_{flag.attribute.upper()}"
+        value, where = given.get(flag.attribute, (flag.default, ""))
+        if not where and flag.env and environ.get(variable):
+            value, where = environ[variable], variable
         if where:
-            kind = flag.kind or values.BOOL
+            parsed.given[flag.attribute] = where
             try:
-                value = values.read(kind, raw, where)
+                read = values.read(flag.kind or values.BOOL, value, where)
             except ValueError as error:  # all problems at once
                 problems.append(str(error))
-            if value is None:
+            else:
                 # "none" given on the command line must still win over a file.
-                value = raw
+                value = value if read is None else read
         setattr(parsed, flag.attribute, list(value) if isinstance(value, list) else value)
     return problems

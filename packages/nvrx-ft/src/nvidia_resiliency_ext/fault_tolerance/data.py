@@ -28,13 +28,8 @@ __all__ = [
 
 
 def current_global_rank() -> int:
-    """Return this process's global rank: the process group's, else `RANK`'s.
-
-    torch is asked only when the program has already imported it.
-
-    Raises:
-        RuntimeError: neither knows a rank.
-    """
+    """Return the process group's rank, else `RANK`'s; raise RuntimeError where there is none."""
+    # torch is asked only when the program has already imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for nested dicts and lists, kept under their public names; the code is in `_dicts`."""
+"""Helpers for nested dicts and lists, kept for programs that import them."""
 
 from __future__ import annotations
 

@@ -8,25 +8,24 @@ work; the others stand by.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
-from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler, node_check
+from nvidia_resiliency_ext.fault_tolerance._core.infra import default_replacement_group_size
+from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
     NodeOptions,
     Timeouts,
-    group_size,
-    host_rules,
     job_settings,
     node_options,
-    node_settings,
 )
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_int
 
@@ -38,13 +37,6 @@ __all__ = [
 
 class RendezvousTimeout(Timeouts):
     """How long the steps of a rendezvous may take: 600 s, 1 s, 30 s and 5 s unless given."""
-
-    _DEFAULTS: ClassVar[Mapping[str, timedelta]] = {
-        "join": timedelta(seconds=600),
-        "last_call": timedelta(seconds=1),
-        "close": timedelta(seconds=30),
-        "heartbeat": timedelta(seconds=5),
-    }
 
 
 @dataclass(frozen=True)
@@ -158,18 +150,17 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         ValueError: the store is of another kind, or the settings contradict each other.
     """
 
+    _settings: RendezvousSettings
+
     def __init__(self, store: Store, settings: RendezvousSettings, options: NodeOptions) -> None:
-        rules = host_rules(
-            settings.min_nodes,
-            settings.max_nodes,
-            settings.timeout,
+        super().__init__(
+            store,
+            settings,
+            options,
+            nproc=settings.nproc_per_node,
             segment=settings.segment,
             group_size=settings.replacement_group_size,
         )
-        self._settings = settings
-        nproc, timeout = settings.nproc_per_node, settings.timeout
-        member = node_settings(options, rules, timeout, nproc=nproc)
-        super().__init__(store, settings.run_id, member, rules, options)
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -248,16 +239,16 @@ def make_handler(
     params: RendezvousParameters,
 ) -> _Handler:
     """Return a handler of a kind over `store`; see `create_handler`."""
-    check = node_check(params.config)
+    group_size = rdzv_config_get_as_int(params.config, "replacement_group_size")
     settings = RendezvousSettings(
         **job_settings(params, RendezvousTimeout),
         segment=rdzv_config_get_as_int(params.config, "segment"),
-        replacement_group_size=group_size(params.config),
+        replacement_group_size=(
+            default_replacement_group_size(os.environ) if group_size is None else group_size
+        ),
         nproc_per_node=rdzv_config_get_as_int(params.config, "nproc_per_node", 1) or 1,
     )
-    handler = kind(store, settings, node_options(params))
-    handler.set_node_check(check)
-    return handler
+    return kind(store, settings, node_options(params))
 
 
 def _object(text: str | bytes, name: str, fields: set[str]) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class IpcConnector:
         self._received: deque[object] = deque()
         # Guards starting and stopping; the deque is safe by itself.
         self._lock = threading.Lock()
-        self._receiver: _Receiver | None = None
+        self._loop: EventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def start_receiving(self) -> None:
         """Listen, in a thread of its own.
@@ -66,7 +67,7 @@ class IpcConnector:
             FileExistsError: another process listens there, or it is no socket.
         """
         with self._lock:
-            if self._receiver is not None:
+            if self._loop is not None:
                 raise RuntimeError(f"{self.socket_path}: receiving was started already")
             loop = EventLoop()
             try:
@@ -74,14 +75,22 @@ class IpcConnector:
             except (ValueError, OSError):
                 loop.close()
                 raise
-            self._receiver = _Receiver(mailbox, loop)
+            self._loop = loop
+            self._thread = threading.Thread(
+                target=self._receive, args=(mailbox, loop), name="nvrx-ipc-receiver", daemon=True
+            )
+            self._thread.start()
 
     def stop_receiving(self) -> None:
         """End the thread and remove the socket; what was received stays. May be repeated."""
         with self._lock:
-            receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close(self.THREAD_FINISH_TIMEOUT)
+            loop, self._loop = self._loop, None
+            thread, self._thread = self._thread, None
+        if loop is not None and thread is not None:
+            loop.wake()
+            thread.join(self.THREAD_FINISH_TIMEOUT)
+            if thread.is_alive():
+                logger.error("%s: the receiver thread does not end", self.socket_path)
 
     def fetch_received(self) -> list[object]:
         """Return and forget everything received so far, oldest first."""
@@ -131,31 +140,14 @@ class IpcConnector:
                 f"{self.socket_path}: message not accepted: {cause}"
             )
 
-
-class _Receiver:
-    """The thread that serves a mailbox until it is closed."""
-
-    def __init__(self, mailbox: Mailbox, loop: EventLoop) -> None:
-        self._mailbox = mailbox
-        self._loop = loop
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="nvrx-ipc-receiver", daemon=True)
-        self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        self._is_closing = True
-        self._loop.wake()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.error("%s: the receiver thread does not end", self._mailbox.socket_path)
-
-    def _run(self) -> None:
+    def _receive(self, mailbox: Mailbox, loop: EventLoop) -> None:
+        """Serve `mailbox` until another loop, or none, is this connector's (body of the thread)."""
         try:
-            while not self._is_closing:
-                self._loop.run_once()
+            while self._loop is loop:
+                loop.run_once()
         except Exception:
             # The thread's boundary: senders then find nobody listening, and the log says why.
-            logger.exception("%s: receiving ended", self._mailbox.socket_path)
+            logger.exception("%s: receiving ended", self.socket_path)
         finally:
-            self._mailbox.close()
-            self._loop.close()
+            mailbox.close()
+            loop.close()

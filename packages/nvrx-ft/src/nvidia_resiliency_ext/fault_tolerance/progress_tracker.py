@@ -142,23 +142,21 @@ class TrainingProgressTracker:
         """Let go of the file; a read that a dead file system holds is left to its daemon thread."""
         self._file = None
 
-    def _why_unknown(self) -> str:
-        if self._file is not None:
-            return (
-                f"{self.checkpoint_iteration_file} holds 0: cycles without progress are counted"
-                " from the first iteration that it names"
-            )
-        return (
-            "no iteration is known, so cycles without progress cannot be counted:"
-            " checkpoint_iteration_file can name a file that holds the last saved one"
-        )
-
     def _count(self, gained: int) -> None:
         if self.current_max_iteration == 0 and self.last_restart_iteration == 0:
             self._unknown_cycles += 1
+            if self._file is not None and self._unknown_cycles == 1:
+                logger.warning(
+                    "%s holds 0: cycles without progress are counted from the first iteration that"
+                    " it names",
+                    self.checkpoint_iteration_file,
+                )
             # Without a file it matters first where the job would be given up.
-            if self._unknown_cycles == (1 if self._file else self.max_no_progress_cycles):
-                logger.warning("%s", self._why_unknown())
+            elif self._file is None and self._unknown_cycles == self.max_no_progress_cycles:
+                logger.warning(
+                    "no iteration is known, so cycles without progress cannot be counted:"
+                    " checkpoint_iteration_file can name a file that holds the last saved one"
+                )
             return
         if gained >= self.min_progress_iterations:
             self.no_progress_count = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -203,7 +204,7 @@ class RankMonitorClient(HotPath):
         if not calc.can_get_hb_timeouts():
             return self._not_ready("heartbeats", skip_if_not_ready=skip_if_not_ready)
         self.hb_timeouts = calc.get_hb_timeouts(self.hb_timeouts)
-        self._send_limits(_limits_of(heartbeat=self.hb_timeouts))
+        self._send_limits()
         return True
 
     def calculate_and_set_section_timeouts(
@@ -239,7 +240,7 @@ class RankMonitorClient(HotPath):
         self.section_timeouts = calc.get_section_timeouts(
             selected_sections, calc_out_of_section, self.section_timeouts
         )
-        self._send_limits(_limits_of(section=self.section_timeouts))
+        self._send_limits()
         return True
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -275,26 +276,41 @@ class RankMonitorClient(HotPath):
         raise RankMonitorClientError(f"timeouts cannot be calculated: too few {what} were seen")
 
     def _apply_loaded(self) -> None:
-        limits: dict[str, Any] = {}
-        if self.loaded_hb_timeouts is not None:
-            self.hb_timeouts = self.loaded_hb_timeouts
-            limits |= _limits_of(heartbeat=self.hb_timeouts)
-        if self.loaded_section_timeouts is not None and self.section_timeouts is not None:
-            self.section_timeouts = _for_configured(
-                self.loaded_section_timeouts, self.section_timeouts
+        heartbeat, loaded = self.loaded_hb_timeouts, self.loaded_section_timeouts
+        if heartbeat is not None:
+            self.hb_timeouts = heartbeat
+        if loaded is not None:
+            configured = self.section_timeouts
+            assert configured is not None
+            section = {
+                name: loaded.section.get(name, limit) for name, limit in configured.section.items()
+            }
+            calculates_outside = loaded.is_out_of_section_calculated
+            self.section_timeouts = SectionTimeouts(
+                section,
+                loaded.out_of_section if calculates_outside else configured.out_of_section,
+                loaded.calculated_sections & section.keys(),
+                calculates_outside,
             )
-            limits |= _limits_of(section=self.section_timeouts)
-        if limits:
-            self._send_limits(limits)
+        if heartbeat is not None or loaded is not None:
+            self._send_limits()
 
-    def _send_limits(self, limits: Mapping[str, Any]) -> None:
-        """Change limits in the monitor; a new monitor gets them again."""
+    def _send_limits(self) -> None:
+        """Let the timeouts in force count in the monitor; a new monitor gets them again."""
         from ._monitor.messages import SetTimeouts
 
-        self._own_limits = {**self._own_limits, **limits}
-        link = self._link
+        link, heartbeat, section = self._link, self.hb_timeouts, self.section_timeouts
         assert link is not None
-        answer = link.request(lambda number: SetTimeouts(number, dict(limits)), ANSWER_LIMIT_S)
+        assert heartbeat is not None
+        assert section is not None
+        self._own_limits = {
+            "initial_rank_heartbeat_timeout": heartbeat.initial,
+            "rank_heartbeat_timeout": heartbeat.subsequent,
+            "rank_section_timeouts": dict(section.section),
+            "rank_out_of_section_timeout": section.out_of_section,
+        }
+        limits = self._own_limits
+        answer = link.request(lambda number: SetTimeouts(number, limits), ANSWER_LIMIT_S)
         if answer is None:
             self.logger.warning("the rank monitor did not take the new timeouts yet")
         elif answer.problem is not None:
@@ -462,13 +478,16 @@ class RankMonitorClient(HotPath):
         link, self._link = self._link, None
         if link is not None:
             link.close()
+        self._unregister_dump()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _unregister_dump(self) -> None:
         if self._dump_fd >= 0:
             faulthandler.unregister(DUMP_SIGNAL)
             os.close(self._dump_fd)
             self._dump_fd = -1
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
 
     def _disown(self) -> None:
         """In a forked child: refuse every call from now on, and let go of what is the parent's."""
@@ -482,10 +501,7 @@ class RankMonitorClient(HotPath):
         link, self._link = self._link, None
         if link is not None:
             link.disown()
-        if self._dump_fd >= 0:
-            faulthandler.unregister(DUMP_SIGNAL)
-            os.close(self._dump_fd)
-            self._dump_fd = -1
+        self._unregister_dump()
 
 
 def _write_state(
@@ -494,19 +510,13 @@ def _write_state(
     """Return the calculated timeouts as JSON-clean values; a part is left out if not calculated."""
     state: dict[str, Any] = {}
     if heartbeat is not None and heartbeat.were_calculated:
-        state["heartbeat"] = {
-            "initial": heartbeat.initial,
-            "subsequent": heartbeat.subsequent,
-            "were_calculated": True,
-        }
+        state["heartbeat"] = dataclasses.asdict(heartbeat)
     if section is not None and (
         section.calculated_sections or section.is_out_of_section_calculated
     ):
-        state["section"] = {
-            "section": {name: section.section[name] for name in sorted(section.section)},
-            "out_of_section": section.out_of_section,
+        state["section"] = dataclasses.asdict(section) | {
+            "section": dict(sorted(section.section.items())),
             "calculated_sections": sorted(section.calculated_sections),
-            "is_out_of_section_calculated": section.is_out_of_section_calculated,
         }
     return state
 
@@ -524,36 +534,6 @@ def _read_state(
         None if heartbeat is None else HeartbeatTimeouts(**heartbeat),
         None if section is None else SectionTimeouts(**section),
     )
-
-
-def _for_configured(loaded: SectionTimeouts, configured: SectionTimeouts) -> SectionTimeouts:
-    """Return loaded timeouts for the configured sections; what was not loaded stays as it is."""
-    section = dict(configured.section)
-    section.update({name: value for name, value in loaded.section.items() if name in section})
-    return SectionTimeouts(
-        section=section,
-        out_of_section=(
-            loaded.out_of_section
-            if loaded.is_out_of_section_calculated
-            else configured.out_of_section
-        ),
-        calculated_sections=loaded.calculated_sections & section.keys(),
-        is_out_of_section_calculated=loaded.is_out_of_section_calculated,
-    )
-
-
-def _limits_of(
-    heartbeat: HeartbeatTimeouts | None = None, section: SectionTimeouts | None = None
-) -> dict[str, Any]:
-    """Return timeouts as the keys of the configuration that the monitor takes."""
-    limits: dict[str, Any] = {}
-    if heartbeat is not None:
-        limits["initial_rank_heartbeat_timeout"] = heartbeat.initial
-        limits["rank_heartbeat_timeout"] = heartbeat.subsequent
-    if section is not None:
-        limits["rank_section_timeouts"] = dict(section.section)
-        limits["rank_out_of_section_timeout"] = section.out_of_section
-    return limits
 
 
 _CLIENTS: weakref.WeakSet[RankMonitorClient] = weakref.WeakSet()

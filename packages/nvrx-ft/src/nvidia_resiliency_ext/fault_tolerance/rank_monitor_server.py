@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import socket
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,28 +53,24 @@ def main(fd: int) -> None:
     start = receive_message(launcher, LAUNCHER_MESSAGES, _START_LIMIT_S)
     if not isinstance(start, Start):
         raise SystemExit("the monitor's first message must be Start")
-    _name_process(start)
+    with suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as comm:
+        comm.write("nvrx-monitor" if start.run_id else "nvrx-monitor-alone")
     lines: SimpleQueue[LogLine] | None = SimpleQueue() if start.run_id else None
     configure_logging(int(start.config["log_level"]), lines)
-    try:
-        run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
-        server = MonitorServer(start, launcher, lines)
-    except OSError as error:
-        raise _cannot_start(error) from None
-    with nullcontext() if start.run_id else leave_at_signals(server):
+    with ExitStack() as stack:
         try:
+            run_dir = RunDir(start.run_dir) if start.run_id and start.run_dir else None
+            server = MonitorServer(start, launcher, lines)
+            if not start.run_id:
+                stack.enter_context(leave_at_signals(server))
             server.announce()
         except OSError as error:
-            raise _cannot_start(error) from None
+            raise SystemExit(f"the rank monitor cannot start: {error}") from None
         server.run()
     if run_dir is not None and server.is_dismissed:
         run_dir.remove()
     # A job of the slow thread may hang in a dead file system for ever.
     os._exit(0)
-
-
-def _cannot_start(error: OSError) -> SystemExit:
-    return SystemExit(f"the rank monitor cannot start: {error}")
 
 
 @contextmanager
@@ -126,15 +122,6 @@ def configure_logging(level: int, lines: SimpleQueue[LogLine] | None) -> None:
     logger.setLevel(level)
     logger.propagate = False
     logger.addHandler(LineHandler(lines))
-
-
-def _name_process(start: Start) -> None:
-    name = f"nvrx-monitor{'' if start.run_id else '-alone'}"
-    try:
-        with open("/proc/self/comm", "w", encoding="ascii") as comm:
-            comm.write(name)
-    except OSError:
-        return  # a nicety
 
 
 class _Settable(Protocol):
@@ -335,12 +322,12 @@ _PROCESSES: set[MonitorProcess] = set()
 
 def _end_all() -> None:
     for process in list(_PROCESSES):
-        if process._owner_pid != os.getpid():  # noqa: SLF001 - the module's own class
-            continue  # a forked child ends: the monitor is its parent's
-        process.terminate()
-        process.join(1.0)
-        process.kill()
-        process.join(1.0)
+        # When a forked child ends, the monitor is still its parent's.
+        if process._owner_pid == os.getpid():  # noqa: SLF001 - the module's own class
+            process.terminate()
+            process.join(1.0)
+            process.kill()
+            process.join(1.0)
 
 
 atexit.register(_end_all)

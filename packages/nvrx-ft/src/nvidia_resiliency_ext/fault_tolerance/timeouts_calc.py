@@ -256,15 +256,10 @@ def _mean(new: float, old: float | None) -> float:
 
 
 _FIRST_VALUES = 253  # with the three words of the head, 2 KiB
-_NOTHING = -1.0
 
 
 def reduction_device_type(backend_config: str) -> str:
-    """Choose the device for a small reduction from torch's "device:backend,..." description.
-
-    The CPU side is used when there is one, so that no device context and no synchronisation with a
-    device is forced.
-    """
+    """Choose from "device:backend,...": the CPU, if it is there, forces no context on a device."""
     backends = dict(part.split(":", 1) for part in backend_config.split(",") if ":" in part)
     if "cpu" in backends or not backends:
         return "cpu"
@@ -274,12 +269,8 @@ def reduction_device_type(backend_config: str) -> str:
 def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]:
     """Return the element-wise maximum of `values` over the default process group.
 
-    Args:
-        values: this rank's numbers; as many on every rank that has the same `names`.
-        names: what the numbers stand for; must be the same on all ranks.
-
-    Raises:
-        TimeoutsCalcError: torch.distributed is not initialised, or `names` differ between ranks.
+    `names` are what they stand for. Raises TimeoutsCalcError where ranks have different ones, or
+    torch.distributed is not initialised.
     """
     # A program that has not imported torch has no process group, and need not wait for the import.
     dist = sys.modules.get("torch.distributed")
@@ -296,7 +287,7 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
 
     encoded_names = json.dumps(list(names)).encode()
     fingerprint = float(_fingerprint(encoded_names))
-    padding = [_NOTHING] * (_FIRST_VALUES - len(values))
+    padding = [_NO_DATA] * (_FIRST_VALUES - len(values))
     first = torch.tensor(
         [fingerprint, -fingerprint, float(len(encoded_names)), *values[:_FIRST_VALUES], *padding],
         dtype=torch.float64,

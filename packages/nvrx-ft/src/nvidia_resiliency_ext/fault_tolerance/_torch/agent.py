@@ -83,7 +83,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         term_timeout: float = 1800,
         workers_stop_timeout: float = 30,
         restart_policy: str = ANY_FAILED,
-        is_store_host: bool = False,
+        is_store_host: bool = False,  # noqa: ARG002 - as its documentation says
         rank_monitors: Mapping[int, str] | None = None,
     ) -> None:
         self._handler = _our_handler(spec, restart_policy)
@@ -94,7 +94,6 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         self._config = fault_tol_cfg
         self._workers_stop_timeout = workers_stop_timeout
         self._min_healthy = restart_policy == MIN_HEALTHY
-        self._is_store_host = is_store_host
         self._given_monitors = dict(rank_monitors or {})
         missing = set(range(spec.local_world_size)) - self._given_monitors.keys()
         if self._given_monitors and missing:
@@ -143,12 +142,8 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         if is_watched:
             self._provide_monitors(run_dir, stack)
         spec = self._worker_group.spec
-        before = spec.entrypoint, spec.args
-
-        def give_back() -> None:
-            spec.entrypoint, spec.args = before
-
-        stack.callback(give_back)
+        for name in ("entrypoint", "args"):
+            stack.callback(setattr, spec, name, getattr(spec, name))
         _pass_sockets(spec, run_dir.path, is_watched=is_watched)
 
     def _provide_monitors(self, run_dir: RunDir, stack: contextlib.ExitStack) -> None:
@@ -176,9 +171,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return how the workers are, as far as torch's loop is to act on it."""
-        result = (
-            self._reported if self._reported is not None else super()._monitor_workers(worker_group)
-        )
+        result = self._reported or super()._monitor_workers(worker_group)
         if self._handler.is_closed():
             return self._after_the_end(worker_group, result)
         if self._handler.attribution_stop_requested():
@@ -258,13 +251,18 @@ def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None
         spec.entrypoint = _WithSockets(spec.entrypoint, directory, is_watched)
         return
     assert spec.entrypoint is not None
-    folder = directory.replace("$", "$$")
-    words = [f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR}={folder}/{_MAILBOX}"]
-    if is_watched:
-        monitor = _MONITOR.format("${local_rank}")
-        words.append(f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR}={folder}/{monitor}")
+    sockets = _sockets(directory.replace("$", "$$"), "${local_rank}", is_watched)
+    words = (f"{name}={path}" for name, path in sockets.items())
     spec.args = (*words, spec.entrypoint.replace("$", "$$"), *spec.args)
     spec.entrypoint = shutil.which("env") or "/usr/bin/env"
+
+
+def _sockets(directory: str, local_rank: str, is_watched: bool) -> dict[str, str]:
+    """Return the variables of a rank that name its sockets."""
+    sockets = {FT_LAUNCHER_IPC_SOCKET_ENV_VAR: f"{directory}/{_MAILBOX}"}
+    if is_watched:
+        sockets[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = f"{directory}/{_MONITOR.format(local_rank)}"
+    return sockets
 
 
 class _WithSockets:
@@ -279,8 +277,6 @@ class _WithSockets:
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
 
     def __call__(self, *args: Any) -> Any:
-        os.environ[FT_LAUNCHER_IPC_SOCKET_ENV_VAR] = os.path.join(self._directory, _MAILBOX)
-        if self._is_watched:
-            monitor = _MONITOR.format(os.environ[_env.LOCAL_RANK])
-            os.environ[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = os.path.join(self._directory, monitor)
+        local_rank = os.environ[_env.LOCAL_RANK]
+        os.environ.update(_sockets(self._directory, local_rank, self._is_watched))
         return self._function(*args)

@@ -123,22 +123,19 @@ class PipeBasedLogsSpecs(LogsSpecs):
         if grpc_server_address is not None and not node_id:
             raise ValueError("grpc_server_address needs node_id")
         self._base_log_file = base_log_file
-        self._launcher_pipe_fd = launcher_pipe_fd
-        self._launcher_log_file = launcher_log_file
-        self._address = grpc_server_address
-        self._node_id = node_id
+        self._plan = LogPlan(
+            applog_prefix=base_log_file,
+            launcher_log_file=launcher_log_file,
+            launcher_pipe_fd=launcher_pipe_fd,
+            server_endpoint=grpc_server_address,
+            node_id=node_id,
+        )
         self._logs: CycleLogs | None = None
         self._folder: str | None = None
 
     def log_plan(self) -> LogPlan:
         """Return what a launch makes of it."""
-        return LogPlan(
-            applog_prefix=self._base_log_file,
-            launcher_log_file=self._launcher_log_file,
-            launcher_pipe_fd=self._launcher_pipe_fd,
-            server_endpoint=self._address,
-            node_id=self._node_id,
-        )
+        return self._plan
 
     @property
     def root_log_dir(self) -> str:
@@ -201,11 +198,11 @@ class PipeBasedLogsSpecs(LogsSpecs):
 
     def _open(self) -> CycleLogs:
         if self._logs is None:
-            funnel = None
-            if self._address is not None and self._node_id is not None:
+            plan, funnel = self._plan, None
+            if plan.server_endpoint is not None and plan.node_id is not None:
                 token_file = os.environ.get(_env.LOG_FUNNEL_TOKEN_FILE)
-                funnel = FunnelAddress(self._address, self._node_id, token_file)
+                funnel = FunnelAddress(plan.server_endpoint, plan.node_id, token_file)
             self._logs = CycleLogs(self._base_log_file, funnel=funnel)
-            if self._launcher_pipe_fd is not None and self._launcher_log_file is not None:
-                self._logs.read_own(self._launcher_pipe_fd, self._launcher_log_file)
+            if plan.launcher_pipe_fd is not None and plan.launcher_log_file is not None:
+                self._logs.read_own(plan.launcher_pipe_fd, plan.launcher_log_file)
         return self._logs

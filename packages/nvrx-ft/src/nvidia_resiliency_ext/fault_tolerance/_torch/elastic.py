@@ -85,14 +85,8 @@ def plan_from_config(
 ) -> LaunchPlan:
     """Return the plan of a job that a program describes.
 
-    Nothing of the command line's world has a part in it, neither flags nor `PET_` variables. What
-    `LaunchConfig` does not know has the launcher's default. Taken without any effect: `rdzv_*` of
-    one node (it meets nobody), `metrics_cfg`, `monitor_interval` (a death is noticed at once) and
-    `start_method` (functions always start in fresh interpreters).
-
-    Raises:
-        ValueError: The configuration asks for what this version does not offer, or for what cannot
-            be; the message names all of it.
+    Nothing of the command line's world has a part in it, neither flags nor `PET_` variables.
+    Raises ValueError, which names all that this version does not offer or that cannot be.
     """
     environment.check_one_launcher_per_node(environ)
     given: FaultToleranceConfig | None = config.fault_tol_cfg

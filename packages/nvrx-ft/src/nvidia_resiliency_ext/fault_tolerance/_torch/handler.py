@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's rendezvous handler over the rounds of a job, in a store that the caller brings."""
+"""Torch's rendezvous handler over the rounds of a job, in a store that the caller brings.
+
+What `StoreRendezvous` is to the launcher's loop, this is to a caller that has threads to wait in:
+`NodeClient` brings events, and whoever waits is woken. What goes wrong is one of torch's errors.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
+    RendezvousTimeoutError,
 )
 
-from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundPorts
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_NO_RESTART_REASONS,
@@ -31,119 +38,107 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     UnhealthyNodeException,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
-from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorContext,
     CoordinatorServices,
-    ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import Placed, SessionEvent
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import LEASES_TO_FENCE
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind, Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
+    Lost,
+    NodeSession,
+    Opened,
+    Over,
+    Placed,
+    SessionEvent,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     agree_on_secret,
     another_client,
 )
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
-from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
+from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .membership import LAST_WORDS_S, Membership, RoundMember, read_members
-from .settings import NodeOptions
-
-
-def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
-    """Return what raises `UnhealthyNodeException` where this node must not join.
-
-    Settings: `enable_nic_healthcheck`, `link_state_path_template`,
-    `enable_dist_storage_healthcheck`, `storage_healthcheck_paths` and `segment_health_check_dir`;
-    those left out have the launcher's defaults.
-
-    Raises:
-        ValueError: a setting has an unusable value.
-    """
-    given: dict[str, Any] = {
-        name: rdzv_config_get_as_bool(conf, name)
-        for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
-    }
-    for name in ("link_state_path_template", "segment_health_check_dir"):
-        given[name] = conf.get(name)
-    paths = conf.get("storage_healthcheck_paths")
-    given["storage_healthcheck_path"] = paths if isinstance(paths, str) else ",".join(paths or ())
-    wanted = {name: value for name, value in given.items() if value not in (None, "")}
-    checks = NodeChecks(FaultToleranceConfig.from_kwargs(**wanted), None, os.environ)
-
-    def check() -> None:
-        cause = unfit(checks.run(), socket.gethostname())
-        if cause is not None:
-            raise UnhealthyNodeException(cause.what)
-
-    return check
-
+from .membership import RoundMember, read_members
+from .settings import NodeOptions, rules_and_node
 
 logger = logging.getLogger("nvrx")
 
 REASONS = RDZV_NO_RESTART_REASONS | {RDZV_SHUTDOWN_REASON_GRACEFUL, RDZV_SHUTDOWN_REASON_FAILURE}
+LAST_WORDS_S = 3.0
+_LEFT = "this node has left the rendezvous"
+
+_T = TypeVar("_T")
 
 
 class StoreRendezvousHandler(RendezvousHandler):
     """Rounds of a job over a caller's store, with torch's interface.
 
-    Args:
-        store: A TCPStore that all nodes reach, or PrefixStores over one.
-        run_id: The job's name.
-        member: What this node is in the job.
-        rules: What the rendezvous host decides by.
-        options: What concerns this node alone.
-
-    Raises:
-        ValueError: the store is of another kind.
+    `settings`, `options` and `rules` are those of `rules_and_node`. Methods may be called from any
+    thread, `next_rendezvous` from one. Raises ValueError for another kind of store.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        member: NodeSettings,
-        rules: CoordinatorRules,
-        options: NodeOptions,
-    ) -> None:
+    def __init__(self, store: Store, settings: Any, options: NodeOptions, **rules: Any) -> None:
         _refuse_other_stores(store)
+        decided_by, self._node = rules_and_node(settings, options, **rules)
+        self._me = self._node.arrival
+        self._settings = settings
         self._store = store
-        self._run_id = run_id
+        self._run_id: str = settings.run_id
         self._requests: Callable[[], list[object]] = list
-        self._node_check: Callable[[], None] = lambda: None
+        self._node_check = options.check
         self._is_unfit = False
         self._worker_group: Any = None
-        clock = SystemClock()
-        prefix, me = keys.prefix(run_id), member.arrival.node
+        self._clock = SystemClock()
+        # Guards what follows.
+        self._changed = threading.Condition()
+        # The last decision that this node knows; None before it has reached the store.
+        self._entry: Entry | None = None
+        self._placed: Placed | None = None
+        self._joined_round: int | None = None
+        self._lost = ""
+        self._has_left = False
+        self._is_let_go = False
+        self._ports = RoundPorts()
+        prefix = keys.prefix(self._run_id)
 
         def connect() -> JobStore:
             own = another_client(store)
             return JobStore(own, prefix, options.secret or agree_on_secret(own, prefix))
 
         def decides(job: JobStore, _stop: threading.Event) -> CoordinatorRules | None:
-            first = job.create(keys.HOST, me)
-            if first == me:
-                return rules
+            first = job.create(keys.HOST, self._me.node)
+            if first == self._me.node:
+                return decided_by
             logger.info("another node decides this job's rounds: %s", first)
             return None
 
-        self._host: CoordinatorThread | None = None
+        self._coordinator: CoordinatorThread | None = None
         self._services: CoordinatorServices | None = None
-        self._is_stop_requested = False
+        self._stop_requested = threading.Event()
         if options.is_store_host:
-            self._services = self._start_services(options.services, member.arrival.host, clock)
-            self._host = CoordinatorThread(
-                lambda: _guest_store(connect), decides, me=me, clock=clock, services=self._services
+            context = CoordinatorContext("", self._me.host, "")
+            self._services = CoordinatorServices(
+                options.services, os.environ, context, None, self._clock, is_shared=True
             )
-            self._host.start()
-        self._member = Membership(member, connect, clock, self._on_event)
+            self._services.follow_attribution(lambda _: self._stop_requested.set(), lambda *_: None)
+            self._coordinator = CoordinatorThread(
+                lambda: _guest_store(connect),
+                decides,
+                me=self._me.node,
+                clock=self._clock,
+                services=self._services,
+            )
+            self._coordinator.start()
+        self._client = NodeClient(self._node, lambda _refused: connect(), self._take, self._clock)
 
     # What torch's agent calls ----------------------------------------------------------------
 
@@ -178,15 +173,31 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         if self._services is not None:
             self._services.ended(self._services.cycle)
-        return self._info(self._member.join(self._before_arrival))
+        self._open_own_next()
+        self._joined_round = None
+        placed = None
+        while placed is None:
+            if self._is_unfit:
+                raise RendezvousClosedError("this node has left the job")
+            self.handle_control_requests_from_rank()
+            self.ensure_node_is_healthy()
+            placed = self._outcome(*self._arrive())
+        entry, rank = placed.entry, placed.assignment.group_rank
+        self._joined_round = entry.round
+        store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
+        if not hasattr(api, "RendezvousInfo"):
+            return store, rank, entry.active
+        meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
+        assert rank is not None
+        return api.RendezvousInfo(store, rank, entry.active, meeting)
 
     def is_closed(self) -> bool:
         """Return whether there is no further round."""
-        return self._member.is_over
+        return self._entry is not None and self._entry.phase is Phase.OVER
 
     def set_closed(self) -> None:
         """End the job for everybody, in order."""
-        self._member.end(RDZV_SHUTDOWN_REASON_GRACEFUL)
+        self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes have gone into a later round; torch's agent then joins them.
@@ -199,9 +210,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         if not self.is_next_round_open():
             return 0
-        entry = self._member.entry
+        entry = self._entry
         assert entry is not None
-        counted = self._member.read(lambda store: store.count(keys.arrivals(entry.round), 0))
+        counted = self._read(lambda store: store.count(keys.arrivals(entry.round), 0))
         return max(1, counted)
 
     def is_next_round_open(self) -> bool:
@@ -210,9 +221,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is gone or silent.
         """
-        if not self._member.is_over:
-            self._member.check()
-        return self._member.is_next_round_open
+        if not self.is_closed():
+            self._check()
+        entry, joined = self._entry, self._joined_round
+        if entry is None or joined is None or entry.phase is Phase.OVER:
+            return False
+        # It may have closed since: a node that was too slow for it must stop its workers, too.
+        return entry.round > joined
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
         """End the job on all nodes and release all resources.
@@ -233,17 +248,17 @@ class StoreRendezvousHandler(RendezvousHandler):
         if reason not in REASONS:
             raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
         is_reported = True
-        if not self._member.is_over and not self._member.has_left:
+        if not self.is_closed() and not self._has_left:
             try:
-                self._member.end(reason)
+                self._end(reason)
             except RendezvousConnectionError as error:
                 logger.warning("the end of the job could not be told: %s", str(error))
                 is_reported = False
-        self._member.close()
+        self._let_go()
         if self._services is not None:
             self._services.close()
-        if self._host is not None and self._member.is_over:
-            self._host.join(GOODBYE_WAIT_S + LAST_WORDS_S)
+        if self._coordinator is not None and self.is_closed():
+            self._coordinator.join(GOODBYE_WAIT_S + LAST_WORDS_S)
         return is_reported
 
     # What our agents call --------------------------------------------------------------------
@@ -280,7 +295,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             what = (
                 f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
             )
-            self._member.end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
+            self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise RendezvousClosedError(what)
         if WorkloadAction.ExcludeThisNode in asked:
             what = f"a rank asked to exclude this node: {asked[WorkloadAction.ExcludeThisNode]}"
@@ -289,13 +304,12 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def round(self) -> int:
         """Return the number of the present round, which counts the restarts of the job."""
-        entry = self._member.entry
-        return entry.round if entry is not None else 0
+        return self._entry.round if self._entry is not None else 0
 
     def get_shutdown_reason(self) -> str | None:
         """Return how the job ended, or None while it has not."""
-        entry = self._member.entry
-        return entry.reason if entry is not None and self._member.is_over else None
+        entry = self._entry
+        return entry.reason if entry is not None and entry.phase is Phase.OVER else None
 
     def no_restart_reason(self) -> str | None:
         """Return why the job must not be started again, or None."""
@@ -314,7 +328,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if reason not in RDZV_NO_RESTART_REASONS:
             allowed = ", ".join(sorted(RDZV_NO_RESTART_REASONS))
             raise ValueError(f"reason {reason!r}: use one of {allowed}")
-        self._member.end(reason)
+        self._end(reason)
 
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job, or asks for it.
@@ -322,7 +336,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         The node that decides the rounds asks the service, where the parameters name one; the other
         nodes learn it from the end of the job.
         """
-        return self._is_stop_requested or (
+        return self._stop_requested.is_set() or (
             self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
         )
 
@@ -346,50 +360,201 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         self._worker_group = worker_group
 
-    # Steps -----------------------------------------------------------------------------------
+    # Questions and messages ------------------------------------------------------------------
 
-    def _start_services(self, plan: ServicesPlan, host: str, clock: Clock) -> CoordinatorServices:
-        services = CoordinatorServices(
-            plan, os.environ, CoordinatorContext("", host, ""), None, clock, is_shared=True
-        )
-        services.follow_attribution(self._request_stop, lambda *_: None)
-        return services
+    def _ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
+        """Do `command` with the session, in its thread, and return what it returned.
 
-    def _request_stop(self, _reason: str) -> None:
-        self._is_stop_requested = True
+        Raises RendezvousConnectionError where the store is gone, or gives no answer in time.
+        """
+        answers: list[Future[_T]] = []
 
-    def _on_event(self, event: SessionEvent) -> None:
-        """Record a decision, in a thread; for records. This does nothing."""
+        def run(session: NodeSession) -> None:
+            answer: Future[_T] = Future()
+            try:
+                answer.set_result(command(session))
+            except StoreLostError:
+                raise  # it is done again over the next store
+            except Exception as problem:  # noqa: BLE001 - raised again in the caller's thread
+                answer.set_exception(problem)
+            with self._changed:
+                answers.append(answer)
+                self._record(session.entry)
+                self._changed.notify_all()
 
-    def _before_arrival(self) -> None:
-        if self._is_unfit:
-            raise RendezvousClosedError("this node has left the job")
-        self.handle_control_requests_from_rank()
-        self.ensure_node_is_healthy()
+        if self._is_let_go:
+            raise RendezvousConnectionError(_LEFT)
+        self._client.submit(run)
+        limit_s = self._node.answer_timeout_s if timeout_s is None else timeout_s
+        deadline = self._clock.monotonic() + limit_s
+        with self._changed:
+            while not answers:
+                left_s = deadline - self._clock.monotonic()
+                if self._lost or left_s <= 0:
+                    late = f"the job's store gives no answer within {limit_s:.0f} s"
+                    raise RendezvousConnectionError(self._lost or late)
+                self._changed.wait(left_s)
+        try:
+            return answers[0].result()
+        except NvrxError as error:
+            raise RendezvousConnectionError(str(error)) from None
+
+    def _read(self, reader: Callable[[JobStore], _T]) -> _T:
+        return self._ask(lambda session: session.read(reader))
+
+    def _members(self) -> list[RoundMember]:
+        """Return the nodes of the present round; none while one is open."""
+        entry = self._entry
+        if entry is None or not entry.active:
+            return []
+        return self._read(lambda store: read_members(store, entry.round))
+
+    def _cause(self, kind: str, what: str) -> Cause:
+        return Cause(kind, what, host=self._me.host)
+
+    def _end(self, reason: str, cause: Cause | None = None) -> None:
+        self._ask(lambda session: session.end(reason, cause))
+
+    def _leave(self, kind: Kind, cause: Cause) -> None:
+        """Say that this node takes part no longer."""
+        self._ask(lambda session: session.send(kind, cause=cause, arrival=self._me))
+        self._has_left = True
 
     def _leave_unfit(self, what: str) -> None:
         self._is_unfit = True
         with contextlib.suppress(RendezvousConnectionError):
-            self._member.leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
+            self._leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
 
-    def _members(self) -> list[RoundMember]:
-        """Return the nodes of the present round; none while one is open."""
-        entry = self._member.entry
-        if entry is None or not entry.active:
-            return []
-        return self._member.read(lambda store: read_members(store, entry.round))
+    def _let_go(self) -> None:
+        """Say goodbye and let everything go; the job goes on without this node, if it does."""
+        with self._changed:
+            if self._is_let_go:
+                return
+            self._is_let_go = True
+            self._changed.notify_all()
+        if not self._lost:
+            self._client.say_goodbye()
+        # Before the job is there the thread still waits for it, and ends by itself.
+        self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
+        self._ports.close()
 
-    def _cause(self, kind: str, what: str) -> Cause:
-        return Cause(kind, what, host=self._member.host)
+    # Steps of joining ------------------------------------------------------------------------
 
-    def _info(self, placed: Placed) -> Any:
-        entry, rank = placed.entry, placed.assignment.group_rank
-        store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
-        if not hasattr(api, "RendezvousInfo"):
-            return store, rank, entry.active
-        meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
-        assert rank is not None
-        return api.RendezvousInfo(store, rank, entry.active, meeting)
+    def _open_own_next(self) -> None:
+        placed, entry = self._placed, self._entry
+        if placed is None or entry is None:
+            return
+        if entry.phase is Phase.CLOSED and entry.round == placed.entry.round:
+            cause = self._cause("opened", f"host {self._me.host} began another rendezvous")
+            self._ask(lambda session: session.open_next(entry.round, cause))
+
+    def _arrive(self) -> tuple[int, bool]:
+        """Offer this node; return the round, and whether it came in time for a place."""
+        with self._changed:
+            self._has_left = False
+            self._ports.end_round()
+            previous = self._placed.assignment.group_rank if self._placed is not None else None
+        arrival = dataclasses.replace(
+            self._me, master_port=self._ports.offered, previous_rank=previous
+        )
+
+        def arrive(session: NodeSession) -> tuple[int, bool]:
+            entry = session.entry
+            assert entry is not None
+            if entry.phase is Phase.OVER:
+                raise self._over(entry)
+            is_in_time = session.arrive(arrival)
+            late = entry.phase is Phase.CLOSED and entry.active < self._node.max_nodes
+            if late and self._node.grows:
+                cause = self._cause("opened", f"host {arrival.host} wants to work, too")
+                session.open_next(entry.round, cause)
+                # Not the round that it arrived in: that one is over.
+            return entry.round, is_in_time
+
+        if self._entry is not None:
+            return self._ask(arrive)
+        try:
+            return self._ask(arrive, self._node.join_timeout_s)
+        except RendezvousConnectionError as error:
+            if self._lost:
+                raise
+            raise RendezvousTimeoutError(
+                f"no rendezvous host has begun the job ({error}):"
+                " is_store_host must be true on one node"
+            ) from None
+
+    def _outcome(self, round_: int, is_in_time: bool) -> Placed | None:
+        """Wait for a place in the round of an arrival; None when another round is open."""
+        deadline = self._clock.monotonic() + self._node.join_timeout_s
+        with self._changed:
+            while True:
+                if self._is_let_go:
+                    raise RendezvousConnectionError(_LEFT)
+                entry, placed = self._entry, self._placed
+                if entry is not None and entry.phase is Phase.OVER:
+                    raise self._over(entry)
+                self._check()
+                if placed is not None and placed.entry == entry and placed.entry.round >= round_:
+                    return placed
+                if entry is not None and entry.round > round_ and entry.phase is Phase.OPEN:
+                    return None
+                is_closed = entry is not None and entry.phase is Phase.CLOSED
+                left_s = deadline - self._clock.monotonic()
+                if is_closed or not is_in_time:
+                    self._changed.wait(self._fence_s())
+                elif left_s > 0:
+                    fence_s = self._fence_s()
+                    self._changed.wait(left_s if fence_s is None else min(left_s, fence_s))
+                else:
+                    break
+        what = f"round {round_} did not close within {self._node.join_timeout_s:.0f} s"
+        self._leave(Kind.LEFT, self._cause("left", what))
+        raise RendezvousTimeoutError(what)
+
+    def _check(self) -> None:
+        """Make sure that this node may go on. Raises RendezvousConnectionError."""
+        if self._lost:
+            raise RendezvousConnectionError(self._lost)
+        fence_s = self._fence_s()
+        if fence_s is not None and fence_s <= 0 and not self._is_let_go:
+            limit_s = LEASES_TO_FENCE * self._node.lease_s
+            raise RendezvousConnectionError(
+                f"the job's store has not answered for {limit_s:.1f} s: this node stops before the"
+                " others replace it"
+            )
+
+    def _fence_s(self) -> float | None:
+        """Return after how many seconds this node must stop unless the store answers."""
+        fenced_at = self._client.fenced_at
+        return None if fenced_at is None else fenced_at - self._clock.monotonic()
+
+    def _over(self, entry: Entry) -> Exception:
+        """Return how a caller learns that the job is over: a node without a place just goes."""
+        why = f": {entry.cause.what}" if entry.cause is not None else ""
+        text = f"the job is over ({entry.reason}){why}"
+        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._placed is None:
+            return RendezvousGracefulExitError(text)
+        return RendezvousClosedError(text)
+
+    # What the threads bring ------------------------------------------------------------------
+
+    def _take(self, event: SessionEvent) -> None:
+        with self._changed:
+            if isinstance(event, Lost):
+                self._lost = event.what
+            else:
+                self._record(event.entry)
+            if isinstance(event, Placed):
+                self._placed = event
+                if event.assignment.group_rank == 0:
+                    self._ports.take()
+            elif not isinstance(event, (Opened, Over, Lost)):
+                self._placed = None
+            self._changed.notify_all()
+
+    def _record(self, entry: Entry | None) -> None:
+        if entry is not None and (self._entry is None or entry.seq >= self._entry.seq):
+            self._entry = entry
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timeouts and parameters of a rendezvous handler of torch's kind."""
+"""What a rendezvous handler of torch's kind goes by, read from torch's parameters."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +17,12 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
     client_endpoint,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    default_replacement_group_size,
     infrastructure_rank,
     replacement_group_id,
 )
+from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
@@ -36,7 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
     rdzv_config_get_as_bool,
     rdzv_config_get_as_float,
-    rdzv_config_get_as_int,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Timeouts:
         ValueError: one of them is not positive; `last_call` may be zero.
     """
 
-    _DEFAULTS: ClassVar[Mapping[str, timedelta]] = {}
+    _LAST_CALL_S: ClassVar[float] = 1.0
     join: timedelta
     last_call: timedelta
     close: timedelta
@@ -77,9 +77,13 @@ class Timeouts:
         close: Duration = None,
         heartbeat: Duration = None,
     ) -> None:
-        given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
-        for name, default in self._DEFAULTS.items():
-            value = default if (value := given[name]) is None else value
+        for name, given, default_s in (
+            ("join", join, 600.0),
+            ("last_call", last_call, self._LAST_CALL_S),
+            ("close", close, 30.0),
+            ("heartbeat", heartbeat, 5.0),
+        ):
+            value = timedelta(seconds=default_s) if given is None else given
             least = "zero or more" if name == "last_call" else "more than zero"
             if value < timedelta(0) or (not value and name != "last_call"):
                 raise ValueError(f"{name} timeout of {value}: must be {least}")
@@ -95,8 +99,9 @@ class Timeouts:
         Raises:
             ValueError: A value is no number above 0.
         """
-        given = {name: rdzv_config_get_as_float(conf, f"{name}_timeout") for name in cls._DEFAULTS}
-        return cls(**{k: None if v is None else timedelta(seconds=v) for k, v in given.items()})
+        names = (item.name for item in fields(cls))
+        given = {name: rdzv_config_get_as_float(conf, f"{name}_timeout") for name in names}
+        return cls(**{k: timedelta(seconds=v) for k, v in given.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,7 @@ class NodeOptions:
         secret: Key of the digests of the job's values; None takes a generated one.
         infra_rank: Its place in the cluster; -1 where that is unknown.
         services: What it runs beside that, if this node decides the rounds.
+        check: Raises `UnhealthyNodeException` where this node must not join.
     """
 
     addr: str
@@ -116,17 +122,14 @@ class NodeOptions:
     secret: bytes | None = None
     infra_rank: int = -1
     services: ServicesPlan = field(default_factory=ServicesPlan)
+    check: Callable[[], None] = lambda: None
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:
     """Return what `params` and the environment say of this node.
 
-    `is_store_host` decides who is the rendezvous host, else `is_host`, else whether the endpoint is
-    on this machine.
-
-    Raises:
-        ValueError: a value is unusable; ConfigError for the token file.
-        RuntimeError: Slurm does not tell the place of this node.
+    Raises ValueError for an unusable value (ConfigError for the token file), RuntimeError where
+    Slurm does not tell the place of this node.
     """
     token_file = params.get("rdzv_token_file")
     return NodeOptions(
@@ -135,14 +138,38 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
         secret=read_token(token_file) if token_file else None,
         infra_rank=infrastructure_rank(os.environ),
         services=services_of(params.config),
+        check=node_check(params.config),
     )
+
+
+def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
+    """Return what raises `UnhealthyNodeException` where this node must not join.
+
+    Settings that are left out have the launcher's defaults. Raises ValueError for an unusable one.
+    """
+    given: dict[str, Any] = {
+        name: rdzv_config_get_as_bool(conf, name)
+        for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
+    }
+    for name in ("link_state_path_template", "segment_health_check_dir"):
+        given[name] = conf.get(name)
+    paths = conf.get("storage_healthcheck_paths")
+    given["storage_healthcheck_path"] = paths if isinstance(paths, str) else ",".join(paths or ())
+    wanted = {name: value for name, value in given.items() if value not in (None, "")}
+    checks = NodeChecks(FaultToleranceConfig.from_kwargs(**wanted), None, os.environ)
+
+    def check() -> None:
+        cause = unfit(checks.run(), socket.gethostname())
+        if cause is not None:
+            raise UnhealthyNodeException(cause.what)
+
+    return check
 
 
 def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
     """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
 
-    Raises:
-        ValueError: a value is unusable, or the service would have no logs to read.
+    Raises ValueError where a value is unusable, or the service would have no logs to read.
     """
     endpoint = conf.get("attribution_endpoint") or None
     prefix = conf.get("cycle_log_prefix") or None
@@ -178,6 +205,7 @@ def job_settings(params: RendezvousParameters, timeouts: type[Timeouts]) -> dict
 
 
 def _is_store_host(params: RendezvousParameters) -> bool:
+    """Return whether this node is to decide: where nobody says, whether the endpoint is here."""
     for key in ("is_store_host", "is_host"):
         said = rdzv_config_get_as_bool(params.config, key)
         if said is not None:
@@ -192,61 +220,45 @@ def _is_store_host(params: RendezvousParameters) -> bool:
     return _matches_machine_hostname(parse_rendezvous_endpoint(params.endpoint, 0)[0])
 
 
-def group_size(conf: Mapping[str, Any]) -> int | None:
-    """Return `replacement_group_size`, by default the nodes of a task of a Slurm job array.
-
-    Raises:
-        ValueError: it is no whole number.
-        RuntimeError: Slurm does not tell how many nodes a task has.
-    """
-    size = rdzv_config_get_as_int(conf, "replacement_group_size")
-    return default_replacement_group_size(os.environ) if size is None else size
-
-
-def host_rules(
-    min_nodes: int,
-    max_nodes: int,
-    timeout: Timeouts,
+def rules_and_node(
+    settings: Any,
+    options: NodeOptions,
     *,
+    nproc: int,
+    grows: bool = False,
     min_healthy: bool = False,
     **placement: Any,
-) -> CoordinatorRules:
-    """Return what the rendezvous host decides by; `placement` are further rules of that name.
+) -> tuple[CoordinatorRules, NodeSettings]:
+    """Return what the rendezvous host decides by, and what this node is in the job.
 
-    Raises:
-        ValueError: The rules contradict each other.
+    `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`.
+    Raises ValueError where they contradict each other.
     """
-    many = environment.allows_many_launchers(os.environ)
-    rules = PlacementRules(min_nodes, max_nodes, one_launcher_per_addr=not many, **placement)
-    validate(rules)
-    return CoordinatorRules(
-        placement=rules,
+    timeout: Timeouts = settings.timeout
+    placed_by = PlacementRules(
+        settings.min_nodes,
+        settings.max_nodes,
+        one_launcher_per_addr=not environment.allows_many_launchers(os.environ),
+        **placement,
+    )
+    validate(placed_by)
+    rules = CoordinatorRules(
+        placement=placed_by,
         budget=Budget(_NO_LIMIT),
         lease_s=timeout.heartbeat.total_seconds(),
         last_call_s=timeout.last_call.total_seconds(),
         min_healthy=min_healthy,
         counts_unhealthy=not os.environ.get(_env.SLURM_ARRAY_TASK_ID),
     )
-
-
-def node_settings(
-    options: NodeOptions,
-    rules: CoordinatorRules,
-    timeout: Timeouts,
-    *,
-    nproc: int,
-    grows: bool = False,
-) -> NodeSettings:
-    """Return what this node is in the job."""
-    placement, join_s = rules.placement, timeout.join.total_seconds()
-    return NodeSettings(
+    join_s = timeout.join.total_seconds()
+    node = NodeSettings(
         arrival=Arrival(
             node=node_identity(options.addr),
             addr=options.addr,
             host=socket.gethostname(),
             infra_rank=options.infra_rank,
-            domain=own_domain() if placement.segment else "none",
-            group=replacement_group_id(os.environ) if placement.group_size else None,
+            domain=own_domain() if placed_by.segment else "none",
+            group=replacement_group_id(os.environ) if placed_by.group_size else None,
             nproc=nproc,
         ),
         lease_s=rules.lease_s,
@@ -255,5 +267,6 @@ def node_settings(
         answer_timeout_s=timeout.close.total_seconds(),
         must_agree=settings_of(rules),
         grows=grows,
-        max_nodes=placement.max_nodes,
+        max_nodes=settings.max_nodes,
     )
+    return rules, node
