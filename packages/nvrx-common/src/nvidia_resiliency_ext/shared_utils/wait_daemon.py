@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ._processes import PidHandle, pidfd_available, wait_readable
+from .children import PidHandle, pidfd_available, wait_readable
 from .clock import Deadline
 from .console import write_err
 from .errors import DeadlineExceededError
