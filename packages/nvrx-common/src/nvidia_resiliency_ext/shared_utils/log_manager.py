@@ -270,17 +270,6 @@ class _ConsoleHandler(_TextHandler):
     def stream(self, stream: TextIO) -> None:
         self._given = stream
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record at once."""
-        try:
-            stream = self.stream
-            stream.write(self.format(record) + "\n")
-            stream.flush()
-        except RecursionError:
-            raise
-        except Exception:  # noqa: BLE001 - as every handler: logging must not end a program
-            self.handleError(record)
-
 
 class _HeldWarnings:
     """Keeps warnings back until a handler is there to take them."""
