@@ -189,11 +189,9 @@ class PidHandle:
             os.close(descriptor)
 
     def __enter__(self) -> PidHandle:
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _ended(self) -> bool:
@@ -265,7 +263,6 @@ class Child:
         The group may outlive the process. It is then signalled only while /proc shows members of
         the session that the process made and no new process with its number.
 
-
         Raises:
             ValueError: The process was started without a session of its own, so that its group
                 is ours.
@@ -312,11 +309,9 @@ class Child:
             os.close(watch)
 
     def __enter__(self) -> Child:
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def __repr__(self) -> str:

@@ -162,11 +162,9 @@ class LogTarget:
         return FunnelStats(**self._send_buffer.snapshot(), bytes_in_spill=self._budget.spill_bytes)
 
     def __enter__(self) -> LogTarget:
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
 
@@ -435,11 +433,9 @@ class LogFunnelClient:
             opened.send_buffer.abandon()
 
     def __enter__(self) -> LogFunnelClient:
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
 

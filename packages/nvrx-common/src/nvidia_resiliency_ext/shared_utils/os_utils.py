@@ -286,7 +286,6 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
 
     What others remove or add meanwhile is no error, as long as the end is reached.
 
-
     Raises:
         OSError: Something cannot be removed.
     """

@@ -110,7 +110,6 @@ class TorchFRTraceCollector(TraceCollector):
 
         It returns when the file would survive a crash of the host.
 
-
         Raises:
             OSError: The file cannot be written.
         """

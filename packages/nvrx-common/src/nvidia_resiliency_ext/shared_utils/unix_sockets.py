@@ -41,7 +41,6 @@ def listen(path: str, backlog: int = 128) -> socket.socket:
 
     A socket that a dead process left there is removed first; `backlog` connections may wait.
 
-
     Raises:
         ValueError: The path is too long for a socket.
         FileExistsError: The path is no socket, or a process listens there.

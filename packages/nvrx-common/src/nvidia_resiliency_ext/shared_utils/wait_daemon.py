@@ -55,7 +55,6 @@ def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:
 
     A zombie has ended. A number that another process takes over meanwhile is not waited for.
 
-
     Raises:
         DeadlineExceededError: Some still ran when the time was up; the message names them.
     """
@@ -66,7 +65,6 @@ def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
     """Wait until no process of `pidfile` runs any more: `timeout_s` seconds at most.
 
     A process that started after the file was written is another one under an old number.
-
 
     Raises:
         SystemExit: With 1, after a line on stderr: there is no such file.

@@ -109,11 +109,8 @@ def send_with_fds(
         raise ValueError("descriptors travel with at least one byte")
     with _deadline_on(sock, timeout_s) as arm:
         arm()
-        try:
-            # Not socket.send_fds and recv_fds: they drop the flags.
-            sent = sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerClosedError("the peer is gone") from error
+        # Not socket.send_fds and recv_fds: they drop the flags.
+        sent = sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
         _send_all(sock, data[sent:], arm)
 
 
@@ -123,7 +120,6 @@ def receive_with_fds(
     """Receive once from `sock`: up to `max_bytes` and `max_fds` descriptors, in `timeout_s` s.
 
     The caller owns the descriptors; child programs do not inherit them.
-
 
     Returns:
         The bytes, empty when the peer has closed the connection, and the descriptors.
@@ -135,12 +131,9 @@ def receive_with_fds(
     """
     with _deadline_on(sock, timeout_s) as arm:
         arm()
-        try:
-            data, ancillary, flags, _ = sock.recvmsg(
-                max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
-            )
-        except ConnectionResetError as error:
-            raise PeerClosedError("the peer is gone") from error
+        data, ancillary, flags, _ = sock.recvmsg(
+            max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
+        )
     fds = _unpack_fds(ancillary)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) > max_fds:
         for descriptor in fds:
@@ -177,6 +170,8 @@ def _deadline_on(sock: socket.socket, timeout_s: float | None) -> Iterator[Calla
         yield lambda: sock.settimeout(deadline.timeout())
     except (TimeoutError, BlockingIOError) as error:
         raise DeadlineExceededError(f"the peer did nothing for {timeout_s} s") from error
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise PeerClosedError("the peer is gone") from error
     finally:
         if sock.fileno() >= 0:
             sock.settimeout(own_timeout_s)
@@ -184,22 +179,16 @@ def _deadline_on(sock: socket.socket, timeout_s: float | None) -> Iterator[Calla
 
 def _send_all(sock: socket.socket, data: bytes, arm: Callable[[], None]) -> None:
     remaining = memoryview(data)
-    try:
-        while remaining:
-            arm()
-            remaining = remaining[sock.send(remaining, socket.MSG_NOSIGNAL) :]
-    except (BrokenPipeError, ConnectionResetError) as error:
-        raise PeerClosedError("the peer is gone") from error
+    while remaining:
+        arm()
+        remaining = remaining[sock.send(remaining, socket.MSG_NOSIGNAL) :]
 
 
 def _receive_exactly(sock: socket.socket, size: int, arm: Callable[[], None]) -> bytes:
     received = bytearray()
     while len(received) < size:
         arm()
-        try:
-            data = sock.recv(min(size - len(received), 1 << 16))
-        except ConnectionResetError as error:
-            raise PeerClosedError("the peer is gone") from error
+        data = sock.recv(min(size - len(received), 1 << 16))
         if not data:
             raise PeerClosedError("the peer closed the connection")
         received += data

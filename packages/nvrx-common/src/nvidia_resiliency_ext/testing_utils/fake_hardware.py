@@ -66,11 +66,9 @@ class FakeNodeDaemon:
         self._executor.shutdown()
 
     def __enter__(self) -> FakeNodeDaemon:  # noqa: PYI034 - Self is newer than Python 3.10
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _serve(self, request: bytes, _context: Any) -> bytes:
