@@ -8,7 +8,6 @@ mean is for the attribution package, when and where to take one for whoever abor
 from __future__ import annotations
 
 import abc
-import importlib
 import json
 import logging
 import os
@@ -30,8 +29,6 @@ logger = logging.getLogger("nvrx")
 # NCCL's recorder, and the one of all other backends (torch 2.8 and later); the first is only in
 # builds with CUDA, and gives no JSON in torch 2.4.
 _SOURCES = ("_dump_nccl_trace", "_dump_fr_trace")
-_CHECKS = {"gpu": "GPUHealthCheck", "nic": "NicHealthCheck"}
-_HEALTH_CHECKS = "nvidia_resiliency_ext.shared_utils.health_check"
 
 
 class NoFlightRecorderError(NvrxError, RuntimeError):
@@ -124,12 +121,13 @@ class TorchFRTraceCollector(TraceCollector):
 
 
 def _default_checks() -> dict[str, Check]:
-    # A name in a variable: what is missing or broken there costs the results, never the dump.
     try:
-        checks = importlib.import_module(_HEALTH_CHECKS)
+        from .health_check import GPUHealthCheck, NicHealthCheck
+
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         return {
-            name: getattr(checks, kind)(device_index=local_rank) for name, kind in _CHECKS.items()
+            "gpu": GPUHealthCheck(device_index=local_rank),
+            "nic": NicHealthCheck(device_index=local_rank),
         }
     except Exception as error:  # noqa: BLE001 - evidence comes first
         logger.warning("a trace will have no health checks in it: %s", error)
