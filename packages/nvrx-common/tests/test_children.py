@@ -15,7 +15,7 @@ from pathlib import Path
 import leftovers
 import pytest
 
-from nvidia_resiliency_ext.shared_utils import _processes, procfs
+from nvidia_resiliency_ext.shared_utils import children, procfs
 from nvidia_resiliency_ext.shared_utils.children import (
     ExitStatus,
     PidHandle,
@@ -93,7 +93,7 @@ def test_recycled_number_is_left_alone(each_watch: str) -> None:
     with start_child(["sleep", "600"]) as stranger, start_child(["true"]) as child:
         child.wait(LONG_S)
         if each_watch == "no pidfd":
-            child._watch._pid = stranger.pid  # as if the kernel had given the number away
+            child.pid = stranger.pid  # as if the kernel had given the number away
         assert not child.signal(signal.SIGKILL)
         assert stranger.poll() is None
 
@@ -260,7 +260,7 @@ def test_a_child_that_cannot_be_watched_does_not_stay(
         raise RuntimeError("can't start new thread")
 
     before, others = len(os.listdir("/proc/self/fd")), leftovers.children()
-    monkeypatch.setattr(_processes, "pidfd_available", lambda: False)
+    monkeypatch.setattr(children, "pidfd_available", lambda: False)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     path = tmp_path / "pid"
     os.mkfifo(path)

@@ -14,8 +14,7 @@ from pathlib import Path
 from nvidia_resiliency_ext.inprocess._monitor import messages
 from nvidia_resiliency_ext.inprocess._monitor.store_threads import CONNECT
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils._processes import pidfd_available
-from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.children import PidHandle, pidfd_available
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "monitor_rank.py")
 LIMIT_S = 60.0

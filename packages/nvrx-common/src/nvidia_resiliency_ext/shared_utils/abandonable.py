@@ -122,21 +122,18 @@ class DeadlineCaller:
         if not self._turn.acquire(timeout=timeout_s):
             raise StuckError(what, timeout_s)
         try:
-            return self._run(what, call, timeout_s)
+            stuck = self._stuck
+            # A forked child does not have the threads of its parent.
+            if stuck is not None and stuck.pid == os.getpid() and not stuck.ended.is_set():
+                raise StuckError(stuck.name, stuck.age_s())
+            self._stuck = None
+            running = AbandonableCall(what, call)
+            if not running.ended.wait(timeout_s):
+                self._stuck = running
+                raise StuckError(what, running.age_s())
+            return running.result()
         finally:
             self._turn.release()
-
-    def _run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
-        stuck = self._stuck
-        # A forked child does not have the threads of its parent.
-        if stuck is not None and stuck.pid == os.getpid() and not stuck.ended.is_set():
-            raise StuckError(stuck.name, stuck.age_s())
-        self._stuck = None
-        running = AbandonableCall(what, call)
-        if not running.ended.wait(timeout_s):
-            self._stuck = running
-            raise StuckError(what, running.age_s())
-        return running.result()
 
 
 PARK_S = 1.0

@@ -375,20 +375,26 @@ class AttributionService:
                 logger.warning("attribution: no token is sent: %s", error)
         return JsonConnection(self._endpoint, _REQUEST_TIMEOUT_S, token, self._ca_file)
 
+    def _ask(self, send: Callable[[], tuple[int, object]]) -> tuple[int, object, str]:
+        """Send a request; return status (0 without one), JSON value, and both in words."""
+        from http.client import HTTPException
+
+        try:
+            status, payload = send()
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: no such path or host
+            return 0, None, f"{type(error).__name__}: {error}"
+        return status, payload, f"status {status}"
+
     def _post(self, connection: JsonConnection, post: Post) -> bool:
         """Submit a log; return whether it has to be tried again."""
+        payload = self._submission(post).to_payload()
+        status, _, problem = self._ask(lambda: connection.post(ROUTE_LOGS, payload))
         outcome: Literal["accepted", "refused", "failed"] = "failed"
-        try:
-            status, _ = connection.post(ROUTE_LOGS, self._submission(post).to_payload())
-        except _http_errors() as error:
-            problem = f"{type(error).__name__}: {error}"
-        else:
-            problem = f"status {status}"
-            if 200 <= status < 300:  # noqa: PLR2004 - the successes of HTTP
-                outcome = "accepted"
-                self._complaints.discard("submission")
-            elif status < _HTTP_SERVER_ERROR and status != _HTTP_TOO_MANY:
-                outcome = "refused"
+        if 200 <= status < 300:  # noqa: PLR2004 - the successes of HTTP
+            outcome = "accepted"
+            self._complaints.discard("submission")
+        elif 0 < status < _HTTP_SERVER_ERROR and status != _HTTP_TOO_MANY:
+            outcome = "refused"
         with self._changed:
             # At the end there is one try only.
             if self._is_closing and outcome == "failed":
@@ -415,15 +421,8 @@ class AttributionService:
         )
 
     def _poll(self, connection: JsonConnection, log_path: str) -> None:
-        status = 0
-        payload: object = None
-        try:
-            query = LogQuery(log_path, wait=False)
-            status, payload = connection.get(ROUTE_LOGS, query.to_params())
-            is_object = isinstance(payload, dict)
-            problem = f"status {status}" if is_object else f"status {status}, no JSON object"
-        except _http_errors() as error:
-            problem = f"{type(error).__name__}: {error}"
+        params = LogQuery(log_path, wait=False).to_params()
+        status, payload, problem = self._ask(lambda: connection.get(ROUTE_LOGS, params))
         if status == 200 and isinstance(payload, dict):  # noqa: PLR2004
             self._complaints.clear()
             reply = parse_log_reply(payload)
@@ -438,6 +437,8 @@ class AttributionService:
                 self._record("ATTRIBUTION_GET_COMPLETED")
                 self._call_back("on_verdict", verdict.action, log_path, verdict)
             return
+        if status and not isinstance(payload, dict):
+            problem += ", no JSON object"
         with self._changed:
             is_given_up = self._state.poll_failed(is_unknown=status == _HTTP_NOT_FOUND)
         if is_given_up:
@@ -465,10 +466,3 @@ class AttributionService:
         from .profiling import ProfilingEvent, record_profiling_event
 
         record_profiling_event(ProfilingEvent[name], node_id=self._node_id)
-
-
-def _http_errors() -> tuple[type[Any], ...]:
-    from http.client import HTTPException
-
-    # ValueError: a path or host that no request line can hold.
-    return (OSError, HTTPException, ValueError)

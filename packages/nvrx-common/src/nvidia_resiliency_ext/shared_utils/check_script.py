@@ -17,6 +17,8 @@ import tokenize
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext import distribution_versions
+
 from .console import plain, write_err, write_out
 from .errors import NvrxError
 
@@ -188,7 +190,7 @@ class _Uses(ast.NodeVisitor):
             return importlib.import_module(name)
         except ImportError as error:
             owner = _owner(name)
-            if not _is_installed(owner):
+            if owner not in distribution_versions():
                 self.problems.append((line, f"{name}: pip install {owner}"))
             elif error.name and f"{name}.".startswith(f"{error.name}."):
                 near = _nearest_module(error.name)
@@ -209,7 +211,7 @@ class _Uses(ast.NodeVisitor):
             if inspect.ismodule(owner):
                 if _has_submodule(owner, name):
                     return self._module(f"{where}.{name}", line)
-                if not _is_installed(_owner(where)):
+                if _owner(where) not in distribution_versions():
                     self.problems.append((line, f"{where}.{name}: pip install {_owner(where)}"))
                     return None
             near = _nearest(name, dir(owner))
@@ -252,16 +254,6 @@ def _owner(module: str) -> str:
     path = module.removeprefix(f"{_ROOT}.")
     fitting = [prefix for prefix in _OWNERS if f"{path}.".startswith(f"{prefix}.")]
     return _OWNERS[max(fitting, key=len)] if fitting else "nvrx-common"
-
-
-def _is_installed(distribution: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _has_submodule(owner: Any, name: str) -> bool:

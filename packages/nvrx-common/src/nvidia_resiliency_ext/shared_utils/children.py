@@ -8,8 +8,11 @@ told apart by their start time. Setting `NVRX_FORCE_NO_PIDFD=1` forces that path
 
 from __future__ import annotations
 
+import errno
+import functools
 import logging
 import os
+import select
 import signal as signals
 import subprocess
 import threading
@@ -20,18 +23,8 @@ from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
-from ._processes import (
-    PidHandle,
-    child_setup,
-    end_with_parent,
-    keep_exit_statuses,
-    open_watch,
-    pidfd_available,
-    wait_readable,
-)
-
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = [
     "Child",
@@ -45,6 +38,7 @@ __all__ = [
 
 logger = logging.getLogger("nvrx")
 
+_PR_SET_PDEATHSIG = 1
 _LOST_STATUS = 255
 _CLOSE_WAIT_S = 10.0
 
@@ -98,6 +92,112 @@ class ExitStatus:
         return cls(None, -code) if code < 0 else cls(code)
 
 
+@functools.lru_cache(maxsize=1)
+def pidfd_available() -> bool:
+    """Return whether processes can be watched and signalled through pidfds; probed once."""
+    if os.environ.get("NVRX_FORCE_NO_PIDFD") == "1" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        descriptor = os.pidfd_open(os.getpid())
+    except OSError:
+        return False
+    try:
+        signals.pidfd_send_signal(descriptor, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
+    """Wait until a descriptor is readable or the time is up; return whether it is readable."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    # A day at most per call: the milliseconds of a longer time overflow.
+    return bool(poller.poll(None if timeout_s is None else min(timeout_s, 86400.0) * 1000.0))
+
+
+@final
+class PidHandle:
+    """A hold on process `pid`, not our child, that never acts on a recycled number."""
+
+    def __init__(self, pid: int, start_ticks: int | None = None) -> None:
+        """Take hold of a running process that, if the caller knows it, started at `start_ticks`.
+
+        Raises:
+            ProcessLookupError: No such process runs, or one that started at another time.
+        """
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid) if pidfd_available() else None
+        try:
+            self.start_ticks = self._identify(start_ticks)
+        except BaseException:  # too many open files, for one: the descriptor must not stay behind
+            self.close()
+            raise
+
+    def _identify(self, start_ticks: int | None) -> int:
+        stat = procfs.read_stat(self.pid)
+        # Alive after the stat was read means that the stat is of the process behind the pidfd.
+        if stat is None or not stat.running or self._ended():
+            raise ProcessLookupError(f"there is no running process {self.pid}")
+        if start_ticks is not None and start_ticks != stat.start_ticks:
+            raise ProcessLookupError(f"process {self.pid} is another one that took over its number")
+        return stat.start_ticks
+
+    def fileno(self) -> int | None:
+        """Return a descriptor, readable once the process has ended; `None` without pidfd."""
+        return self._descriptor
+
+    def alive(self) -> bool:
+        """Return whether the process still runs; a zombie does not."""
+        if self._descriptor is not None:
+            return not self._ended()
+        stat = procfs.read_stat(self.pid)
+        return stat is not None and stat.running and stat.start_ticks == self.start_ticks
+
+    def signal(self, sig: int) -> bool:
+        """Send signal `sig`; return whether the process still existed."""
+        try:
+            if self._descriptor is not None:
+                signals.pidfd_send_signal(self._descriptor, sig)
+            elif self.alive():
+                os.kill(self.pid, sig)
+            else:
+                return False
+        except ProcessLookupError:
+            return False
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait `timeout_s` seconds at most for the process to end; return whether it has.
+
+        Without pidfd this looks at /proc ten times a second: the kernel tells nobody but a parent.
+        """
+        deadline = Deadline.after(timeout_s)
+        while self.alive() and not deadline.expired():
+            if self._descriptor is not None:
+                wait_readable(self._descriptor, deadline.timeout())
+            else:
+                select.select([], [], [], min(0.1, deadline.remaining()))
+        return not self.alive()
+
+    def close(self) -> None:
+        """Give the descriptor back; the process is left alone."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> PidHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ended(self) -> bool:
+        return self._descriptor is not None and wait_readable(self._descriptor, 0.0)
+
+
 @final
 class Child:
     """One child process from its start until it is reaped; made by `start_child`.
@@ -129,14 +229,14 @@ class Child:
         self._leads_group = new_session
         self._lock = threading.Lock()
         self._status: ExitStatus | None = None
-        self._watch = open_watch(process.pid)
+        self._watch, self._watcher = _open_watch(process.pid)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable from the moment the process has ended.
 
         Never read it: call `poll` when a selector reports it.
         """
-        return self._watch.fileno()
+        return self._watch
 
     def poll(self) -> ExitStatus | None:
         """Reap the process if it has ended; return how it ended, or `None` while it runs."""
@@ -162,7 +262,6 @@ class Child:
 
         The group may outlive the process. It is then signalled only while /proc shows members of
         the session that the process made and no new process with its number.
-
 
         Raises:
             ValueError: The process was started without a session of its own, so that its group
@@ -203,14 +302,16 @@ class Child:
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 _close_pipe(pipe)
-        self._watch.close()
+        watch, self._watch = self._watch, -1
+        if watch >= 0:
+            if self._watcher is not None:
+                self._watcher.join(_CLOSE_WAIT_S)
+            os.close(watch)
 
     def __enter__(self) -> Child:
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def __repr__(self) -> str:
@@ -220,7 +321,10 @@ class Child:
 
     def _send(self, sig: int) -> bool:
         try:
-            self._watch.send(sig)
+            if self._watcher is None:
+                signals.pidfd_send_signal(self._watch, sig)
+            else:
+                os.kill(self.pid, sig)
         except ProcessLookupError:
             return False
         return True
@@ -276,7 +380,7 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
         ChildStartError: The program cannot be run.
     """
     command = tuple(argv)
-    keep_exit_statuses()
+    _keep_exit_statuses()
     death_signal = None
     if die_with_parent or wake_when_orphaned:
         death_signal = signals.SIGKILL if die_with_parent else signals.SIGCONT
@@ -290,7 +394,7 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
             stderr=stderr,
             pass_fds=tuple(pass_fds),
             start_new_session=new_session,
-            preexec_fn=child_setup(death_signal=death_signal),  # noqa: PLW1509
+            preexec_fn=_child_setup(death_signal),  # noqa: PLW1509
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ChildStartError(command, str(error)) from error
@@ -300,6 +404,85 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
         process.kill()
         process.wait()
         raise ChildStartError(command, f"it cannot be watched: {error}") from error
+
+
+def _keep_exit_statuses() -> None:
+    """Make sure that the kernel keeps the exit statuses of our children for us."""
+    # A parent that ignored SIGCHLD leaves that to us, and the kernel then drops exit statuses.
+    if signals.getsignal(signals.SIGCHLD) is not signals.SIG_IGN:
+        return
+    if threading.current_thread() is threading.main_thread():
+        signals.signal(signals.SIGCHLD, signals.SIG_DFL)
+    else:
+        logger.warning("SIGCHLD is ignored: exit statuses of child processes will be lost")
+
+
+def _child_setup(death_signal: int | None) -> Callable[[], None] | None:
+    """Return what the child runs before exec; `None` lets Popen use the faster vfork."""
+    if death_signal is not None:
+        _load_prctl()  # between fork and exec nothing may be imported
+        return functools.partial(_set_up_child, os.getpid(), death_signal)
+    return _unmask if signals.pthread_sigmask(signals.SIG_BLOCK, ()) else None
+
+
+def end_with_parent(signum: int = signals.SIGTERM) -> None:
+    """Let the kernel send this process `signum` (default SIGTERM) when its parent dies.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    if _load_prctl()(_PR_SET_PDEATHSIG, signum) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) was refused")
+
+
+def _unmask() -> None:
+    signals.pthread_sigmask(signals.SIG_SETMASK, ())
+
+
+def _set_up_child(parent_pid: int, death_signal: int) -> None:
+    _unmask()
+    end_with_parent(death_signal)
+    # The parent may have died before the call above; the kernel then sends nothing.
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_prctl() -> Callable[[int, int], int]:
+    import ctypes  # milliseconds that most starts need not pay
+
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = (ctypes.c_int, ctypes.c_ulong)
+    prctl.restype = ctypes.c_int
+    function: Callable[[int, int], int] = prctl
+    return function
+
+
+def _open_watch(pid: int) -> tuple[int, threading.Thread | None]:
+    """Return what a child's end makes readable: its pidfd, or a pipe and the thread that has it."""
+    if pidfd_available():
+        return os.pidfd_open(pid), None
+    reader, writer = os.pipe()
+    thread = threading.Thread(
+        target=_close_at_exit_of, args=(pid, writer), name=f"nvrx-watch-{pid}", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:
+        os.close(reader)
+        os.close(writer)
+        raise OSError(errno.EAGAIN, str(error)) from error
+    return reader, thread
+
+
+def _close_at_exit_of(pid: int, writer: int) -> None:
+    try:
+        # WNOWAIT leaves the status to Child.poll, which may also be faster than this thread.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    finally:
+        os.close(writer)
 
 
 def _group_remains(pgid: int) -> bool:

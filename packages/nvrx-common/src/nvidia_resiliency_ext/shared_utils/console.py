@@ -25,7 +25,6 @@ def write_out(text: str) -> bool:
 
     A reader that has seen enough (``head``) is no error, and neither is a closed stdout.
 
-
     Returns:
         False when the reader has left just now; what is written later goes nowhere.
 

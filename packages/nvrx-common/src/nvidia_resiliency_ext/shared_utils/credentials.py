@@ -95,16 +95,10 @@ class _ChangingFile:
     def _signature(self) -> tuple[int, ...] | None:
         """Return what differs when the file does; None while there is none."""
         try:
-            status = os.stat(self.path)
+            found = os.stat(self.path)
         except (OSError, ValueError):
             return None
-        return (
-            status.st_dev,
-            status.st_ino,
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ctime_ns,
-        )
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
     def _load(self) -> bytes:
         raise NotImplementedError

@@ -40,7 +40,6 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
@@ -163,11 +162,9 @@ class LogTarget:
         return FunnelStats(**self._send_buffer.snapshot(), bytes_in_spill=self._budget.spill_bytes)
 
     def __enter__(self) -> LogTarget:
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
 
@@ -436,16 +433,9 @@ class LogFunnelClient:
             opened.send_buffer.abandon()
 
     def __enter__(self) -> LogFunnelClient:
-        """Return itself; leaving the block closes it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -107,66 +107,56 @@ def find_culprit(ranks: Sequence[RankState], world_size: int = 0) -> Finding:
         1
     """
     waiting = tuple(r for r in ranks if r.activity is Activity.WAITING)
-
-    def blame(culprits: Sequence[RankState], confidence: Confidence) -> Finding:
-        others = tuple(r for r in waiting if r not in culprits)
-        return Finding(tuple(culprits), (), others, confidence)
-
     for activity in (Activity.FAILED, Activity.STOPPED):
         if certain := [r for r in ranks if r.activity is activity]:
-            return blame(certain, Confidence.CERTAIN)
+            return _blame(certain, waiting, Confidence.CERTAIN)
     here = [r for r in ranks if r.activity is not Activity.LEFT]
     others = [r for r in here if r.activity is not Activity.WAITING]
     if waiting and others:
-        # One that still uses heartbeats or sections is slow at most.
-        others = [r for r in others if not r.has_moved] or others
-        working = [r for r in others if r.activity is Activity.WORKING]
-        return _among(working, others, waiting)
+        return _where_some_wait(others, waiting)
     if waiting:
-        return _where_all_wait(ranks, here, waiting, is_part=world_size > len(ranks))
+        return _where_all_wait(ranks, waiting, is_part=world_size > len(ranks))
     still = [r for r in here if not r.has_moved]
     late = [r for r in still if r.is_late]
     if odd := _odd_place(still):
-        return blame(odd, Confidence.POSSIBLE)
+        return _blame(odd, waiting, Confidence.POSSIBLE)
     if len(late) == 1 or all(r.activity is Activity.WORKING for r in late):
-        return blame(late, Confidence.LIKELY)
+        return _blame(late, waiting, Confidence.LIKELY)
     if odd := _behind(late):
-        return blame(odd, Confidence.POSSIBLE)
+        return _blame(odd, waiting, Confidence.POSSIBLE)
     return Finding((), tuple(late), ())
 
 
-def _where_all_wait(
-    ranks: Sequence[RankState],
-    here: Sequence[RankState],
-    waiting: tuple[RankState, ...],
-    *,
-    is_part: bool,
+def _blame(
+    culprits: Sequence[RankState], waiting: Sequence[RankState], confidence: Confidence
 ) -> Finding:
-    """Return the culprit where every rank that is still there waits for its peers."""
-    left = tuple(r for r in ranks if r.activity is Activity.LEFT)
-    if left:
-        return Finding(left, (), waiting, Confidence.LIKELY)
-    odd = _behind(here) or _odd_place(here)
-    if odd:
-        others = tuple(r for r in waiting if r not in odd)
-        return Finding(tuple(odd), (), others, Confidence.POSSIBLE)
-    return Finding((), () if is_part else waiting, waiting, is_elsewhere=is_part)
+    others = tuple(r for r in waiting if r not in culprits)
+    return Finding(tuple(culprits), (), others, confidence)
 
 
-def _among(
-    working: list[RankState], others: list[RankState], waiting: tuple[RankState, ...]
-) -> Finding:
-    """Return the culprit among the ranks that do not wait, of which some surely do not."""
-    if len(working) == 1:
-        return Finding((working[0],), (), waiting, Confidence.LIKELY)
+def _where_some_wait(others: Sequence[RankState], waiting: tuple[RankState, ...]) -> Finding:
+    # One that still uses heartbeats or sections is slow at most.
+    others = [r for r in others if not r.has_moved] or others
+    working = [r for r in others if r.activity is Activity.WORKING]
     chosen = working or others
     if len(chosen) == 1:
-        return Finding((chosen[0],), (), waiting, Confidence.POSSIBLE)
+        return _blame(chosen, waiting, Confidence.LIKELY if working else Confidence.POSSIBLE)
     if behind := _behind(chosen):
-        return Finding(tuple(behind), (), waiting, Confidence.POSSIBLE)
+        return _blame(behind, waiting, Confidence.POSSIBLE)
     if len({r.place for r in chosen}) == 1 and chosen[0].place:
-        return Finding(tuple(chosen), (), waiting, Confidence.POSSIBLE)
+        return _blame(chosen, waiting, Confidence.POSSIBLE)
     return Finding((), tuple(chosen), waiting)
+
+
+def _where_all_wait(
+    ranks: Sequence[RankState], waiting: tuple[RankState, ...], *, is_part: bool
+) -> Finding:
+    """Return the culprit where every rank that is still there waits for its peers."""
+    if left := [r for r in ranks if r.activity is Activity.LEFT]:
+        return _blame(left, waiting, Confidence.LIKELY)
+    if odd := _behind(waiting) or _odd_place(waiting):
+        return _blame(odd, waiting, Confidence.POSSIBLE)
+    return Finding((), () if is_part else waiting, waiting, is_elsewhere=is_part)
 
 
 def _behind(ranks: Sequence[RankState]) -> list[RankState]:

@@ -12,18 +12,13 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._health.check import Finding, HealthResult, run_checks
-    from nvidia_resiliency_ext.shared_utils._health.devices import set_nvml, with_pynvml_lock
-    from nvidia_resiliency_ext.shared_utils._health.nic import NicLinkStateHealthCheck
-    from nvidia_resiliency_ext.shared_utils._health.nvlink import NVLinkWindowHealthCheck
-
-    from ._health.check import Check
+    from ._health.check import Check, Finding, HealthResult, run_checks
     from ._health.cli import main
-    from ._health.devices import PynvmlMixin
+    from ._health.devices import PynvmlMixin, set_nvml, with_pynvml_lock
     from ._health.gpu import GPUHealthCheck
-    from ._health.nic import NicHealthCheck
+    from ._health.nic import NicHealthCheck, NicLinkStateHealthCheck
     from ._health.node_daemon import NodeHealthCheck
-    from ._health.nvlink import NVLHealthCheck
+    from ._health.nvlink import NVLHealthCheck, NVLinkWindowHealthCheck
     from ._health.pci import PciMixin
     from ._health.probes import abandoned_probes
     from ._health.storage import DistributedStorageHealthCheck, StoragePathHealthCheck
@@ -51,27 +46,20 @@ __all__ = [
     "with_pynvml_lock",
 ]
 
-_MODULES = {
-    "AttributionService": "attribution_client",
-    "Check": "_health.check",
-    "DistributedStorageHealthCheck": "_health.storage",
-    "Finding": "_health.check",
-    "GPUHealthCheck": "_health.gpu",
-    "HealthResult": "_health.check",
-    "NVLHealthCheck": "_health.nvlink",
-    "NVLinkWindowHealthCheck": "_health.nvlink",
-    "NicHealthCheck": "_health.nic",
-    "NicLinkStateHealthCheck": "_health.nic",
-    "NodeHealthCheck": "_health.node_daemon",
-    "PciMixin": "_health.pci",
-    "PynvmlMixin": "_health.devices",
-    "StoragePathHealthCheck": "_health.storage",
-    "abandoned_probes": "_health.probes",
-    "main": "_health.cli",
-    "run_checks": "_health.check",
-    "set_nvml": "_health.devices",
-    "with_pynvml_lock": "_health.devices",
+_NAMES = {
+    "_health.check": ("Check", "Finding", "HealthResult", "run_checks"),
+    "_health.cli": ("main",),
+    "_health.devices": ("PynvmlMixin", "set_nvml", "with_pynvml_lock"),
+    "_health.gpu": ("GPUHealthCheck",),
+    "_health.nic": ("NicHealthCheck", "NicLinkStateHealthCheck"),
+    "_health.node_daemon": ("NodeHealthCheck",),
+    "_health.nvlink": ("NVLHealthCheck", "NVLinkWindowHealthCheck"),
+    "_health.pci": ("PciMixin",),
+    "_health.probes": ("abandoned_probes",),
+    "_health.storage": ("DistributedStorageHealthCheck", "StoragePathHealthCheck"),
+    "attribution_client": ("AttributionService",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

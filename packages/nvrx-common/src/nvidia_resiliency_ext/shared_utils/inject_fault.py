@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._faults.dispatch import (
+from ._faults.dispatch import (
+    DispatchedFault,
     abort,
     async_raise_exception,
+    dispatch_fault_injection,
     gpu_sleep,
     lock_gil,
     raise_gpu_error,
@@ -22,9 +24,6 @@ from nvidia_resiliency_ext.shared_utils._faults.dispatch import (
     send_signal,
     workload_exception,
 )
-from nvidia_resiliency_ext.shared_utils._faults.kinds import draw_plan
-
-from ._faults.dispatch import DispatchedFault, dispatch_fault_injection
 from ._faults.interpreter import (
     async_raise,
     clear_workload_exception,
@@ -32,7 +31,7 @@ from ._faults.interpreter import (
     termination_signal_handler,
     workload_raise_event,
 )
-from ._faults.kinds import Fault, InjectedException
+from ._faults.kinds import Fault, InjectedException, draw_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -156,6 +156,15 @@ class LogManager:
         node_local_tmp_dir: Directory of per-node files; default ``NVRX_NODE_LOCAL_TMPDIR``.
         node_local_tmp_prefix: Name of this process in their names; default its pid.
         log_file: Append to this file instead.
+
+    Attributes:
+        logger: The logger "nvrx".
+        log_level: Its level.
+        node_local_tmp_logging_enabled: Whether a directory of per-node log files is configured.
+        workload_rank: Global rank of this worker, None where it has none.
+        workload_local_rank: Its rank on its node.
+        infra_rank: Rank that the scheduler gave to this process.
+        infra_local_rank: The same on its node.
     """
 
     def __init__(
@@ -165,58 +174,30 @@ class LogManager:
         log_file: str | None = None,
     ) -> None:
         with _state.lock, _HeldWarnings():
-            self._workload_rank = LogConfig.get_workload_rank()
-            self._workload_local_rank = LogConfig.get_workload_local_rank()
-            self._infra_rank = LogConfig.get_infra_rank()
-            self._infra_local_rank = LogConfig.get_infra_local_rank()
+            self.workload_rank = LogConfig.get_workload_rank()
+            self.workload_local_rank = LogConfig.get_workload_local_rank()
+            self.infra_rank = LogConfig.get_infra_rank()
+            self.infra_local_rank = LogConfig.get_infra_local_rank()
             self.log_level = LogConfig.get_log_level()
-            self._node_local_tmp_dir = LogConfig.get_node_local_tmp_dir(node_local_tmp_dir)
-            self._logger = logging.getLogger(LogConfig.name)
-            handler = self._make_handler(node_local_tmp_prefix, log_file)
+            directory = LogConfig.get_node_local_tmp_dir(node_local_tmp_dir)
+            self.node_local_tmp_logging_enabled = directory is not None
+            self.logger = logging.getLogger(LogConfig.name)
+            handler = self._make_handler(directory, node_local_tmp_prefix, log_file)
             handler.setFormatter(self._make_formatter(has_log_file=bool(log_file)))
-            _state.replace_handlers(self._logger, handler)
-            self._logger.setLevel(self.log_level)
-            self._logger.propagate = False
+            _state.replace_handlers(self.logger, handler)
+            self.logger.setLevel(self.log_level)
+            self.logger.propagate = False
 
-    @property
-    def node_local_tmp_logging_enabled(self) -> bool:
-        """Whether a directory of per-node log files is configured."""
-        return self._node_local_tmp_dir is not None
-
-    @property
-    def workload_rank(self) -> int | None:
-        """Global rank of this worker."""
-        return self._workload_rank
-
-    @property
-    def workload_local_rank(self) -> int | None:
-        """This worker's rank on its node."""
-        return self._workload_local_rank
-
-    @property
-    def infra_rank(self) -> int | None:
-        """Rank that the scheduler gave to this process."""
-        return self._infra_rank
-
-    @property
-    def infra_local_rank(self) -> int | None:
-        """Rank that the scheduler gave to this process on its node."""
-        return self._infra_local_rank
-
-    @property
-    def logger(self) -> logging.Logger:
-        """The logger "nvrx"."""
-        return self._logger
-
-    def _make_handler(self, prefix: str | None, log_file: str | None) -> logging.Handler:
+    def _make_handler(
+        self, directory: str | None, prefix: str | None, log_file: str | None
+    ) -> logging.Handler:
         if log_file:
             return logging.FileHandler(log_file, mode="a", encoding="utf-8")
-        directory = self._node_local_tmp_dir
         if directory is None:
             return _ConsoleHandler(is_stdout=LogConfig.get_log_to_stdout_cfg())
         os.close(open_log_directory(directory))
         return NodeLocalTmpLogHandler(
-            self._workload_rank,
+            self.workload_rank,
             directory,
             LogConfig.get_max_file_size(),
             LogConfig.get_max_log_files(),
@@ -230,19 +211,19 @@ class LogManager:
             _warn_once(f"NVRX_LOG_FORMAT={form[:64]!r} is neither text nor json: using text")
         if form == "json":
             ranks = {
-                "workload": self._workload_rank,
-                "workload_local": self._workload_local_rank,
-                "infra": self._infra_rank,
-                "infra_local": self._infra_local_rank,
+                "workload": self.workload_rank,
+                "workload_local": self.workload_local_rank,
+                "infra": self.infra_rank,
+                "infra_local": self.infra_local_rank,
             }
             return JsonLineFormatter(node, ranks, _integer("NVRX_CYCLE"))
-        workload = (self._workload_rank, self._workload_local_rank)
-        fmt = line_format(node, workload, (self._infra_rank, self._infra_local_rank))
+        workload = (self.workload_rank, self.workload_local_rank)
+        fmt = line_format(node, workload, (self.infra_rank, self.infra_local_rank))
         return TextLineFormatter((self._file_prefix() if has_log_file else "") + fmt)
 
     def _file_prefix(self) -> str:
         """Return ``<infra rank>: ``, as wide as the highest rank of the job."""
-        rank = "?" if self._infra_rank is None else str(self._infra_rank)
+        rank = "?" if self.infra_rank is None else str(self.infra_rank)
         world_size = _integer("WORLD_SIZE")
         return f"{rank.rjust(len(str(world_size - 1)) if world_size else 0)}: "
 
@@ -288,17 +269,6 @@ class _ConsoleHandler(_TextHandler):
     @stream.setter
     def stream(self, stream: TextIO) -> None:
         self._given = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record at once."""
-        try:
-            stream = self.stream
-            stream.write(self.format(record) + "\n")
-            stream.flush()
-        except RecursionError:
-            raise
-        except Exception:  # noqa: BLE001 - as every handler: logging must not end a program
-            self.handleError(record)
 
 
 class _HeldWarnings:

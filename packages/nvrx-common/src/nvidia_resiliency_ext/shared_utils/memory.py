@@ -40,40 +40,35 @@ class GPUMemoryLogger:
             log_memory: Log them too.
             context: What to say before them.
         """
-        from ._health import check
+        from ._health.check import count_of
 
-        rank = check.count_of("LOCAL_RANK") if device_index is None else device_index
+        rank = count_of("LOCAL_RANK") if device_index is None else device_index
         if rank is None:
             logger.error("GPU memory is asked for without device_index, and LOCAL_RANK is not set")
             return None
-        found = self._ask(rank)
+        found = _ask(rank)
         if found is None:
             return None
-        total, used, free = (value / _MIB for value in found)
+        total, used, free = (int(value) / _MIB for value in found)
         if log_memory:
             text = "%sGPU %d memory: %.0f MB used of %.0f MB, %.0f MB free"
             logger.info(text, f"{context}: " if context else "", rank, used, total, free)
         return {"total_mb": total, "used_mb": used, "free_mb": free}
 
-    def _ask(self, rank: int) -> list[int] | None:
-        from nvidia_resiliency_ext.shared_utils._health.devices import session
-        from nvidia_resiliency_ext.shared_utils._health.nvml import NvmlError, NvmlUnavailableError
 
-        from ._health.check import log_once
-        from ._health.devices import resolve_device
+def _ask(rank: int) -> Any:
+    from ._health.check import log_once
+    from ._health.devices import resolve_device, session
+    from ._health.nvml import NvmlError, NvmlUnavailableError
 
-        try:
-            device = resolve_device(rank)
-            if device is None:
-                return None
-            found: Any = session().ask("memory", device)
-        except NvmlUnavailableError as error:
-            log_once("memory", logging.WARNING, f"GPU memory cannot be told: {error}")
-            return None
-        except NvmlError as error:
-            logger.warning("memory of GPU %d cannot be told: %s", rank, error)
-            return None
-        return [int(value) for value in found]
+    try:
+        device = resolve_device(rank)
+        return None if device is None else session().ask("memory", device)
+    except NvmlUnavailableError as error:
+        log_once("memory", logging.WARNING, f"GPU memory cannot be told: {error}")
+    except NvmlError as error:
+        logger.warning("memory of GPU %d cannot be told: %s", rank, error)
+    return None
 
 
 # Made here, so that two threads cannot make two.

@@ -184,7 +184,8 @@ def atomic_write(
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             # Also on KeyboardInterrupt: nothing is swallowed, the temporary file goes.
-            _unlink_if_there(temporary, directory)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=directory)
             raise
         if fsync:
             sync_directory(directory)
@@ -285,7 +286,6 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
 
     What others remove or add meanwhile is no error, as long as the end is reached.
 
-
     Raises:
         OSError: Something cannot be removed.
     """
@@ -297,7 +297,8 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-            _unlink_if_there(name, directory_fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory_fd)
             return
         try:
             with os.scandir(child) as entries:
@@ -366,13 +367,6 @@ def _temporary_name(name: str) -> str:
     suffix = f".{os.urandom(8).hex()}.tmp"
     space = _LONGEST_NAME_BYTES - 1 - len(suffix)
     return "." + os.fsdecode(os.fsencode(name)[:space]) + suffix
-
-
-def _unlink_if_there(name: str, directory_fd: int) -> None:
-    try:
-        os.unlink(name, dir_fd=directory_fd)
-    except FileNotFoundError:
-        return
 
 
 def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:

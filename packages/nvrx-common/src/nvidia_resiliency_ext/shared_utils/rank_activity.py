@@ -221,47 +221,42 @@ def classify(kernel: Kernel, stack: Stack) -> Activity:
     With a GPU (1) is WAITING and (2) UNKNOWN: CUDA spins or sleeps while it waits for a kernel of
     NCCL, also under a line of the program such as `loss.item()`.
     """
-    if kernel.state in "Tt":
-        return Activity.STOPPED
+    without_gpu, with_gpu = _ACTIVITIES[_row_of(kernel)][_COLUMNS.index(stack.call)]
+    return with_gpu if kernel.has_gpu else without_gpu
+
+
+def _row_of(kernel: Kernel) -> str:
+    if kernel.state in _STOPPED_STATES:
+        return "stopped"
     if kernel.state == "R":
-        return _while_it_runs(kernel, stack)
+        return "runs"
     if kernel.state not in ("S", "D"):
-        return Activity.UNKNOWN
+        return "unknown"
     if "futex" in kernel.wchan:
-        return _in_a_futex(kernel, stack)
-    if not kernel.wchan or _is_polling(kernel.wchan):
-        return {
-            Call.COLLECTIVE: Activity.WAITING,
-            Call.OWN: Activity.UNKNOWN if kernel.has_gpu else Activity.WORKING,
-        }.get(stack.call, Activity.UNKNOWN)
-    return Activity.UNKNOWN if stack.call is Call.COLLECTIVE else Activity.WORKING
+        return {True: "pending", False: "not pending", None: "in a futex"}[kernel.is_pending]
+    polls = ("poll", "select", "sk_wait", "inet_", "tcp_", "wait_woken")
+    is_polling = not kernel.wchan or any(word in kernel.wchan for word in polls)
+    return "polls" if is_polling else "sleeps"
 
 
-def _while_it_runs(kernel: Kernel, stack: Stack) -> Activity:
-    if stack.call is Call.NONE:
-        return Activity.UNKNOWN
-    if stack.call is Call.COLLECTIVE:
-        return Activity.WAITING if kernel.has_gpu else Activity.UNKNOWN
-    # CUDA spins while it waits, also under `loss.item()` of the program's own line.
-    return Activity.UNKNOWN if kernel.has_gpu else Activity.WORKING
-
-
-def _in_a_futex(kernel: Kernel, stack: Stack) -> Activity:
-    if kernel.is_pending or stack.call is Call.COLLECTIVE:
-        return Activity.WAITING
-    if stack.call is Call.DEVICE:
-        is_idle = kernel.is_pending is False and not kernel.has_gpu
-        return Activity.UNKNOWN if is_idle else Activity.WAITING
-    if stack.call is Call.OWN and kernel.is_pending is False and not kernel.has_gpu:
-        return Activity.WORKING
-    return Activity.UNKNOWN
-
-
-def _is_polling(wchan: str) -> bool:
-    return any(
-        word in wchan for word in ("poll", "select", "sk_wait", "inet_", "tcp_", "wait_woken")
-    )
-
+_COLUMNS = (Call.COLLECTIVE, Call.DEVICE, Call.OWN, Call.NONE)
+_STOPPED, _WORKING, _UNKNOWN, _WAITING = (
+    (activity, activity)
+    for activity in (Activity.STOPPED, Activity.WORKING, Activity.UNKNOWN, Activity.WAITING)
+)
+_SPINS = (Activity.UNKNOWN, Activity.WAITING)
+_MAY_SPIN = (Activity.WORKING, Activity.UNKNOWN)
+# The table of `classify`: each time without a GPU and with one.
+_ACTIVITIES = {
+    "stopped": (_STOPPED, _STOPPED, _STOPPED, _STOPPED),
+    "unknown": (_UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN),
+    "runs": (_SPINS, _MAY_SPIN, _MAY_SPIN, _UNKNOWN),
+    "pending": (_WAITING, _WAITING, _WAITING, _WAITING),
+    "not pending": (_WAITING, _SPINS, _MAY_SPIN, _UNKNOWN),
+    "in a futex": (_WAITING, _WAITING, _UNKNOWN, _UNKNOWN),
+    "polls": (_WAITING, _UNKNOWN, _MAY_SPIN, _UNKNOWN),
+    "sleeps": (_UNKNOWN, _WORKING, _WORKING, _WORKING),
+}
 
 _DOES = (
     ("nanosleep", "sleeps"),

@@ -26,9 +26,18 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return format_runs(numbers)
 
 
-def format_runs(numbers: Iterable[int]) -> str:
-    """Return `numbers` in their order, runs shortened: `[4, 5, 6, 0, 2]` gives `4-6,0,2`."""
-    return _format_ranges(numbers, width=0)
+def format_runs(numbers: Iterable[int], width: int = 0) -> str:
+    """Return `numbers` in their order, runs shortened: `[4, 5, 6, 0, 2]` gives `4-6,0,2`.
+
+    Each has at least `width` digits.
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(f"{end:0{width}d}" for end in ends) for ends in runs)
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -79,19 +88,9 @@ def _format_group(prefix: str, texts: list[str]) -> list[str]:
         else:
             formatted.append(prefix)
     for width, numbers in sorted(by_width.items()):
-        ranges = _format_ranges(sorted(numbers), width)
+        ranges = format_runs(sorted(numbers), width)
         formatted.append(f"{prefix}[{ranges}]" if len(numbers) > 1 else f"{prefix}{ranges}")
     return formatted
-
-
-def _format_ranges(numbers: Iterable[int], width: int) -> str:
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(f"{end:0{width}d}" for end in ends) for ends in ranges)
 
 
 def _parse_rank(text: str, whole: str) -> int:

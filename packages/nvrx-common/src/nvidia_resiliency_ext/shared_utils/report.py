@@ -145,39 +145,34 @@ class _Exports:
     """Writes the files and sends the figures that were asked for; says each trouble once."""
 
     def __init__(self, options: Namespace) -> None:
+        self.are_wanted = bool(options.html or options.prometheus or options.otlp)
         self._options = options
         self._complaint = ""
 
-    @property
-    def are_wanted(self) -> bool:
-        """Say whether anything was asked for."""
-        return bool(self._options.html or self._options.prometheus or self._options.otlp)
-
     def write(self, timeline: Timeline) -> str:
         """Write and send the present state; return what went wrong, which may pass."""
-        before, self._complaint = self._complaint, _export(timeline, self._options)
+        before, self._complaint = self._complaint, self._try_to_write(timeline)
         if self._complaint not in {"", before}:
             _complain(self._complaint)
         return self._complaint
 
+    def _try_to_write(self, timeline: Timeline) -> str:
+        """Return what went wrong first, if anything did."""
+        options = self._options
+        for path, render in ((options.html, render_html), (options.prometheus, render_prometheus)):
+            try:
+                if path:
+                    _write(path, render(timeline))
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+        if options.otlp:
+            from ._report.metrics import ExportError, export_otlp
 
-def _export(timeline: Timeline, options: Namespace) -> str:
-    """Write and send what was asked for; return what went wrong first, if anything did."""
-    files = {options.html: render_html, options.prometheus: render_prometheus}
-    for path, render in files.items():
-        try:
-            if path:
-                _write(path, render(timeline))
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-    if options.otlp:
-        from nvidia_resiliency_ext.shared_utils._report.metrics import ExportError, export_otlp
-
-        try:
-            export_otlp(timeline, options.otlp)
-        except ExportError as error:
-            return str(error)
-    return ""
+            try:
+                export_otlp(timeline, options.otlp)
+            except ExportError as error:
+                return str(error)
+        return ""
 
 
 def _write(path: str, text: str) -> None:

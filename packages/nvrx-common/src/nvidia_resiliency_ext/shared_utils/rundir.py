@@ -137,11 +137,9 @@ class RunDir:
             _remove(self.path)
 
     def __enter__(self) -> RunDir:
-        """Return itself; leaving the block removes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove it."""
         self.remove()
 
 

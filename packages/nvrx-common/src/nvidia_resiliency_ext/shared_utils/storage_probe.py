@@ -119,16 +119,11 @@ def _verdict(path: object, *, write: bool) -> str | None:
         return "invalid"
     try:
         kind = os.stat(path).st_mode
+        _read(path, kind)
     except OSError as error:
         return "missing" if error.errno in _MISSING else "unreadable"
     except ValueError:  # a NUL byte
         return "invalid"
-    try:
-        _read(path, kind)
-    except FileNotFoundError:
-        return "missing"
-    except OSError:
-        return "unreadable"
     if write:
         try:
             _write(path, kind)

@@ -147,7 +147,6 @@ def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
     Here that counts as refused, and leaves the port free, which else could not be listened at for a
     minute.
 
-
     Raises:
         ConnectionRefusedError: Nobody listens.
         OSError: It cannot be reached within `timeout_s` seconds.

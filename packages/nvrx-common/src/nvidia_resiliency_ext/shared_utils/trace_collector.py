@@ -8,9 +8,10 @@ mean is for the attribution package, when and where to take one for whoever abor
 from __future__ import annotations
 
 import abc
-import importlib
+import json
 import logging
 import os
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from .errors import NvrxError
@@ -28,8 +29,6 @@ logger = logging.getLogger("nvrx")
 # NCCL's recorder, and the one of all other backends (torch 2.8 and later); the first is only in
 # builds with CUDA, and gives no JSON in torch 2.4.
 _SOURCES = ("_dump_nccl_trace", "_dump_fr_trace")
-_CHECKS = {"gpu": "GPUHealthCheck", "nic": "NicHealthCheck"}
-_HEALTH_CHECKS = "nvidia_resiliency_ext.shared_utils.health_check"
 
 
 class NoFlightRecorderError(NvrxError, RuntimeError):
@@ -84,15 +83,19 @@ class TorchFRTraceCollector(TraceCollector):
         Raises:
             NoFlightRecorderError: This torch has none.
         """
+        try:
+            from torch._C import _distributed_c10d as recorder
+        except ImportError as error:
+            raise NoFlightRecorderError(f"there is no flight recorder: {error}") from error
         found: dict[str, Any] | None = None
-        recorder = _recorder()
         for source in _SOURCES:
             as_json = getattr(recorder, source + "_json", None) if self.json else None
             as_pickle = getattr(recorder, source, None)
             if as_json is not None:
-                found = _from_json(as_json)
+                found = json.loads(as_json(includeCollectives=True, onlyActive=True))
             elif as_pickle is not None:
-                found = _from_pickle(as_pickle)
+                data = as_pickle(includeCollectives=True, includeStackTraces=False, onlyActive=True)
+                found = pickle.loads(data)  # noqa: S301 - torch made it in this process a moment ago
             if found and found.get("entries"):
                 return found
         if found is None:
@@ -104,57 +107,27 @@ class TorchFRTraceCollector(TraceCollector):
 
         It returns when the file would survive a crash of the host.
 
-
         Raises:
             OSError: The file cannot be written.
         """
         results = {name: _result(name, check) for name, check in self._checks.items()}
-        data = self._encode({**dump, "health_check_results": results})
+        dump = {**dump, "health_check_results": results}
+        data = json.dumps(dump).encode() if self.json else pickle.dumps(dump)
         os.makedirs(self.path, mode=0o750, exist_ok=True)
         ending = ".json" if self.json else ""
         target = os.path.join(self.path, f"_dump_{_rank()}{ending}")
         atomic_write(target, data, mode=0o640)
         return target
 
-    def _encode(self, dump: dict[str, Any]) -> bytes:
-        if self.json:
-            import json
-
-            return json.dumps(dump).encode()
-        import pickle
-
-        return pickle.dumps(dump)
-
-
-def _from_json(function: Callable[..., str | bytes]) -> dict[str, Any]:
-    import json
-
-    found: dict[str, Any] = json.loads(function(includeCollectives=True, onlyActive=True))
-    return found
-
-
-def _from_pickle(function: Callable[..., bytes]) -> dict[str, Any]:
-    import pickle
-
-    data = function(includeCollectives=True, includeStackTraces=False, onlyActive=True)
-    return dict(pickle.loads(data))  # noqa: S301 - torch made it in this process a moment ago
-
-
-def _recorder() -> Any:
-    try:
-        from torch._C import _distributed_c10d
-    except ImportError as error:
-        raise NoFlightRecorderError(f"there is no flight recorder: {error}") from error
-    return _distributed_c10d
-
 
 def _default_checks() -> dict[str, Check]:
-    # A name in a variable: what is missing or broken there costs the results, never the dump.
     try:
-        checks = importlib.import_module(_HEALTH_CHECKS)
+        from .health_check import GPUHealthCheck, NicHealthCheck
+
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         return {
-            name: getattr(checks, kind)(device_index=local_rank) for name, kind in _CHECKS.items()
+            "gpu": GPUHealthCheck(device_index=local_rank),
+            "nic": NicHealthCheck(device_index=local_rank),
         }
     except Exception as error:  # noqa: BLE001 - evidence comes first
         logger.warning("a trace will have no health checks in it: %s", error)

@@ -41,7 +41,6 @@ def listen(path: str, backlog: int = 128) -> socket.socket:
 
     A socket that a dead process left there is removed first; `backlog` connections may wait.
 
-
     Raises:
         ValueError: The path is too long for a socket.
         FileExistsError: The path is no socket, or a process listens there.
@@ -118,18 +117,14 @@ def _remove_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise FileExistsError(errno.EEXIST, "not a socket, left alone", path)
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        probe.connect(path)
-    except ConnectionRefusedError:
-        os.unlink(path)
-    except BlockingIOError:
-        raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path) from None
-    else:
+        error = probe.connect_ex(path)
+    if error not in (0, errno.EAGAIN, errno.ECONNREFUSED):
+        raise OSError(error, os.strerror(error), path)
+    if error != errno.ECONNREFUSED:
         raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path)
-    finally:
-        probe.close()
+    os.unlink(path)
 
 
 MAX_WAITING = 256
@@ -138,6 +133,7 @@ _READ_BYTES = 65536
 # Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
 _MAX_READS = 16
 _MAX_FDS = 64
+_NEVER_WAITS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
 @dataclass(slots=True)
@@ -262,7 +258,7 @@ class Channel:
         while self._waiting and not self.is_over:
             first = self._waiting[0]
             try:
-                sent = self._send_some(first)
+                sent = self.sock.sendmsg([first.data], rights(first.fds), _NEVER_WAITS)
             except BlockingIOError:
                 return
             except OSError:
@@ -286,10 +282,6 @@ class Channel:
         _close_all(self._fds)
         while self._waiting:
             _close_all(self._waiting.popleft().fds)
-
-    def _send_some(self, outgoing: _Outgoing) -> int:
-        flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-        return self.sock.sendmsg([outgoing.data], rights(outgoing.fds), flags)
 
     def _drop_one(self) -> None:
         # The first one may be half sent: dropping it would tear the stream.

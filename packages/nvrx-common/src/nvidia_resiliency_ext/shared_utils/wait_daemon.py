@@ -7,13 +7,14 @@ under Slurm, so that a monitor process can finish before the step ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
 import time
 from typing import TYPE_CHECKING
 
-from ._processes import PidHandle, pidfd_available, wait_readable
+from .children import PidHandle, pidfd_available, wait_readable
 from .clock import Deadline
 from .console import write_err
 from .errors import DeadlineExceededError
@@ -54,7 +55,6 @@ def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:
 
     A zombie has ended. A number that another process takes over meanwhile is not waited for.
 
-
     Raises:
         DeadlineExceededError: Some still ran when the time was up; the message names them.
     """
@@ -65,7 +65,6 @@ def wait_daemon(pidfile: str, timeout_s: float | None = None) -> None:
     """Wait until no process of `pidfile` runs any more: `timeout_s` seconds at most.
 
     A process that started after the file was written is another one under an old number.
-
 
     Raises:
         SystemExit: With 1, after a line on stderr: there is no such file.
@@ -119,10 +118,11 @@ def _wait_for(pids: list[int], deadline: Deadline, started_before: float | None 
 def _hold(pid: int) -> PidHandle | _Hidden | None:
     if pid == os.getpid() or not 0 < pid <= _LARGEST_PID:
         return None
-    try:
+    with contextlib.suppress(ProcessLookupError):
         return PidHandle(pid)
-    except ProcessLookupError:
-        return _Hidden.find(pid)
+    with contextlib.suppress(ProcessLookupError):
+        return _Hidden(pid) if _is_hidden(pid) else None
+    return None
 
 
 def _is_newer(held: PidHandle | _Hidden, moment: float | None) -> bool:
@@ -140,33 +140,29 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process exists that /proc does not show us, as it is another user's."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False  # ours, so that /proc has told the truth: a zombie
+
+
 class _Hidden:
-    """A process that exists, and that /proc does not show us because it is another user's."""
+    """A hold on a process that `_is_hidden`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid) if pidfd_available() else -1
 
-    @classmethod
-    def find(cls, pid: int) -> _Hidden | None:
-        try:
-            os.kill(pid, 0)
-        except PermissionError:
-            try:
-                return cls(pid)
-            except ProcessLookupError:
-                return None
-        except ProcessLookupError:
-            return None
-        return None  # ours, so that /proc has told the truth: a zombie
-
     def wait(self, timeout_s: float) -> bool:
         deadline = Deadline.after(timeout_s)
         if self._pidfd >= 0:
             return wait_readable(self._pidfd, deadline.timeout())
-        while self.find(self.pid) is not None and not deadline.expired():
+        while _is_hidden(self.pid) and not deadline.expired():
             select.select([], [], [], min(_TICK_S, deadline.remaining()))
-        return self.find(self.pid) is None
+        return not _is_hidden(self.pid)
 
     def close(self) -> None:
         if self._pidfd >= 0:

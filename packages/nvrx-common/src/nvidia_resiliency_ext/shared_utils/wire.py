@@ -14,11 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils._message_codec import Codec
+from nvidia_resiliency_ext.shared_utils._message_codec import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    FrameReader,
+    MessageSet,
+    frame,
+    size_of,
+)
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import (
     DeadlineExceededError,
-    FrameTooLargeError,
     MalformedFrameError,
     PeerClosedError,
     PeerRefusedError,
@@ -41,103 +47,8 @@ __all__ = [
     "send_with_fds",
 ]
 
-MAX_FRAME_BYTES = 1 << 20
-"""Largest payload of a frame, in both directions."""
-
-_LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("iII")
 _FD = struct.Struct("i")
-
-
-class MessageSet:
-    """The closed set of types that one connection may carry; immutable, safe to share.
-
-    Plain values (None, bool, int, float, str, bytes, list, tuple, set, dict) always pass; of
-    classes only the registered dataclasses and enums, by class name, and each field must fit its
-    annotation. Names of extensions and code never travel.
-
-    Example:
-        >>> @dataclass(frozen=True)
-        ... class CycleChanged:
-        ...     cycle: int
-        >>> messages = MessageSet(CycleChanged)
-        >>> [payload] = FrameReader().feed(messages.encode(CycleChanged(cycle=3)))
-        >>> messages.decode(payload)
-        CycleChanged(cycle=3)
-
-    Args:
-        types: Dataclasses and enums.
-
-    Raises:
-        TypeError: A type is neither a dataclass nor an enum.
-        ValueError: Two of the types have the same name.
-    """
-
-    def __init__(self, *types: type) -> None:
-        self._codec = Codec(types)
-
-    def encode(self, message: object) -> bytes:
-        """Return the frame of `message` for a stream: length and payload.
-
-        Raises:
-            UnknownMessageError: The message holds an object of a type that is not in the set.
-            MalformedFrameError: The message nests too deeply, or an integer has more than 64 bits.
-            FrameTooLargeError: The message needs more than 1 MiB.
-        """
-        return frame(self._codec.dumps(message))
-
-    def encode_payload(self, message: object) -> bytes:
-        """Return the payload of `message`, for sockets that keep messages apart.
-
-        Raises:
-            WireError: As for `encode`.
-        """
-        return self.encode(message)[_LENGTH.size :]
-
-    def decode(self, payload: bytes) -> object:
-        """Return the message of `payload`, the bytes after the length.
-
-        Raises:
-            UnknownMessageError: The payload names a type that is not in the set.
-            FrameTooLargeError: The payload is larger than 1 MiB.
-            MalformedFrameError: The payload is wrong in any other way.
-        """
-        if len(payload) > MAX_FRAME_BYTES:
-            raise FrameTooLargeError(len(payload), MAX_FRAME_BYTES)
-        return self._codec.loads(payload)
-
-
-class FrameReader:
-    """Cuts a stream into frames, for one connection; it holds at most one unfinished frame."""
-
-    __slots__ = ("_buffer",)
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add received `data`; return the payloads of the frames that are complete.
-
-        Raises:
-            FrameTooLargeError: A frame's length is over the limit; the connection cannot be used
-                after that.
-        """
-        buffer = self._buffer
-        buffer += data
-        payloads = []
-        position = 0
-        while len(buffer) - position >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(buffer, position)
-            if size > MAX_FRAME_BYTES:
-                del buffer[:position]
-                raise FrameTooLargeError(size, MAX_FRAME_BYTES)
-            end = position + _LENGTH.size + size
-            if end > len(buffer):
-                break
-            payloads.append(bytes(buffer[position + _LENGTH.size : end]))
-            position = end
-        del buffer[:position]
-        return payloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +64,6 @@ class PeerCredentials:
     pid: int
     uid: int
     gid: int
-
-
-def frame(payload: bytes) -> bytes:
-    """Return `payload` with its length in front.
-
-    Raises:
-        FrameTooLargeError: The payload is larger than 1 MiB.
-    """
-    if len(payload) > MAX_FRAME_BYTES:
-        raise FrameTooLargeError(len(payload), MAX_FRAME_BYTES)
-    return _LENGTH.pack(len(payload)) + payload
 
 
 def send_message(
@@ -188,9 +88,7 @@ def receive_message(sock: socket.socket, messages: MessageSet, timeout_s: float 
         DeadlineExceededError: No whole message came in time; the stream cannot be used after that.
     """
     with _deadline_on(sock, timeout_s) as arm:
-        (size,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, arm))
-        if size > MAX_FRAME_BYTES:
-            raise FrameTooLargeError(size, MAX_FRAME_BYTES)
+        size = size_of(_receive_exactly(sock, LENGTH.size, arm))
         payload = _receive_exactly(sock, size, arm)
     return messages.decode(payload)
 
@@ -211,11 +109,8 @@ def send_with_fds(
         raise ValueError("descriptors travel with at least one byte")
     with _deadline_on(sock, timeout_s) as arm:
         arm()
-        try:
-            # Not socket.send_fds and recv_fds: they drop the flags.
-            sent = sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerClosedError("the peer is gone") from error
+        # Not socket.send_fds and recv_fds: they drop the flags.
+        sent = sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
         _send_all(sock, data[sent:], arm)
 
 
@@ -225,7 +120,6 @@ def receive_with_fds(
     """Receive once from `sock`: up to `max_bytes` and `max_fds` descriptors, in `timeout_s` s.
 
     The caller owns the descriptors; child programs do not inherit them.
-
 
     Returns:
         The bytes, empty when the peer has closed the connection, and the descriptors.
@@ -237,12 +131,9 @@ def receive_with_fds(
     """
     with _deadline_on(sock, timeout_s) as arm:
         arm()
-        try:
-            data, ancillary, flags, _ = sock.recvmsg(
-                max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
-            )
-        except ConnectionResetError as error:
-            raise PeerClosedError("the peer is gone") from error
+        data, ancillary, flags, _ = sock.recvmsg(
+            max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
+        )
     fds = _unpack_fds(ancillary)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) > max_fds:
         for descriptor in fds:
@@ -279,6 +170,8 @@ def _deadline_on(sock: socket.socket, timeout_s: float | None) -> Iterator[Calla
         yield lambda: sock.settimeout(deadline.timeout())
     except (TimeoutError, BlockingIOError) as error:
         raise DeadlineExceededError(f"the peer did nothing for {timeout_s} s") from error
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise PeerClosedError("the peer is gone") from error
     finally:
         if sock.fileno() >= 0:
             sock.settimeout(own_timeout_s)
@@ -286,22 +179,16 @@ def _deadline_on(sock: socket.socket, timeout_s: float | None) -> Iterator[Calla
 
 def _send_all(sock: socket.socket, data: bytes, arm: Callable[[], None]) -> None:
     remaining = memoryview(data)
-    try:
-        while remaining:
-            arm()
-            remaining = remaining[sock.send(remaining, socket.MSG_NOSIGNAL) :]
-    except (BrokenPipeError, ConnectionResetError) as error:
-        raise PeerClosedError("the peer is gone") from error
+    while remaining:
+        arm()
+        remaining = remaining[sock.send(remaining, socket.MSG_NOSIGNAL) :]
 
 
 def _receive_exactly(sock: socket.socket, size: int, arm: Callable[[], None]) -> bytes:
     received = bytearray()
     while len(received) < size:
         arm()
-        try:
-            data = sock.recv(min(size - len(received), 1 << 16))
-        except ConnectionResetError as error:
-            raise PeerClosedError("the peer is gone") from error
+        data = sock.recv(min(size - len(received), 1 << 16))
         if not data:
             raise PeerClosedError("the peer closed the connection")
         received += data

@@ -66,11 +66,9 @@ class FakeNodeDaemon:
         self._executor.shutdown()
 
     def __enter__(self) -> FakeNodeDaemon:  # noqa: PYI034 - Self is newer than Python 3.10
-        """Return itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _serve(self, request: bytes, _context: Any) -> bytes:
@@ -172,8 +170,7 @@ class FakeDriver:
 class FakeNvml:
     """Takes the place of the module `pynvml`: ``health_check.set_nvml(FakeNvml({"count": 8}))``.
 
-    Methods with NVML's names take NVML's arguments: `index` or `uuid` of a device, its `handle`, a
-    `link`, a `counter`, pairs of `fields`.
+    Its functions with NVML's names, such as `nvmlDeviceGetCount`, take NVML's arguments.
 
     Attributes:
         answers: By the keys of ``nvml.c``; may be changed at any time.
@@ -193,111 +190,92 @@ class FakeNvml:
         self.calls: list[str] = []
         self.released = threading.Event()
 
+    def __dir__(self) -> list[str]:
+        """Return the functions of NVML and the fields, too."""
+        return [*super().__dir__(), *_FUNCTIONS, *_FIELDS]
+
     def __getattr__(self, name: str) -> Any:
-        """Return the number of a field."""
-        number = _FIELDS.get(name)
-        if number is None:
+        """Return a function of NVML, or the number of a field."""
+        if name in _FIELDS:
+            return _FIELDS[name]
+        if name not in _FUNCTIONS:
             raise AttributeError(name)
-        return number
 
-    def nvmlInit(self) -> None:  # noqa: N802 - the binding's names, here and below
-        """Begin."""
-        self._enter("nvmlInit")
+        def call(*arguments: Any) -> Any:
+            self.calls.append(name)
+            if f"hang.{name}" in self.answers:
+                self.released.wait()
+            if code := self.answers.get(f"return.{name}", 0):
+                raise self.NVMLError(code)
+            return _FUNCTIONS[name](self, *arguments)
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        """End."""
-        self._enter("nvmlShutdown")
+        return call
 
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        """Return the version."""
-        self._enter("nvmlSystemGetDriverVersion")
-        return str(self.answers.get("driver", "570.86.10"))
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        """Return the number of GPUs."""
-        self._enter("nvmlDeviceGetCount")
-        return int(self.answers.get("count", 0))
+def _by_index(fake: FakeNvml, index: int) -> int:
+    if index >= fake.answers.get("count", 0):
+        raise fake.NVMLError(_INVALID_ARGUMENT)
+    if f"gone.{index}" in fake.answers:
+        raise fake.NVMLError(fake.answers[f"gone.{index}"])
+    return index
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        """Return a handle."""
-        self._enter("nvmlDeviceGetHandleByIndex")
-        if index >= self.answers.get("count", 0):
-            raise self.NVMLError(_INVALID_ARGUMENT)
-        if f"gone.{index}" in self.answers:
-            raise self.NVMLError(self.answers[f"gone.{index}"])
-        return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
-        """Return a handle."""
-        self._enter("nvmlDeviceGetHandleByUUID")
-        for index in range(self.answers.get("count", 0)):
-            if self.nvmlDeviceGetUUID(index) == uuid:
-                return index
-        raise self.NVMLError(_NOT_FOUND)
+def _by_uuid(fake: FakeNvml, uuid: str) -> int:
+    for index in range(fake.answers.get("count", 0)):
+        if fake.nvmlDeviceGetUUID(index) == uuid:
+            return index
+    raise fake.NVMLError(_NOT_FOUND)
 
-    def nvmlDeviceGetName(self, _handle: int) -> str:  # noqa: N802
-        """Return the product."""
-        self._enter("nvmlDeviceGetName")
-        return str(self.answers.get("name", "NVIDIA H100 80GB HBM3"))
 
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        """Return the UUID."""
-        self._enter("nvmlDeviceGetUUID")
-        return str(self.answers.get(f"uuid.{handle}", f"GPU-{handle:08d}-0000-0000-0000-0000000"))
+def _memory(fake: FakeNvml, handle: int) -> SimpleNamespace:
+    names = ("total", "used", "free")
+    return SimpleNamespace(**{n: fake.answers.get(f"memory.{handle}.{n}", 0) for n in names})
 
-    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        """Return the address."""
-        self._enter("nvmlDeviceGetPciInfo")
-        bus_id = self.answers.get(f"bus.{handle}", f"00000000:{0x10 + handle:02X}:00.0")
-        return SimpleNamespace(busId=str(bus_id).encode())
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        """Return the memory."""
-        self._enter("nvmlDeviceGetMemoryInfo")
-        names = ("total", "used", "free")
-        return SimpleNamespace(**{n: self.answers.get(f"memory.{handle}.{n}", 0) for n in names})
+def _pci(fake: FakeNvml, handle: int) -> SimpleNamespace:
+    bus_id = fake.answers.get(f"bus.{handle}", f"00000000:{0x10 + handle:02X}:00.0")
+    return SimpleNamespace(busId=str(bus_id).encode())
 
-    def nvmlDeviceGetFieldValues(  # noqa: N802
-        self, handle: int, fields: list[tuple[int, int]]
-    ) -> list[SimpleNamespace]:
-        """Return values of fields."""
-        self._enter("nvmlDeviceGetFieldValues")
-        return [self._field(handle, number, scope) for number, scope in fields]
 
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
-        """Return a link's state."""
-        self._enter("nvmlDeviceGetNvLinkState")
-        return self._answer(f"link.{handle}.{link}", _INVALID_ARGUMENT)
+def _number(fake: FakeNvml, key: str, otherwise: int) -> int:
+    if key not in fake.answers:
+        raise fake.NVMLError(otherwise)
+    return int(fake.answers[key])
 
-    def nvmlDeviceGetNvLinkErrorCounter(  # noqa: N802
-        self, handle: int, link: int, counter: int
-    ) -> int:
-        """Return a link's counter."""
-        self._enter("nvmlDeviceGetNvLinkErrorCounter")
-        return self._answer(f"counter.{handle}.{link}.{counter}", _NOT_SUPPORTED)
 
-    def _enter(self, function: str) -> None:
-        self.calls.append(function)
-        if f"hang.{function}" in self.answers:
-            self.released.wait()
-        code = self.answers.get(f"return.{function}", 0)
-        if code:
-            raise self.NVMLError(code)
+def _field(fake: FakeNvml, handle: int, number: int, scope: int) -> SimpleNamespace:
+    code = fake.answers.get(f"fielderror.{handle}.{number}", 0)
+    key = f"field.{handle}.{number}"
+    value = fake.answers.get(f"{key}.{scope}", fake.answers.get(key))
+    if value is None and not code:
+        code = _NOT_SUPPORTED
+    found = SimpleNamespace(ullVal=value)
+    return SimpleNamespace(nvmlReturn=code, valueType=3, value=found)
 
-    def _answer(self, key: str, otherwise: int) -> int:
-        if key not in self.answers:
-            raise self.NVMLError(otherwise)
-        return int(self.answers[key])
 
-    def _field(self, handle: int, number: int, scope: int) -> SimpleNamespace:
-        code = self.answers.get(f"fielderror.{handle}.{number}", 0)
-        key = f"field.{handle}.{number}"
-        value = self.answers.get(f"{key}.{scope}", self.answers.get(key))
-        if value is None and not code:
-            code = _NOT_SUPPORTED
-        found = SimpleNamespace(ullVal=value)
-        return SimpleNamespace(nvmlReturn=code, valueType=3, value=found)
-
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "nvmlInit": lambda _: None,
+    "nvmlShutdown": lambda _: None,
+    "nvmlSystemGetDriverVersion": lambda fake: str(fake.answers.get("driver", "570.86.10")),
+    "nvmlDeviceGetCount": lambda fake: int(fake.answers.get("count", 0)),
+    "nvmlDeviceGetHandleByIndex": _by_index,
+    "nvmlDeviceGetHandleByUUID": _by_uuid,
+    "nvmlDeviceGetName": lambda fake, _: str(fake.answers.get("name", "NVIDIA H100 80GB HBM3")),
+    "nvmlDeviceGetUUID": lambda fake, handle: str(
+        fake.answers.get(f"uuid.{handle}", f"GPU-{handle:08d}-0000-0000-0000-0000000")
+    ),
+    "nvmlDeviceGetPciInfo": _pci,
+    "nvmlDeviceGetMemoryInfo": _memory,
+    "nvmlDeviceGetFieldValues": lambda fake, handle, fields: [
+        _field(fake, handle, number, scope) for number, scope in fields
+    ],
+    "nvmlDeviceGetNvLinkState": lambda fake, handle, link: _number(
+        fake, f"link.{handle}.{link}", _INVALID_ARGUMENT
+    ),
+    "nvmlDeviceGetNvLinkErrorCounter": lambda fake, handle, link, counter: _number(
+        fake, f"counter.{handle}.{link}.{counter}", _NOT_SUPPORTED
+    ),
+}
 
 _FIELDS = {
     "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
@@ -389,8 +367,6 @@ class FakeSysfs:
 
     def remove_nic(self, name: str) -> None:
         """Take an adapter away, as the kernel does when it fails."""
-        import shutil
-
         shutil.rmtree(f"{self.root}/class/infiniband/{name}")
 
     def set_lustre(self, state: str) -> None:

@@ -163,15 +163,7 @@ class EventLog:
             m = time.monotonic() - (time.time() - t)  # type: ignore[operator]
         elif t is None:
             t = time.time() - (time.monotonic() - m)
-        fields: dict[str, object] = {
-            "t": t,
-            "m": m,
-            "kind": event.kind,
-            "src": self.src,
-            "cycle": cycle,
-            "rank": rank,
-            "pid": os.getpid(),
-        }
+        fields = self._common(event.kind, t, m, cycle, rank)
         kind = type(event)
         names = _FIELD_NAMES.get(kind)
         if names is None:
@@ -215,20 +207,24 @@ class EventLog:
         if not self._has_logged_limit:
             self._has_logged_limit = True
             self._warn(f"{self.path} is full ({self.max_bytes} bytes)")
-            note = {"count": 0, "bytes": 0, "why": "file limit reached: essential kinds only"}
-            self._file.write(self._own_line("dropped", note))
+            self._write_dropped(0, 0, "file limit reached: essential kinds only")
         return kind in _ESSENTIAL_KINDS and size < 2 * self.max_bytes
 
-    def _own_line(self, kind: str, fields: Mapping[str, object]) -> bytes:
-        common = {"t": time.time(), "m": time.monotonic(), "kind": kind, "src": self.src}
-        return encode_line({**common, "cycle": None, "rank": None, "pid": os.getpid(), **fields})
+    def _common(
+        self, kind: str, t: float | None, m: float | None, cycle: int | None, rank: int | None
+    ) -> dict[str, object]:
+        common: dict[str, object] = {"t": t, "m": m, "kind": kind, "src": self.src, "cycle": cycle}
+        return common | {"rank": rank, "pid": os.getpid()}
+
+    def _write_dropped(self, count: int, size: int, why: str) -> str:
+        fields = self._common("dropped", time.time(), time.monotonic(), None, None)
+        return self._file.write(encode_line(fields | {"count": count, "bytes": size, "why": why}))
 
     def _record_dropped(self) -> None:
-        count, lost_bytes = self._dropped_count, self._dropped_bytes
-        fields = {"count": count, "bytes": lost_bytes, "why": self._dropped_why}
-        if not self._file.write(self._own_line("dropped", fields)):
+        count, size = self._dropped_count, self._dropped_bytes
+        if not self._write_dropped(count, size, self._dropped_why):
             self._dropped_count -= count
-            self._dropped_bytes -= lost_bytes
+            self._dropped_bytes -= size
 
     def _drop(self, size: int, why: str) -> None:
         self._dropped_count += 1
