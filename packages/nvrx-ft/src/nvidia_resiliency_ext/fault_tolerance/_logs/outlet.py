@@ -28,62 +28,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nvrx")
 
-BATCH_BYTES = 256 << 10
+MEMORY_BYTES = 48 << 20
+SPILL_BYTES = 1 << 30
+_MOST_FILES = 256
+_BATCH_BYTES = 256 << 10
 _RECORD_BYTES = 8 << 20
 # What a part costs beside its bytes.
 _PART_OVERHEAD_BYTES = 64
+_FIRST_RETRY_S = 0.1
+_LAST_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Lines in a file of their own."""
+    """Lines in a file of their own, which has no name, so nothing is left behind."""
 
     fd: int
     size: int
     lines: int
-
-
-class Spill:
-    """Lines in files, one for each record; they have no names, so nothing is left behind."""
-
-    def __init__(self, directory: str, limit_bytes: int) -> None:
-        self._directory = directory
-        self._limit_bytes = limit_bytes
-        self._records: set[Record] = set()
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(record.size for record in self._records)
-
-    def append(self, data: bytes, lines: int) -> Record:
-        if self.used_bytes + len(data) > self._limit_bytes or len(self._records) == MOST_FILES:
-            raise OSError(errno.ENOSPC, "the limit of the spill files is reached")
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
-            record = Record(os.dup(file.fileno()), len(data), lines)
-        self._records.add(record)
-        return record
-
-    def take(self, record: Record) -> bytes:
-        """Return lines and forget them."""
-        try:
-            data = os.pread(record.fd, record.size, 0)
-        finally:
-            self.forget(record)
-        if len(data) != record.size:
-            raise OSError(errno.EIO, "the spill file is shorter than it was")
-        return data
-
-    def forget(self, record: Record) -> None:
-        self._records.remove(record)
-        os.close(record.fd)
-
-    def close(self) -> None:
-        for record in list(self._records):
-            self.forget(record)
 
 
 class Queue:
@@ -98,11 +60,6 @@ class Queue:
     def __bool__(self) -> bool:
         """Whether anything waits, a notice included."""
         return bool(self.parts or self.spilled or self.dropped_lines)
-
-    def drop(self, lines: int, size: int) -> None:
-        """Count lines that are gone."""
-        self.dropped_lines += lines
-        self.dropped_bytes += size
 
     def take_notice(self) -> bytes:
         """Return the line that says what is gone, and forget that."""
@@ -126,11 +83,14 @@ def _cost(part: bytes) -> int:
 
 
 class Backlog:
-    """The queues of all targets under one memory limit; the rest goes into a spill."""
+    """The queues of all targets under one memory limit; the rest goes to files, or is dropped."""
 
-    def __init__(self, limit_bytes: int, spill: Spill) -> None:
+    def __init__(
+        self, limit_bytes: int, directory: str, spill_limit_bytes: int = SPILL_BYTES
+    ) -> None:
         self._limit_bytes = limit_bytes
-        self._spill = spill
+        self._directory = directory
+        self._spill_limit_bytes = spill_limit_bytes
         self._queues: list[Queue] = []
 
     def open(self) -> Queue:
@@ -139,12 +99,18 @@ class Backlog:
         return queue
 
     def close(self, queue: Queue) -> None:
-        """Forget a queue that is empty."""
+        """Forget a queue and what is left in it."""
         self._queues.remove(queue)
+        for record in queue.spilled:
+            os.close(record.fd)
 
     @property
     def memory_bytes(self) -> int:
         return sum(queue.cost for queue in self._queues)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return sum(record.size for queue in self._queues for record in queue.spilled)
 
     def put(self, queue: Queue, data: bytes) -> None:
         """Append whole lines; what is too much for memory goes to files, or is dropped."""
@@ -158,13 +124,13 @@ class Backlog:
         if queue.dropped_lines:
             return queue.take_notice()
         if not queue.spilled:
-            return queue.pop_parts(BATCH_BYTES)
-        record = queue.spilled.popleft()
-        try:
-            return self._spill.take(record)
-        except OSError:
-            queue.drop(record.lines, record.size)
-            return queue.take_notice()
+            return queue.pop_parts(_BATCH_BYTES)
+        oldest = queue.spilled[0]
+        data = b""
+        with contextlib.suppress(OSError):
+            data = os.pread(oldest.fd, oldest.size, 0)
+        self._forget_oldest(queue, is_lost=len(data) != oldest.size)
+        return queue.take_notice() if queue.dropped_lines else data
 
     def _free_space(self, queue: Queue) -> None:
         # Never all of it: the newest lines tell why a job died.
@@ -172,23 +138,35 @@ class Backlog:
         lines = data.count(b"\n")
         while True:
             try:
-                queue.spilled.append(self._spill.append(data, lines))
+                queue.spilled.append(Record(self._write_file(data), len(data), lines))
             except OSError:
                 if not queue.spilled:
-                    queue.drop(lines, len(data))
+                    queue.dropped_lines += lines
+                    queue.dropped_bytes += len(data)
                     return
-                oldest = queue.spilled.popleft()
-                self._spill.forget(oldest)
-                queue.drop(oldest.lines, oldest.size)
+                self._forget_oldest(queue, is_lost=True)
             else:
                 return
 
+    def _write_file(self, data: bytes) -> int:
+        """Return the descriptor of a new file with `data`."""
+        files = sum(len(queue.spilled) for queue in self._queues)
+        if self.spilled_bytes + len(data) > self._spill_limit_bytes or files == _MOST_FILES:
+            raise OSError(errno.ENOSPC, "the limit of the spill files is reached")
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            return os.dup(file.fileno())
 
-MEMORY_BYTES = 48 << 20
-SPILL_BYTES = 1 << 30
-MOST_FILES = 256
-_FIRST_RETRY_S = 0.1
-_LAST_RETRY_S = 5.0
+    @staticmethod
+    def _forget_oldest(queue: Queue, *, is_lost: bool) -> None:
+        record = queue.spilled.popleft()
+        os.close(record.fd)
+        if is_lost:
+            queue.dropped_lines += record.lines
+            queue.dropped_bytes += record.size
 
 
 class Target:
@@ -320,6 +298,7 @@ class Outlet:
         for target in self._targets:
             if target.rest or target.queue:
                 self._unwritten.append(f"{target.path}: its last lines are lost: {target.problem}")
+            self._backlog.close(target.queue)
             _close(target)
 
     def _write(self, target: Target) -> None:
