@@ -7,9 +7,10 @@ import argparse
 import contextlib
 import enum
 import json
+import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,9 +27,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_VALUE_BYTES
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_LINE_BYTES
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    JobStore,
     agree_on_secret,
     connect,
     serve,
@@ -300,8 +300,6 @@ ANSWER_S = 10.0
 GOODBYE_S = 3.0
 MAX_FINDINGS = 40
 _MAX_TEXT = 1000
-_MAX_VALUE_BYTES = MAX_VALUE_BYTES - 1024  # what the store takes, less the digest
-_FIELDS = ("host", "versions", "settings", "failures")
 
 
 def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -318,61 +316,51 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
     import threading
 
     prefix = keys.prefix(f"{run_id}:check")
-    server = None
+    server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:
         server = serve(endpoint.listener, endpoint.host, nodes[1])
         secret = secret or agree_on_secret(server, prefix)
     wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
-    me = store.count("came", 1)
-    store.put(f"report/{me}", json_within(asdict(report), _MAX_VALUE_BYTES))
-    if store.count("reported", 1) == nodes[1]:
-        store.put("all", "1")
-    if server is not None:
-        store.wait_until_set("all", wait_s)
-        store.put("go", str(store.count("reported", 0)))
-    count = store.wait_for("go", wait_s + ANSWER_S)
-    now = time.time()
-    if count is None or not count.isdecimal():
-        raise NvrxError("the node that serves the store gave no answer; see what it says")
-    store.put(f"clock/{me}", repr(now))
-    if store.count("clocks", 1) == int(count):
-        store.put("clocked", "1")
-    if server is not None:
-        store.wait_until_set("clocked", ANSWER_S)
-        store.put("found", json_within(_found(store, int(count), nodes, wait_s), _MAX_VALUE_BYTES))
-    findings = _read(store.wait_for("found", 2 * ANSWER_S))
-    if store.count("bye", 1) == int(count):
+
+    def meet(
+        topic: str, line: object, count: int, limit_s: float, answer: Callable[[list[str]], object]
+    ) -> Any:
+        """Return the `answer` of the node that serves to the lines of `count` nodes."""
+        store.append_line(topic, json_within(line, MAX_LINE_BYTES))
+        if store.count(f"{topic}/came", 1) == count:
+            store.put(f"{topic}/all", "1")
+        if serves:
+            store.wait_until_set(f"{topic}/all", limit_s)
+            lines, _ = store.lines(topic, 0)
+            store.put(f"{topic}/answer", json_within(answer(lines), MAX_LINE_BYTES))
+        answered = store.wait_for(f"{topic}/answer", limit_s + ANSWER_S)
+        if answered is None:
+            raise NvrxError("the node that serves the store gave no answer; see what it says")
+        return json.loads(answered)
+
+    def compared(clocks: list[str]) -> list[dict[str, Any]]:
+        clock_of: dict[str, float] = dict(map(json.loads, clocks))
+        lines, _ = store.lines("reports", 0)
+        reports = [_report(line, clock_of) for line in lines[:count]]
+        found = [nodes_finding(reports, *nodes, wait_s), *compare(reports)]
+        return [asdict(replace(f, text=f.text[:_MAX_TEXT])) for f in found[:MAX_FINDINGS]]
+
+    me = secrets.token_hex(8)
+    count = int(meet("reports", [me, asdict(report)], nodes[1], wait_s, len))
+    findings = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
+    if store.count("bye", 1) == count:
         store.put("gone", "1")
-    if server is not None:
+    if serves:
         store.wait_until_set("gone", GOODBYE_S)
     del server
-    return findings
+    return [Finding(**item) for item in findings]
 
 
-def _found(
-    store: JobStore, count: int, nodes: tuple[int, int], wait_s: float
-) -> list[dict[str, Any]]:
-    reports = [_report(store, number) for number in range(1, count + 1)]
-    found = [nodes_finding(reports, *nodes, wait_s), *compare(reports)]
-    return [asdict(replace(f, text=f.text[:_MAX_TEXT])) for f in found[:MAX_FINDINGS]]
-
-
-def _report(store: JobStore, number: int) -> NodeReport:
-    """Return what a node reported; what is no report is one that says nothing."""
+def _report(line: str, clocks: Mapping[str, float]) -> NodeReport:
+    """Return what a node reported; another version's may be none that is known here."""
     try:
-        reported = json.loads(store.peek(f"report/{number}") or "")
-        report = NodeReport(**{name: reported[name] for name in _FIELDS})
-        clock = store.peek(f"clock/{number}")
-        return replace(report, clock=float(clock) if clock else None)
-    except (ValueError, TypeError, KeyError, NvrxError):
-        return NodeReport(f"node {number}", failures=("its report cannot be read",))
-
-
-def _read(text: str | None) -> list[Finding]:
-    if text is None:
-        raise NvrxError("the node that serves the store did not compare in time")
-    try:
-        return [Finding(**item) for item in json.loads(text)]
-    except (ValueError, TypeError) as error:
-        raise NvrxError(f"what was found cannot be read: {error}") from None
+        node, reported = json.loads(line)
+        return replace(NodeReport(**reported), clock=clocks.get(node))
+    except (ValueError, TypeError):
+        return NodeReport("another version", failures=("its report cannot be read",))
