@@ -89,7 +89,7 @@ def listing(
             value, source = getattr(config, field), DEFAULT
             if field == "log_level" and environ.get(_env.LOG_DEBUG):
                 value, source = log_level, _env.LOG_DEBUG
-        policy = layers.restart_policy()
+        policy = layers.deprecated.get("restart_policy")
         if flag.name == "ft-restart-policy" and policy is not None and source == DEFAULT:
             value, source = policy.value, policy.where
         values.append(Value(f"--{flag.name}", flag.group, _plain(value), _shown(flag, source)))

@@ -18,7 +18,6 @@ _FALSE_WORDS = ("false", "no", "0")
 _LOG_LEVELS = {
     "DEBUG": 10, "DBG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50,
 }  # fmt: skip
-_LOWEST_LOG_LEVEL, _HIGHEST_LOG_LEVEL = 10, 50
 _SHOWN_CHARACTERS = 80
 # More does not travel in a message.
 _INTEGERS_BELOW = 2**63
@@ -41,12 +40,7 @@ class Kind(NamedTuple):
 
 
 class _BadPartError(ValueError):
-    """One part of a value is wrong, and which one is worth saying."""
-
-    def __init__(self, part: str, expects: str) -> None:
-        super().__init__(part)
-        self.part = part
-        self.expects = expects
+    """One part of a value is wrong; the message says which, and what is allowed."""
 
 
 def read(kind: Kind, raw: object, where: str) -> Any:
@@ -58,7 +52,7 @@ def read(kind: Kind, raw: object, where: str) -> Any:
     try:
         return kind.parse(raw)
     except _BadPartError as error:
-        raise ValueError(f"{where}: {error.part} is not {error.expects}") from None
+        raise ValueError(f"{where}: {error}") from None
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
 
@@ -91,15 +85,16 @@ def _integer(raw: Any) -> int:
     return value
 
 
-def _at_least_zero(raw: Any, *, or_zero: bool = True) -> float:
-    value = _number(raw)
-    if value < 0 or (value == 0 and not or_zero):
-        raise ValueError
-    return value
+def that(parse: Callable[[Any], Any], holds: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return what parses a value and refuses one for which `holds` is false."""
 
+    def check(raw: Any) -> Any:
+        value = parse(raw)
+        if not holds(value):
+            raise ValueError
+        return value
 
-def _above_zero(raw: Any) -> float:
-    return _at_least_zero(raw, or_zero=False)
+    return check
 
 
 def _bool(raw: Any) -> bool:
@@ -119,13 +114,10 @@ def _text(raw: Any) -> str:
     return raw
 
 
-def _command(raw: Any) -> str:
+def _words(text: str) -> list[str]:
     import shlex
 
-    text = _text(raw)
-    if not shlex.split(text):  # ValueError for a quote that is not closed
-        raise ValueError
-    return text
+    return shlex.split(text)  # ValueError for a quote that is not closed
 
 
 def _signal(raw: Any) -> signal.Signals:
@@ -147,20 +139,11 @@ _NOT_FOR_PEOPLE = frozenset(
 )
 
 
-def _handled_signal(raw: Any) -> signal.Signals:
-    found = _signal(raw)
-    if found in _NOT_FOR_PEOPLE:
-        raise ValueError
-    return found
-
-
 def _log_level(raw: Any) -> int:
     if isinstance(raw, str) and raw.strip().upper() in _LOG_LEVELS:
         return _LOG_LEVELS[raw.strip().upper()]
-    value = _integer(raw)
-    if not _LOWEST_LOG_LEVEL <= value <= _HIGHEST_LOG_LEVEL:
-        raise ValueError
-    return value
+    level: int = integer_in(10, 50).parse(raw)
+    return level
 
 
 def log_level_name(level: object) -> str:
@@ -186,9 +169,9 @@ def _sections(raw: Any) -> dict[str, float | None]:
 
 def _section_limit(name: str, raw: Any) -> float | None:
     try:
-        limit: float | None = SECONDS_OR_NONE.parse(raw)
-    except (ValueError, TypeError, OverflowError):
-        raise _BadPartError(f"{name}: {describe(raw)}", SECONDS_OR_NONE.expects) from None
+        limit: float | None = read(SECONDS_OR_NONE, raw, name)
+    except ValueError as error:
+        raise _BadPartError(error) from None
     return limit
 
 
@@ -219,13 +202,6 @@ def _paths(raw: Any) -> str:
     return ",".join(paths)
 
 
-def _absolute_path(raw: Any) -> str:
-    text = _text(raw)
-    if not text.startswith("/"):
-        raise ValueError
-    return text
-
-
 def _modules(raw: Any) -> str:
     modules = _comma_list(raw)
     if not all(part.isidentifier() for module in modules for part in module.split(".")):
@@ -233,16 +209,9 @@ def _modules(raw: Any) -> str:
     return ",".join(modules)
 
 
-def _path_template(raw: Any) -> str:
-    text = _text(raw)
-    if "{nic}" not in text and "{dev_name}" not in text:
-        raise ValueError
-    return text
-
-
 def _moment(raw: Any) -> str:
     text = str(raw).strip()
-    if isinstance(raw, bool) or (text.lower() != "slurm" and _above_zero(text) <= 0):
+    if isinstance(raw, bool) or (text.lower() != "slurm" and _number(text) <= 0):
         raise ValueError
     return text.lower()
 
@@ -277,16 +246,12 @@ def choice(*allowed: str) -> Kind:
 
 def integer_in(lowest: int, highest: int) -> Kind:
     """Return the kind that takes an integer within limits, both included."""
-
-    def parse(raw: Any) -> int:
-        value = _integer(raw)
-        if not lowest <= value <= highest:
-            raise ValueError
-        return value
-
-    return Kind("int", f"an integer from {lowest} to {highest}", "N", parse)
+    within = that(_integer, lambda value: lowest <= value <= highest)
+    return Kind("int", f"an integer from {lowest} to {highest}", "N", within)
 
 
+_at_least_zero = that(_number, lambda value: value >= 0)
+_above_zero = that(_number, lambda value: value > 0)
 SECONDS = Kind("float", "a number of seconds >= 0", "SECONDS", _at_least_zero)
 SECONDS_OR_NONE = or_none(SECONDS)
 INTERVAL = Kind("float", "a number of seconds > 0", "SECONDS", _above_zero)
@@ -297,14 +262,16 @@ COUNT = integer_in(0, _INTEGERS_BELOW - 1)._replace(expects="an integer >= 0 and
 INTEGER = Kind("int", "an integer of 64 bits", "N", _integer)
 BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
-COMMAND = Kind("str", "a command with its arguments, quotes as in a shell", "COMMAND", _command)
+COMMAND = Kind(
+    "str", "a command with its arguments, quotes as in a shell", "COMMAND", that(_text, _words)
+)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
 HANDLED_SIGNAL_OR_NONE = or_none(
     Kind(
         "signal.Signals",
         "the name or number of a signal that somebody else can send, and that can be handled",
         "SIGNAL",
-        _handled_signal,
+        that(_signal, lambda found: found not in _NOT_FOR_PEOPLE),
     )
 )
 MOMENT_OR_NONE = or_none(
@@ -319,7 +286,12 @@ SECTIONS = Kind(
     "NAME:SECONDS,...",
     _sections,
 )
-ABSOLUTE_PATH = Kind("str", "an absolute path", "PATH", _absolute_path)
+ABSOLUTE_PATH = Kind(
+    "str", "an absolute path", "PATH", that(_text, lambda path: path.startswith("/"))
+)
 PATHS = Kind("str", "a comma separated list of absolute paths", "PATH,...", _paths)
 MODULES = Kind("str", "a comma separated list of module names", "MODULE,...", _modules)
-PATH_TEMPLATE = Kind("str", "a path that holds {nic}", "PATH", _path_template)
+PATH_TEMPLATE = Kind(
+    *("str", "a path that holds {nic}", "PATH"),
+    that(_text, lambda path: "{nic}" in path or "{dev_name}" in path),
+)

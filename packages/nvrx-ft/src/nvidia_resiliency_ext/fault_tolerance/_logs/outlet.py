@@ -129,8 +129,9 @@ class Backlog:
         data = b""
         with contextlib.suppress(OSError):
             data = os.pread(oldest.fd, oldest.size, 0)
-        self._forget_oldest(queue, is_lost=len(data) != oldest.size)
-        return queue.take_notice() if queue.dropped_lines else data
+        is_lost = len(data) != oldest.size
+        self._forget_oldest(queue, is_lost=is_lost)
+        return queue.take_notice() if is_lost else data
 
     def _free_space(self, queue: Queue) -> None:
         # Never all of it: the newest lines tell why a job died.
@@ -172,7 +173,7 @@ class Backlog:
 class Target:
     """One log. Only the outlet changes it, under its lock or in its thread.
 
-    `pipes` and `ends_at`, when the log is over at the latest, are the reader's.
+    `pipes`, and whether more of them may come, are the reader's.
     """
 
     def __init__(self, path: str, queue: Queue) -> None:
@@ -187,7 +188,7 @@ class Target:
         self.problem = ""
         self.is_warned = False
         self.pipes: set[int] = set()
-        self.ends_at: float | None = None
+        self.gets_no_pipe = False
 
     @property
     def has_work(self) -> bool:

@@ -180,7 +180,7 @@ def plan_from_args(
     if max_nodes > 1:
         messages += _unreachable(get_rdzv_endpoint(args))
         messages += _mistyped(syntax.parse_configuration(args.rdzv_conf))
-    policy = layers.restart_policy()
+    policy = layers.deprecated.get("restart_policy")
     output = _output(args, nproc)
     output_specs = _output_specs(args, output)
     attribution = attribution_of(args, logs, config)
