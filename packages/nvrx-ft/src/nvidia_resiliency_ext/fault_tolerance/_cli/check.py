@@ -183,17 +183,14 @@ def _check_with_others(
         raise
     except (NvrxError, ValueError) as error:
         return [failed("endpoint", str(error)), *local_findings(plan, environ, clock.wall())]
-    with contextlib.ExitStack() as stack:
-        if endpoint.listener is not None:
-            stack.callback(endpoint.listener.close)
-        if endpoint.is_hidden:
-            text = (
-                f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
-            )
-            found = [failed("endpoint", text)]
-        else:
-            found = [passed("endpoint", endpoint.where)]
-        found += local_findings(plan, environ, clock.wall())
+    hidden = f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
+    with endpoint.listener or contextlib.nullcontext():
+        found = [
+            failed("endpoint", hidden)
+            if endpoint.is_hidden
+            else passed("endpoint", endpoint.where),
+            *local_findings(plan, environ, clock.wall()),
+        ]
         report = NodeReport(
             host=socket.gethostname(),
             versions=versions(),
@@ -201,15 +198,7 @@ def _check_with_others(
             failures=[f"{f.name}: {f.text}" for f in found if f.status == "fail"],
         )
         try:
-            found += compare_nodes(
-                endpoint,
-                report,
-                run_id=plan.run_id,
-                secret=secret,
-                nodes=(plan.min_nodes, plan.max_nodes),
-                wait_s=wait_s,
-                clock=clock,
-            )
+            found += compare_nodes(plan, endpoint, report, secret, wait_s, clock)
         except NvrxError as error:
             found.append(failed("other nodes", str(error)))
     return found
@@ -302,23 +291,21 @@ MAX_FINDINGS = 40
 _MAX_TEXT = 1000
 
 
-def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
+def compare_nodes(
+    plan: LaunchPlan,
     endpoint: many_nodes.StoreEndpoint,
     report: NodeReport,
-    *,
-    run_id: str,
     secret: bytes | None,
-    nodes: tuple[int, int],
     wait_s: float,
     clock: Clock,
 ) -> list[Finding]:
     """Return what all nodes together found, the same on each; they meet in a store of their own."""
     import threading
 
-    prefix = keys.prefix(f"{run_id}:check")
+    prefix = keys.prefix(f"{plan.run_id}:check")
     server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:
-        server = serve(endpoint.listener, endpoint.host, nodes[1])
+        server = serve(endpoint.listener, endpoint.host, plan.max_nodes)
         secret = secret or agree_on_secret(server, prefix)
     wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
@@ -343,11 +330,12 @@ def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
         clock_of: dict[str, float] = dict(map(json.loads, clocks))
         lines, _ = store.lines("reports", 0)
         reports = [_report(line, clock_of) for line in lines[:count]]
-        found = [nodes_finding(reports, *nodes, wait_s), *compare(reports)]
+        nodes = nodes_finding(reports, plan.min_nodes, plan.max_nodes, wait_s)
+        found = [nodes, *compare(reports)]
         return [asdict(replace(f, text=f.text[:_MAX_TEXT])) for f in found[:MAX_FINDINGS]]
 
     me = secrets.token_hex(8)
-    count = int(meet("reports", [me, asdict(report)], nodes[1], wait_s, len))
+    count = int(meet("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
     findings = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
     if store.count("bye", 1) == count:
         store.put("gone", "1")

@@ -186,18 +186,15 @@ class AttributionConfig:
                 " cycle logs"
             )
         timeout = flag("startup_timeout")
+        of_service = ("llm_api_key_file", "llm_base_url", "llm_model", "analysis_backend")
         config = cls(
             endpoint=endpoint,
             applog_dir=os.path.dirname(base_log_file) if base_log_file else None,
             log_file=_service_log(getattr(args, "ft_nvrx_logfile", None), base_log_file),
             startup_timeout=DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT if timeout is None else timeout,
-            llm_api_key_file=flag("llm_api_key_file"),
-            llm_base_url=flag("llm_base_url"),
-            llm_model=flag("llm_model"),
-            analysis_backend=flag("analysis_backend"),
             stop_action=option("stop_action") or "log",
-            log_level=flag("log_level"),
             export_url=option("export_url"),
+            **{name: flag(name) for name in (*of_service, "log_level")},
         )
         if config.is_managed:
             _check_port(args)
@@ -215,9 +212,7 @@ def _service_log(nvrx_logfile: str | None, base_log_file: str | None) -> str | N
 
 
 def _check_port(args: argparse.Namespace) -> None:
-    if not getattr(args, "ft_enable_log_server", False) and not getattr(
-        args, "ft_nvrx_logfile", None
-    ):
+    if not any(getattr(args, name, None) for name in ("ft_enable_log_server", "ft_nvrx_logfile")):
         return
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of values: how a setting is read from text, YAML or Python, and what is allowed.
 
-A kind's `parse` raises `ValueError` or `TypeError` without a message; `read` adds who, what and
+A kind's `parse` raises `ValueError`, `TypeError` or `KeyError`; `read` adds who, what and
 what is allowed, so that every complaint reads the same. Nothing here knows a particular option.
 """
 
@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 _NONE_WORDS = ("", "none", "null")
-_TRUE_WORDS = ("true", "yes", "1")
-_FALSE_WORDS = ("false", "no", "0")
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _LOG_LEVELS = {
     "DEBUG": 10, "DBG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50,
 }  # fmt: skip
@@ -53,7 +52,7 @@ def read(kind: Kind, raw: object, where: str) -> Any:
         return kind.parse(raw)
     except _BadPartError as error:
         raise ValueError(f"{where}: {error}") from None
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
 
 
@@ -98,14 +97,7 @@ def that(parse: Callable[[Any], Any], holds: Callable[[Any], object]) -> Callabl
 
 
 def _bool(raw: Any) -> bool:
-    if isinstance(raw, (list, tuple, set, Mapping)):
-        raise TypeError
-    word = str(raw).strip().lower()
-    if word in _TRUE_WORDS:
-        return True
-    if word in _FALSE_WORDS:
-        return False
-    raise ValueError
+    return _TRUTHS[str(raw).strip().lower()]
 
 
 def _text(raw: Any) -> str:
@@ -123,10 +115,7 @@ def _words(text: str) -> list[str]:
 def _signal(raw: Any) -> signal.Signals:
     if isinstance(raw, str) and not raw.strip().isdigit():
         name = raw.strip().upper()
-        found = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
-        if found is None:
-            raise ValueError
-        return found
+        return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
     return signal.Signals(_integer(raw))
 
 
@@ -184,7 +173,8 @@ def _section_name(name: Any) -> str:
     return name
 
 
-def _comma_list(raw: Any) -> list[str]:
+def _comma_list(raw: Any) -> str:
+    """Return the parts of a list or of a text with commas as one text."""
     if isinstance(raw, str):
         raw = raw.split(",")
     if not isinstance(raw, (list, tuple)) or not all(isinstance(part, str) for part in raw):
@@ -192,21 +182,15 @@ def _comma_list(raw: Any) -> list[str]:
     parts = [part.strip() for part in raw if part.strip()]
     if any("," in part or "\0" in part for part in parts):
         raise ValueError
-    return parts
+    return ",".join(parts)
 
 
-def _paths(raw: Any) -> str:
-    paths = _comma_list(raw)
-    if not paths or not all(path.startswith("/") for path in paths):
-        raise ValueError
-    return ",".join(paths)
+def _are_paths(text: str) -> bool:
+    return all(path.startswith("/") for path in text.split(","))
 
 
-def _modules(raw: Any) -> str:
-    modules = _comma_list(raw)
-    if not all(part.isidentifier() for module in modules for part in module.split(".")):
-        raise ValueError
-    return ",".join(modules)
+def _are_modules(text: str) -> bool:
+    return not text or all(part.isidentifier() for part in text.replace(".", ",").split(","))
 
 
 def _moment(raw: Any) -> str:
@@ -233,15 +217,12 @@ def or_none(kind: Kind) -> Kind:
 def choice(*allowed: str) -> Kind:
     """Return the kind that takes one of a few words."""
 
-    def parse(raw: Any) -> str:
+    def parse(raw: Any) -> Any:
         # YAML 1.1 reads a bare `on` or `off` as a truth value.
-        if isinstance(raw, bool):
-            raw = "on" if raw else "off"
-        if not isinstance(raw, str) or raw not in allowed:
-            raise ValueError
-        return raw
+        return ("off", "on")[raw] if isinstance(raw, bool) else raw
 
-    return Kind("str", "one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", parse)
+    words = that(parse, lambda word: word in allowed)
+    return Kind("str", "one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", words)
 
 
 def integer_in(lowest: int, highest: int) -> Kind:
@@ -289,8 +270,12 @@ SECTIONS = Kind(
 ABSOLUTE_PATH = Kind(
     "str", "an absolute path", "PATH", that(_text, lambda path: path.startswith("/"))
 )
-PATHS = Kind("str", "a comma separated list of absolute paths", "PATH,...", _paths)
-MODULES = Kind("str", "a comma separated list of module names", "MODULE,...", _modules)
+PATHS = Kind(
+    "str", "a comma separated list of absolute paths", "PATH,...", that(_comma_list, _are_paths)
+)
+MODULES = Kind(
+    "str", "a comma separated list of module names", "MODULE,...", that(_comma_list, _are_modules)
+)
 PATH_TEMPLATE = Kind(
     *("str", "a path that holds {nic}", "PATH"),
     that(_text, lambda path: "{nic}" in path or "{dev_name}" in path),

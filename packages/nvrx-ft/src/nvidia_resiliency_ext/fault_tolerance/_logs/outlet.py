@@ -18,10 +18,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+
 from .sinks import NotYetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
     from .sinks import LogFile
 
@@ -183,17 +187,13 @@ class Target:
         self.rest = memoryview(b"")
         self.is_opened = False
         self.has_ended = False
-        self.retry_at = 0.0
+        self.is_scheduled = False
+        self.retry: Timer | None = None
         self.retry_s = _FIRST_RETRY_S
         self.problem = ""
         self.is_warned = False
         self.pipes: set[int] = set()
         self.gets_no_pipe = False
-
-    @property
-    def has_work(self) -> bool:
-        """Whether its log has to be opened, written or closed."""
-        return not self.is_opened or bool(self.rest or self.queue) or self.has_ended
 
 
 class Outlet:
@@ -205,8 +205,8 @@ class Outlet:
     def __init__(self, open_log: Callable[[str], LogFile], backlog: Backlog) -> None:
         self._open_log = open_log
         self._backlog = backlog
-        self._lock = threading.Lock()  # guards the backlog and the fields below
-        self._work = threading.Condition(self._lock)
+        self._loop = EventLoop()
+        self._lock = threading.Lock()  # guards the backlog, `_targets` and when they have a turn
         self._targets: list[Target] = []
         self._closes_at: float | None = None
         self._unwritten: list[str] = []
@@ -218,36 +218,30 @@ class Outlet:
         with self._lock:
             target = Target(path, self._backlog.open())
             self._targets.append(target)
-            self._work.notify()
+            self._schedule(target)
         return target
 
     def put(self, target: Target, lines: bytes) -> int:
         """Append whole lines to a log, waiting for no log; return how much waits in memory."""
         with self._lock:
             if lines:
-                was_idle = not target.queue
                 self._backlog.put(target.queue, lines)
-                if was_idle:
-                    self._work.notify()
+                self._schedule(target)
             return self._backlog.memory_bytes
 
     def end(self, target: Target) -> None:
         """Nothing follows to a log: it is closed when all of it is written."""
         with self._lock:
             target.has_ended = True
-            self._work.notify()
+            self._schedule(target)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is left and end the thread; say whether everything could be written.
 
         A log that takes nothing is tried until the time is up.
         """
-        with self._lock:
-            self._closes_at = time.monotonic() + timeout_s
-            for target in self._targets:
-                target.has_ended = True
-                target.retry_at = 0.0
-            self._work.notify()
+        self._closes_at = time.monotonic() + timeout_s
+        self._loop.post(self._end_all)
         self._thread.join(timeout_s + _FIRST_RETRY_S)
         if self._thread.is_alive():
             logger.error("the logs do not take the last lines: writing has hung")
@@ -256,53 +250,58 @@ class Outlet:
             logger.error("%s", text)
         return not self._unwritten
 
+    def _schedule(self, target: Target) -> None:
+        """Give a log a turn behind the others, unless it has one to come."""
+        if not target.is_scheduled:
+            target.is_scheduled = True
+            self._loop.post(lambda: self._turn(target))
+
     # The thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last: Target | None = None
-        while True:
-            with self._lock:
-                target = self._next(last)
-                if target is None:
-                    return
-                if not target.rest and target.queue:
-                    target.rest = memoryview(self._backlog.take(target.queue))
-                closes = target.has_ended and not target.rest and target.is_opened
-                if closes:
-                    self._targets.remove(target)
-                    self._backlog.close(target.queue)
-            last = target
-            if closes:
-                _close(target)
-            else:
-                self._write(target)
-
-    def _next(self, last: Target | None) -> Target | None:
-        """Wait for a target with something to do, in turn; None when all is over."""
-        while True:
-            now = time.monotonic()
-            if self._closes_at is not None and (not self._targets or now >= self._closes_at):
-                self._give_up()
-                return None
-            start = self._targets.index(last) + 1 if last in self._targets else 0
-            in_turn = (*self._targets[start:], *self._targets[:start])
-            waiting = [one for one in in_turn if one.has_work]
-            for target in waiting:
-                if target.retry_at <= now:
-                    return target
-            times = [one.retry_at for one in waiting]
-            if self._closes_at is not None:
-                times.append(self._closes_at)
-            self._work.wait(min(times) - now if times else None)
-
-    def _give_up(self) -> None:
+        while self._closes_at is None or (self._targets and time.monotonic() < self._closes_at):
+            self._loop.run_once(until=self._closes_at)
         for target in self._targets:
             if target.rest or target.queue:
                 self._unwritten.append(f"{target.path}: its last lines are lost: {target.problem}")
-            self._backlog.close(target.queue)
+            with self._lock:
+                self._backlog.close(target.queue)
             _close(target)
+        self._loop.close()
 
-    def _write(self, target: Target) -> None:
+    def _end_all(self) -> None:
+        with self._lock:
+            targets = list(self._targets)
+        for target in targets:
+            target.has_ended = True
+            self._turn(target)
+
+    def _turn(self, target: Target) -> None:
+        """Write the oldest lines of a log, or close it when it has ended."""
+        with self._lock:
+            if target not in self._targets:
+                return
+            if target.retry is not None:
+                target.retry.cancel()
+            if not target.rest and target.queue:
+                target.rest = memoryview(self._backlog.take(target.queue))
+            closes = target.has_ended and not target.rest and target.is_opened
+            if closes:
+                self._targets.remove(target)
+                self._backlog.close(target.queue)
+        if closes:
+            _close(target)
+            return
+        retry_at = self._write(target)
+        with self._lock:
+            target.is_scheduled = retry_at is not None
+            if retry_at is not None:
+                target.retry = self._loop.call_at(retry_at, lambda: self._turn(target))
+            elif target.queue or target.has_ended:
+                self._schedule(target)
+
+    def _write(self, target: Target) -> float | None:
+        """Write what a log was given; return when to try again where that fails."""
         try:
             if target.file is None:
                 target.file = self._open_log(target.path)
@@ -310,27 +309,27 @@ class Outlet:
             while target.rest:
                 target.rest = target.rest[target.file.write(target.rest) :]
         except OSError as error:
-            self._failed(target, error)
+            return self._failed(target, error)
         except Exception as error:  # A client's bug must not end the writing of all logs.
             logger.exception("%s cannot be written", target.path)
-            self._failed(target, OSError(str(error)))
-        else:
-            if target.is_warned:
-                logger.info("%s can be written again", target.path)
-            target.problem, target.is_warned = "", False
-            target.retry_s, target.retry_at = _FIRST_RETRY_S, 0.0
+            return self._failed(target, OSError(str(error)))
+        if target.is_warned:
+            logger.info("%s can be written again", target.path)
+        target.problem, target.is_warned = "", False
+        target.retry_s = _FIRST_RETRY_S
+        return None
 
-    def _failed(self, target: Target, error: OSError) -> None:
+    def _failed(self, target: Target, error: OSError) -> float:
         if not target.is_warned and not isinstance(error, NotYetError):
             logger.warning("%s cannot be written, its lines wait: %s", target.path, error)
             target.is_warned = True
         target.problem = str(error)
         # Opened anew: after the loss of a network file system the old descriptor stays useless.
         _close(target)
-        target.retry_at = time.monotonic() + target.retry_s
-        target.retry_s = min(2 * target.retry_s, _LAST_RETRY_S)
+        retry_s, target.retry_s = target.retry_s, min(2 * target.retry_s, _LAST_RETRY_S)
         if self._closes_at is not None or isinstance(error, NotYetError):
-            target.retry_at = time.monotonic() + _FIRST_RETRY_S
+            retry_s = _FIRST_RETRY_S
+        return time.monotonic() + retry_s
 
 
 def _close(target: Target) -> None:
