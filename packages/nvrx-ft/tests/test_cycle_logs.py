@@ -33,7 +33,7 @@ from nvidia_resiliency_ext.fault_tolerance._logs import outlet as outlets
 from nvidia_resiliency_ext.fault_tolerance._logs import sinks
 from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
-from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Spill
+from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServerError,
@@ -179,19 +179,18 @@ def test_a_log_that_takes_nothing_for_a_while_gets_everything_then(tmp_path: Pat
         def close(self, _timeout_s: float = 0.0) -> bool:
             return True
 
-    spill = Spill(str(tmp_path), 1 << 30)
-    outlet = outlets.Outlet(lambda _path: Slow(), Backlog(1 << 20, spill))
+    backlog = Backlog(1 << 20, str(tmp_path))
+    outlet = outlets.Outlet(lambda _path: Slow(), backlog)
     target = outlet.open("x")
     sent = b""
     for number in range(60):
         block = b"%07d\n" % number * 10_000
         outlet.put(target, block)
         sent += block
-    assert spill.used_bytes > 2 << 20
+    assert backlog.spilled_bytes > 2 << 20
     may_go_on.set()
     assert outlet.close(DEADLINE_S)
     assert bytes(taken) == sent
-    spill.close()
 
 
 def test_a_hung_log_does_not_hold_up_the_end() -> None:
@@ -206,7 +205,7 @@ def test_a_hung_log_does_not_hold_up_the_end() -> None:
         def close(self, _timeout_s: float = 0.0) -> bool:
             return True
 
-    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, Spill("/nowhere", 0)))
+    outlet = outlets.Outlet(lambda _path: Hung(), Backlog(1 << 20, "/nowhere"))
     outlet.put(outlet.open("x"), b"a\n")
     started = time.monotonic()
     assert not outlet.close(0.2)

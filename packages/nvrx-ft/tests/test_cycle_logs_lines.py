@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import random
 from pathlib import Path
@@ -16,7 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._logs.lines import (
     cycle_log_file,
     rank_prefix,
 )
-from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Record, Spill
+from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import pipe_bytes
 
 PREFIX = b" 3: "
@@ -162,32 +161,6 @@ def test_pipes_of_many_workers_are_smaller(workers: int, size: int) -> None:
 # --- what waits -----------------------------------------------------------------------------------
 
 
-class MemoryStore:
-    """A spill store of limited size that keeps its records in memory."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.kept: dict[Record, bytes] = {}
-        self.number = 0
-
-    def append(self, data: bytes, lines: int) -> Record:
-        """Store lines."""
-        if sum(map(len, self.kept.values())) + len(data) > self.limit:
-            raise OSError(errno.ENOSPC, "full")
-        self.number += 1
-        record = Record(self.number, len(data), lines)
-        self.kept[record] = data
-        return record
-
-    def take(self, record: Record) -> bytes:
-        """Return lines and forget them."""
-        return self.kept.pop(record)
-
-    def forget(self, record: Record) -> None:
-        """Forget lines."""
-        del self.kept[record]
-
-
 def all_of(backlog: Backlog, queue: object) -> bytes:
     """Take everything out of a queue."""
     out = b""
@@ -197,11 +170,10 @@ def all_of(backlog: Backlog, queue: object) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_waits_keeps_its_order_and_says_what_is_missing(seed: int) -> None:
+def test_what_waits_keeps_its_order_and_says_what_is_missing(seed: int, tmp_path: Path) -> None:
     """Out of memory, then files: lines come in order; those that are gone are counted in a line."""
     draw = random.Random(seed)
-    store = MemoryStore(draw.choice((0, 3000, 10**6)))
-    backlog = Backlog(2000, store)
+    backlog = Backlog(2000, str(tmp_path), draw.choice((0, 3000, 10**6)))
     queue, other = backlog.open(), backlog.open()
     sent, out = [], b""
     for number in range(400):
@@ -224,27 +196,25 @@ def test_what_waits_keeps_its_order_and_says_what_is_missing(seed: int) -> None:
     assert sum(int(words[4].lstrip(b"(")) for words in counted) == dropped
     assert sent[-1] in kept
     all_of(backlog, other)
-    assert not store.kept
+    assert backlog.spilled_bytes == 0
 
 
 def test_lines_in_files_come_back_and_the_files_go(tmp_path: Path) -> None:
     """Spilled lines are replayed in order; the files have no names and no room in the end."""
-    spill = Spill(str(tmp_path), 1 << 30)
-    backlog = Backlog(1 << 20, spill)
+    backlog = Backlog(1 << 20, str(tmp_path))
     queue = backlog.open()
     blocks = [b"%06d\n" % number * 40_000 for number in range(80)]
     for block in blocks:
         backlog.put(queue, block)
-    assert spill.used_bytes > 10 << 20
+    assert backlog.spilled_bytes > 10 << 20
     assert all_of(backlog, queue) == b"".join(blocks)
-    assert spill.used_bytes == 0
-    spill.close()
+    assert backlog.spilled_bytes == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_spill_directory_that_is_gone_drops_the_oldest() -> None:
     """Without room anywhere the newest lines stay, and the rest is counted."""
-    spill = Spill("/proc/nonexistent", 1 << 30)
-    backlog = Backlog(1000, spill)
+    backlog = Backlog(1000, "/proc/nonexistent")
     queue = backlog.open()
     for number in range(100):
         backlog.put(queue, b"%099d\n" % number)

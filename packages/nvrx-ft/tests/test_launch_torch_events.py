@@ -19,7 +19,6 @@ from torch.distributed.elastic.events import handlers
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.fault_tolerance._report.failures import ErrorFile, Failure
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
-    JobFacts,
     TorchEvents,
     check_handler,
 )
@@ -80,7 +79,7 @@ def reported(
     kept: Kept, exit_code: int, failures: list[Failure], stop_signal: int | None
 ) -> list[Any]:
     """Return source, state and rank of what is told of a job of two workers."""
-    one = TorchEvents(NAME, JobFacts("job", "default", "train.py"), SystemClock())
+    one = TorchEvents(NAME, SystemClock(), run_id="job", role="default", entry="train.py")
     one.started(ASSIGNMENT, {0: 101, 1: 102})
     one.ended(exit_code, failures, stop_signal)
     one.close()
@@ -130,7 +129,7 @@ def test_a_job_that_was_ended(kept: Kept, exit_code: int, stop_signal: int | Non
 
 def test_a_spare_says_no_more_than_how_it_ended(kept: Kept) -> None:
     """A node without workers has no worker events."""
-    one = TorchEvents(NAME, JobFacts("job", "default", "train.py"), SystemClock())
+    one = TorchEvents(NAME, SystemClock(), run_id="job", role="default", entry="train.py")
     one.ended(0, [], None)
     one.close()
     assert [event["metadata"]["state"] for event in kept.events] == ["SUCCEEDED"]

@@ -43,7 +43,6 @@ from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     NO_HANDLER,
-    JobFacts,
     TorchEvents,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers import command
@@ -266,8 +265,8 @@ class Job:
         plan = self._plan
         if plan.event_log_handler == NO_HANDLER:
             return None
-        facts = JobFacts(plan.run_id, plan.role, plan.command.entry)
-        torch_events = TorchEvents(plan.event_log_handler, facts, self._clock)
+        job = {"run_id": plan.run_id, "role": plan.role, "entry": plan.command.entry}
+        torch_events = TorchEvents(plan.event_log_handler, self._clock, **job)
         self._stack.callback(torch_events.close)
         self._reporter.follow_starts(torch_events.started)
         return torch_events

@@ -7,9 +7,10 @@ import argparse
 import contextlib
 import enum
 import json
+import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,9 +27,8 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_VALUE_BYTES
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_LINE_BYTES
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    JobStore,
     agree_on_secret,
     connect,
     serve,
@@ -89,7 +89,7 @@ def listing(
             value, source = getattr(config, field), DEFAULT
             if field == "log_level" and environ.get(_env.LOG_DEBUG):
                 value, source = log_level, _env.LOG_DEBUG
-        policy = layers.restart_policy()
+        policy = layers.deprecated.get("restart_policy")
         if flag.name == "ft-restart-policy" and policy is not None and source == DEFAULT:
             value, source = policy.value, policy.where
         values.append(Value(f"--{flag.name}", flag.group, _plain(value), _shown(flag, source)))
@@ -183,17 +183,14 @@ def _check_with_others(
         raise
     except (NvrxError, ValueError) as error:
         return [failed("endpoint", str(error)), *local_findings(plan, environ, clock.wall())]
-    with contextlib.ExitStack() as stack:
-        if endpoint.listener is not None:
-            stack.callback(endpoint.listener.close)
-        if endpoint.is_hidden:
-            text = (
-                f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
-            )
-            found = [failed("endpoint", text)]
-        else:
-            found = [passed("endpoint", endpoint.where)]
-        found += local_findings(plan, environ, clock.wall())
+    hidden = f"{endpoint.host} is {endpoint.served_at} here, which other machines cannot reach"
+    with endpoint.listener or contextlib.nullcontext():
+        found = [
+            failed("endpoint", hidden)
+            if endpoint.is_hidden
+            else passed("endpoint", endpoint.where),
+            *local_findings(plan, environ, clock.wall()),
+        ]
         report = NodeReport(
             host=socket.gethostname(),
             versions=versions(),
@@ -201,15 +198,7 @@ def _check_with_others(
             failures=[f"{f.name}: {f.text}" for f in found if f.status == "fail"],
         )
         try:
-            found += compare_nodes(
-                endpoint,
-                report,
-                run_id=plan.run_id,
-                secret=secret,
-                nodes=(plan.min_nodes, plan.max_nodes),
-                wait_s=wait_s,
-                clock=clock,
-            )
+            found += compare_nodes(plan, endpoint, report, secret, wait_s, clock)
         except NvrxError as error:
             found.append(failed("other nodes", str(error)))
     return found
@@ -300,79 +289,66 @@ ANSWER_S = 10.0
 GOODBYE_S = 3.0
 MAX_FINDINGS = 40
 _MAX_TEXT = 1000
-_MAX_VALUE_BYTES = MAX_VALUE_BYTES - 1024  # what the store takes, less the digest
-_FIELDS = ("host", "versions", "settings", "failures")
 
 
-def compare_nodes(  # noqa: PLR0913 - named, and each of them a fact of its own
+def compare_nodes(
+    plan: LaunchPlan,
     endpoint: many_nodes.StoreEndpoint,
     report: NodeReport,
-    *,
-    run_id: str,
     secret: bytes | None,
-    nodes: tuple[int, int],
     wait_s: float,
     clock: Clock,
 ) -> list[Finding]:
     """Return what all nodes together found, the same on each; they meet in a store of their own."""
     import threading
 
-    prefix = keys.prefix(f"{run_id}:check")
-    server = None
+    prefix = keys.prefix(f"{plan.run_id}:check")
+    server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:
-        server = serve(endpoint.listener, endpoint.host, nodes[1])
+        server = serve(endpoint.listener, endpoint.host, plan.max_nodes)
         secret = secret or agree_on_secret(server, prefix)
     wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
-    me = store.count("came", 1)
-    store.put(f"report/{me}", json_within(asdict(report), _MAX_VALUE_BYTES))
-    if store.count("reported", 1) == nodes[1]:
-        store.put("all", "1")
-    if server is not None:
-        store.wait_until_set("all", wait_s)
-        store.put("go", str(store.count("reported", 0)))
-    count = store.wait_for("go", wait_s + ANSWER_S)
-    now = time.time()
-    if count is None or not count.isdecimal():
-        raise NvrxError("the node that serves the store gave no answer; see what it says")
-    store.put(f"clock/{me}", repr(now))
-    if store.count("clocks", 1) == int(count):
-        store.put("clocked", "1")
-    if server is not None:
-        store.wait_until_set("clocked", ANSWER_S)
-        store.put("found", json_within(_found(store, int(count), nodes, wait_s), _MAX_VALUE_BYTES))
-    findings = _read(store.wait_for("found", 2 * ANSWER_S))
-    if store.count("bye", 1) == int(count):
+
+    def meet(
+        topic: str, line: object, count: int, limit_s: float, answer: Callable[[list[str]], object]
+    ) -> Any:
+        """Return the `answer` of the node that serves to the lines of `count` nodes."""
+        store.append_line(topic, json_within(line, MAX_LINE_BYTES))
+        if store.count(f"{topic}/came", 1) == count:
+            store.put(f"{topic}/all", "1")
+        if serves:
+            store.wait_until_set(f"{topic}/all", limit_s)
+            lines, _ = store.lines(topic, 0)
+            store.put(f"{topic}/answer", json_within(answer(lines), MAX_LINE_BYTES))
+        answered = store.wait_for(f"{topic}/answer", limit_s + ANSWER_S)
+        if answered is None:
+            raise NvrxError("the node that serves the store gave no answer; see what it says")
+        return json.loads(answered)
+
+    def compared(clocks: list[str]) -> list[dict[str, Any]]:
+        clock_of: dict[str, float] = dict(map(json.loads, clocks))
+        lines, _ = store.lines("reports", 0)
+        reports = [_report(line, clock_of) for line in lines[:count]]
+        nodes = nodes_finding(reports, plan.min_nodes, plan.max_nodes, wait_s)
+        found = [nodes, *compare(reports)]
+        return [asdict(replace(f, text=f.text[:_MAX_TEXT])) for f in found[:MAX_FINDINGS]]
+
+    me = secrets.token_hex(8)
+    count = int(meet("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
+    findings = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
+    if store.count("bye", 1) == count:
         store.put("gone", "1")
-    if server is not None:
+    if serves:
         store.wait_until_set("gone", GOODBYE_S)
     del server
-    return findings
+    return [Finding(**item) for item in findings]
 
 
-def _found(
-    store: JobStore, count: int, nodes: tuple[int, int], wait_s: float
-) -> list[dict[str, Any]]:
-    reports = [_report(store, number) for number in range(1, count + 1)]
-    found = [nodes_finding(reports, *nodes, wait_s), *compare(reports)]
-    return [asdict(replace(f, text=f.text[:_MAX_TEXT])) for f in found[:MAX_FINDINGS]]
-
-
-def _report(store: JobStore, number: int) -> NodeReport:
-    """Return what a node reported; what is no report is one that says nothing."""
+def _report(line: str, clocks: Mapping[str, float]) -> NodeReport:
+    """Return what a node reported; another version's may be none that is known here."""
     try:
-        reported = json.loads(store.peek(f"report/{number}") or "")
-        report = NodeReport(**{name: reported[name] for name in _FIELDS})
-        clock = store.peek(f"clock/{number}")
-        return replace(report, clock=float(clock) if clock else None)
-    except (ValueError, TypeError, KeyError, NvrxError):
-        return NodeReport(f"node {number}", failures=("its report cannot be read",))
-
-
-def _read(text: str | None) -> list[Finding]:
-    if text is None:
-        raise NvrxError("the node that serves the store did not compare in time")
-    try:
-        return [Finding(**item) for item in json.loads(text)]
-    except (ValueError, TypeError) as error:
-        raise NvrxError(f"what was found cannot be read: {error}") from None
+        node, reported = json.loads(line)
+        return replace(NodeReport(**reported), clock=clocks.get(node))
+    except (ValueError, TypeError):
+        return NodeReport("another version", failures=("its report cannot be read",))

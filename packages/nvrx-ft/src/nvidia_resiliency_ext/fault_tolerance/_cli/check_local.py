@@ -18,7 +18,9 @@ from nvidia_resiliency_ext.fault_tolerance._config import attribution
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus
 from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks
+from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import is_installed
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils import doctor
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
@@ -152,8 +154,6 @@ def _attribution(plan: LaunchPlan) -> Iterator[Finding]:
     elif config.is_managed:
         if plan.max_nodes == 1:
             yield _free("attribution port", attribution.DEFAULT_ATTRIBUTION_PORT)
-        from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import is_installed
-
         where = "this launcher runs it"
         yield passed(name, where) if is_installed() else failed(name, "it is not installed")
     else:
@@ -223,12 +223,15 @@ def _writable(name: str, path: str) -> Finding:
 def _files(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> Iterator[Finding]:
     config = plan.fault_tol_cfg
     if config.rdzv_token_file:
-        yield _token(config.rdzv_token_file)
-    if config.checkpoint_iteration_file:
-        path = config.checkpoint_iteration_file
-        readable = os.access(path, os.R_OK) or not os.path.exists(path)
-        text = path if readable else f"{path} cannot be read"
-        yield Finding("file: checkpoint iteration", "pass" if readable else "fail", text)
+        try:
+            read_token(config.rdzv_token_file)
+            yield passed("file: token", config.rdzv_token_file)
+        except NvrxError as error:
+            yield failed("file: token", str(error))
+    if path := config.checkpoint_iteration_file:
+        name = "file: checkpoint iteration"
+        is_fine = os.access(path, os.R_OK) or not os.path.exists(path)
+        yield passed(name, path) if is_fine else failed(name, f"{path} cannot be read")
     try:
         end = end_of_job(config.preempt_deadline, environ, now)
     except ConfigError as error:
@@ -240,16 +243,6 @@ def _files(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> Iterator
         yield failed("end of the job", f"in {end - now:.0f} s, too soon to save and leave")
     else:
         yield passed("end of the job", f"in {end - now:.0f} s")
-
-
-def _token(path: str) -> Finding:
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
-
-    try:
-        read_token(path)
-    except NvrxError as error:
-        return failed("file: token", str(error))
-    return passed("file: token", path)
 
 
 # Devices ----------------------------------------------------------------------------------------

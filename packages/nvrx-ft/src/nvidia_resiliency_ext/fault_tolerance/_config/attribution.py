@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from nvidia_resiliency_ext.fault_tolerance._config import values
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -21,34 +22,30 @@ MANAGED = "localhost"
 MANAGED_HOST = "127.0.0.1"
 _FLAG = "--ft-attribution-endpoint"
 _FORMS = "localhost, http://HOST:PORT, https://HOST:PORT or unix:///PATH"
-_BIND_ALL = frozenset({"0.0.0.0", "::", "*", "[::]", ""})  # noqa: S104 - refused here
+_BIND_ALL = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104 - refused here
 
 
 def client_endpoint(endpoint: str) -> str:
-    """Return the address that the client asks.
-
-    Raises:
-        ValueError: It is no address of a service.
-    """
+    """Return the address that the client asks. Raises ConfigError: it is none of a service."""
     if endpoint == MANAGED:
         return f"http://{MANAGED_HOST}:{DEFAULT_ATTRIBUTION_PORT}"
-    if "://" not in endpoint:
-        raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
     parts, port = _split(endpoint, _FLAG)
-    if parts.scheme == "unix":
+    problem = ""
+    if "://" not in endpoint or parts.scheme not in ("unix", "http", "https", "grpc"):
+        problem = f"is not {_FORMS}"
+    elif parts.scheme == "unix":
         if parts.netloc or not parts.path.startswith("/") or parts.path == "/":
-            raise ValueError(f"{_FLAG} {endpoint!r}: a socket is written unix:///PATH")
-        return endpoint
-    if parts.scheme not in ("http", "https", "grpc"):
-        raise ValueError(f"{_FLAG} {endpoint!r}: is not {_FORMS}")
-    host = parts.hostname or ""
-    if host in _BIND_ALL:
-        what = "is no host" if not host else "listens everywhere, but is nobody's address"
-        raise ValueError(f"{_FLAG} {endpoint!r}: {host!r} {what}; name the host")
-    if port is None:
-        raise ValueError(f"{_FLAG} {endpoint!r}: the port is missing")
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ValueError(f"{_FLAG} {endpoint!r}: only scheme, host, port and path are taken")
+            problem = "a socket is written unix:///PATH"
+    elif not parts.hostname:
+        problem = "'' is no host; name the host"
+    elif parts.hostname in _BIND_ALL:
+        problem = f"{parts.hostname!r} listens everywhere, but is nobody's address; name the host"
+    elif port is None:
+        problem = "the port is missing"
+    elif parts.username is not None or parts.query or parts.fragment:
+        problem = "only scheme, host, port and path are taken"
+    if problem:
+        raise ConfigError(f"{_FLAG} {endpoint!r}: {problem}")
     return endpoint
 
 
@@ -57,9 +54,9 @@ def check_export_url(url: str) -> None:
     flag = "--ft-attribution-export-url"
     parts, _ = _split(url, flag)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{flag} {url!r}: is no http or https address")
+        raise ConfigError(f"{flag} {url!r}: is no http or https address")
     if parts.query or parts.fragment:
-        raise ValueError(f"{flag} {url!r}: a query or a fragment has no place in it")
+        raise ConfigError(f"{flag} {url!r}: a query or a fragment has no place in it")
 
 
 def _split(text: str, flag: str) -> tuple[SplitResult, int | None]:
@@ -67,7 +64,7 @@ def _split(text: str, flag: str) -> tuple[SplitResult, int | None]:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"{flag} {text!r}: {error}") from None
+        raise ConfigError(f"{flag} {text!r}: {error}") from None
     return parts, port
 
 
@@ -123,14 +120,14 @@ class AttributionConfig:
 
     def __post_init__(self) -> None:
         if self.stop_action not in ATTRIBUTION_STOP_ACTIONS:
-            raise ValueError(
+            raise ConfigError(
                 f"--ft-attribution-stop-action {self.stop_action!r}: is not one of"
                 f" {', '.join(ATTRIBUTION_STOP_ACTIONS)}"
             )
         if self.export_url is not None:
             check_export_url(self.export_url)
             if not self.is_managed:
-                raise ValueError(
+                raise ConfigError(
                     "--ft-attribution-export-url needs --ft-attribution-endpoint localhost: a"
                     " service that somebody else runs has settings of its own"
                 )
@@ -184,23 +181,20 @@ class AttributionConfig:
 
         endpoint = option("endpoint")
         if endpoint is not None and not base_log_file:
-            raise ValueError(
+            raise ConfigError(
                 "--ft-attribution-endpoint needs --ft-per-cycle-applog-prefix: the service reads"
                 " cycle logs"
             )
         timeout = flag("startup_timeout")
+        of_service = ("llm_api_key_file", "llm_base_url", "llm_model", "analysis_backend")
         config = cls(
             endpoint=endpoint,
             applog_dir=os.path.dirname(base_log_file) if base_log_file else None,
             log_file=_service_log(getattr(args, "ft_nvrx_logfile", None), base_log_file),
             startup_timeout=DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT if timeout is None else timeout,
-            llm_api_key_file=flag("llm_api_key_file"),
-            llm_base_url=flag("llm_base_url"),
-            llm_model=flag("llm_model"),
-            analysis_backend=flag("analysis_backend"),
             stop_action=option("stop_action") or "log",
-            log_level=flag("log_level"),
             export_url=option("export_url"),
+            **{name: flag(name) for name in (*of_service, "log_level")},
         )
         if config.is_managed:
             _check_port(args)
@@ -218,15 +212,13 @@ def _service_log(nvrx_logfile: str | None, base_log_file: str | None) -> str | N
 
 
 def _check_port(args: argparse.Namespace) -> None:
-    if not getattr(args, "ft_enable_log_server", False) and not getattr(
-        args, "ft_nvrx_logfile", None
-    ):
+    if not any(getattr(args, name, None) for name in ("ft_enable_log_server", "ft_nvrx_logfile")):
         return
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
 
     ports = LogFunnelPorts.from_launcher_args(args).listen_ports()
     if DEFAULT_ATTRIBUTION_PORT in ports:
-        raise ValueError(
+        raise ConfigError(
             f"--ft-log-server-port {args.ft_log_server_port}: the log servers take ports"
             f" {ports[0]} to {ports[-1]}, and the attribution service listens on"
             f" {DEFAULT_ATTRIBUTION_PORT}; choose another"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,20 +148,10 @@ class FaultToleranceConfig:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
         """
         layers = Layers()
-        unknown = []
-        for key, value in kwargs.items():
-            option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
-            if option is not None:
-                layers.given[option.field] = Given(value, key)
-            elif old is not None:
-                layers.add_old(old, value, key)
-            else:
-                unknown.append(f"unknown option {key!r}{errors.nearest(key, table.OPTION_OF_KEY)}")
-        if unknown and not ignore_not_recognized:
-            raise errors.FaultToleranceConfigError(unknown)
-        merge_attribution_address(layers)
-        _warn([*(f"ignored: {problem}" for problem in unknown), *layers.warnings])
-        return layers.config()
+        entries = [(key, value, "") for key, value in kwargs.items()]
+        layers.merge(entries, ignore_unknown=ignore_not_recognized)
+        layers.merge_address()
+        return layers.logged_config()
 
     @staticmethod
     def from_yaml_file(
@@ -178,10 +168,9 @@ class FaultToleranceConfig:
             ValueError: The file cannot be understood, has no such mapping, or holds a wrong value.
         """
         layers = Layers()
-        merge_file(layers, os.fspath(cfg_path), ignore_unknown=ignore_not_recognized)
-        merge_attribution_address(layers)
-        _warn(layers.warnings)
-        return layers.config()
+        layers.merge(read_section(os.fspath(cfg_path)), ignore_unknown=ignore_not_recognized)
+        layers.merge_address()
+        return layers.logged_config()
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> FaultToleranceConfig:
@@ -191,9 +180,7 @@ class FaultToleranceConfig:
             FileNotFoundError: The file does not exist.
             ValueError: A key is unknown or a value is not allowed.
         """
-        layers = layers_from_args(args)
-        _warn(layers.warnings)
-        return layers.config()
+        return layers_from_args(args).logged_config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
         """Write a file that `from_yaml_file` reads back as an equal config.
@@ -208,29 +195,18 @@ class FaultToleranceConfig:
             stream.write(text)
 
 
-def _option_texts() -> str:
-    """Return what the table says about each option, as a section of a docstring."""
-    lines = [
-        f"        {option.field}: {option.help} Value: {option.kind.expects};"
-        f" default {option.default_text}."
-        for option in table.OPTIONS
+FaultToleranceConfig.__doc__ = "\n".join(
+    [
+        (FaultToleranceConfig.__doc__ or "").rstrip(),
+        "\n    Attributes:",
+        *(
+            f"        {option.field}: {option.help} Value: {option.kind.expects};"
+            f" default {option.default_text}."
+            for option in table.OPTIONS
+        ),
+        "    ",
     ]
-    return "\n".join(["", "    Attributes:", *lines, "    "])
-
-
-FaultToleranceConfig.__doc__ = (
-    (FaultToleranceConfig.__doc__ or "").rstrip() + "\n" + _option_texts()
 )
-
-
-def _warn(texts: list[str]) -> None:
-    if texts:
-        import logging
-
-        for text in texts:
-            logging.getLogger("nvrx").warning("%s", text)
-
-
 # The public path is what pickles and messages should name.
 FaultToleranceConfig.__module__ = "nvidia_resiliency_ext.fault_tolerance.config"
 
@@ -273,53 +249,59 @@ class Layers:
             raise errors.FaultToleranceConfigError(self.problems)
         return FaultToleranceConfig(**{name: given.value for name, given in self.given.items()})
 
-    def add(self, option: table.Option, raw: object, where: str) -> bool:
-        """Take a value of an option; return whether it is one, else the problem is kept."""
-        given = self._read(option.kind, raw, where)
-        if given is not None:
-            self.given[option.field] = given
-        return given is not None
+    def logged_config(self) -> FaultToleranceConfig:
+        """Return the merged config and log the warnings."""
+        if self.warnings:
+            import logging
 
-    def add_old(self, old: table.DeprecatedKey, raw: object, where: str) -> None:
-        """Take a value of a key that is no option any more."""
-        given = self._read(old.kind, raw, where)
-        if given is not None:
-            self.deprecated[old.key] = given
-            self.warnings.append(f"{where}: is deprecated; {old.note}")
+            for text in self.warnings:
+                logging.getLogger("nvrx").warning("%s", text)
+        return self.config()
 
-    def _read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
+    def read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
+        """Return the value that `raw` is, or None: the problem is kept."""
         try:
             return Given(values.read(kind, raw, where), where)
         except ValueError as error:  # all problems at once
             self.problems.append(str(error))
             return None
 
-    def restart_policy(self) -> Given | None:
-        """Return the restart policy that a file asked for."""
-        return self.deprecated.get("restart_policy")
+    def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
+        """Add options: key, value, and what stands before the key where one speaks of it.
 
+        `merge_address` comes after the last source.
+        """
+        own: dict[str, str] = {}
+        unknown = []
+        for key, raw, place in entries:
+            where = f"{place}{key}"
+            option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
+            if old is not None:
+                if (given := self.read(old.kind, raw, where)) is not None:
+                    self.deprecated[key] = given
+                    self.warnings.append(f"{where}: is deprecated; {old.note}")
+            elif option is None:
+                unknown.append(f"{place}unknown key {key!r}{_hint(key)}")
+            elif option.field in own:
+                self.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
+            elif (given := self.read(option.kind, raw, where)) is not None:
+                self.given[option.field] = given
+                own[option.field] = key
+                if place and key != option.field:
+                    self.warnings.append(f"{where}: is an old name of {option.field}")
+        if unknown and ignore_unknown:
+            self.warnings.append("ignored: " + "; ".join(unknown))
+        else:
+            self.problems += unknown
 
-def merge_file(layers: Layers, path: str, *, ignore_unknown: bool) -> None:
-    """Add the options of a file; `merge_attribution_address` comes after the last source."""
-    own: dict[str, str] = {}
-    unknown = []
-    for key, raw, line in read_section(path):
-        where = f"{path} line {line}: {key}"
-        option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
-        if old is not None:
-            layers.add_old(old, raw, where)
-        elif option is None:
-            unknown.append(f"{path} line {line}: unknown key {key!r}{_hint(key)}")
-        elif option.field in own:
-            layers.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
-        elif layers.add(option, raw, where):
-            own[option.field] = key
-            if key != option.field:
-                layers.warnings.append(f"{where}: is an old name of {option.field}")
-    if unknown and ignore_unknown:
-        layers.warnings.append("ignored: " + "; ".join(unknown))
-    else:
-        layers.problems += unknown
+    def merge_address(self) -> None:
+        """Make host and port of earlier releases one address, once all sources are merged."""
+        host, port = self.deprecated.get("attrsvc_host"), self.deprecated.get("attrsvc_port")
+        if host and port:
+            address = Given(f"http://{host.value}:{port.value}", host.where)
+            self.given.setdefault("attribution_endpoint", address)
+        elif lone := host or port:
+            self.problems.append(f"{lone.where}: needs both a host and a port")
 
 
 def _hint(key: str) -> str:
@@ -327,22 +309,6 @@ def _hint(key: str) -> str:
         return f"; it is a flag only: --{key.replace('_', '-')}"
     # Old names are taken, but nobody should be led to them.
     return errors.nearest(key, [option.field for option in table.OPTIONS])
-
-
-def merge_attribution_address(layers: Layers) -> None:
-    """Make host and port of earlier releases one address, once all sources are merged."""
-    host = layers.deprecated.get("attrsvc_host")
-    port = layers.deprecated.get("attrsvc_port")
-    if host is None and port is None:
-        return
-    if host is None or port is None:
-        lone = host or port
-        assert lone is not None
-        layers.problems.append(f"{lone.where}: needs both a host and a port")
-        return
-    layers.given.setdefault(
-        "attribution_endpoint", Given(f"http://{host.value}:{port.value}", host.where)
-    )
 
 
 def layers_from_args(args: argparse.Namespace) -> Layers:
@@ -353,7 +319,7 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
         ignore_unknown = bool(getattr(args, "ft_ignore_unknown_cfg", False))
         may_be_missing = bool(getattr(args, "ft_ignore_missing_cfg", False))
         try:
-            merge_file(layers, path, ignore_unknown=ignore_unknown)
+            layers.merge(read_section(path), ignore_unknown=ignore_unknown)
         except (FileNotFoundError, errors.SectionMissingError) as error:
             if not may_be_missing:
                 raise
@@ -363,10 +329,11 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
         dest = f"ft_{option.field}"
         raw = getattr(args, dest, None)
         if raw is not None:
-            layers.add(option, raw, sources.get(dest, f"--{option.flag}"))
+            given = layers.read(option.kind, raw, sources.get(dest, f"--{option.flag}"))
+            layers.given |= {} if given is None else {option.field: given}
     for old in table.DEPRECATED_KEYS:
         dest = f"ft_{old.key}"
         if dest in sources:
             layers.deprecated[old.key] = Given(getattr(args, dest), sources[dest])
-    merge_attribution_address(layers)
+    layers.merge_address()
     return layers

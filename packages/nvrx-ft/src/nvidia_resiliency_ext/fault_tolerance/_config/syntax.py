@@ -13,7 +13,7 @@ from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS
 
-from .values import Kind
+from .values import Kind, that
 
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 _HIGHEST_PORT = 65535
@@ -51,13 +51,6 @@ def _nodes(raw: Any) -> str:
     if not 0 < least <= largest:
         raise ValueError
     return str(raw)
-
-
-def _processes(raw: Any) -> str:
-    text = str(raw)
-    if text not in ("auto", "cpu", "gpu") and not 0 < int(text) <= MOST_WORKERS:
-        raise ValueError
-    return text
 
 
 def streams_by_rank(text: str, nproc: int = 0) -> dict[int, Std]:
@@ -115,12 +108,6 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return host, int(port) if separator else None
 
 
-def _endpoint(raw: Any) -> str:
-    if raw:
-        parse_endpoint(raw)
-    return str(raw or "")
-
-
 def _text_for(parse: Callable[[str], object]) -> Callable[[Any], str]:
     """Return what takes a text that `parse` does not refuse, and leaves it as it is."""
 
@@ -152,15 +139,11 @@ def _filters(raw: Any) -> list[str]:
 
 NODES = Kind("str", "a number of nodes or MIN:MAX with 0 < MIN <= MAX", "N|MIN:MAX", _nodes)
 PROCESSES = Kind(
-    "str",
-    f"a number of workers from 1 to {MOST_WORKERS}, cpu, gpu or auto",
-    "N|cpu|gpu|auto",
-    _processes,
+    *("str", f"a number of workers from 1 to {MOST_WORKERS}, cpu, gpu or auto", "N|cpu|gpu|auto"),
+    that(str, lambda text: text in ("auto", "cpu", "gpu") or 0 < int(text) <= MOST_WORKERS),
 )
 STREAMS = Kind(
-    "str",
-    "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3",
-    "STD",
+    *("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD"),
     _text_for(streams_by_rank),
 )
 RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _text_for(parse_ranks))
@@ -168,16 +151,15 @@ CONFIGURATION = Kind(
     "str", "a list like key=value,key=value", "KEY=VALUE,...", _text_for(parse_configuration)
 )
 ADDRESS = Kind(
-    "str",
-    f"HOST or HOST:PORT with a port up to {_HIGHEST_PORT}",
-    "HOST[:PORT]",
+    *("str", f"HOST or HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST[:PORT]"),
     _text_for(parse_endpoint),
 )
-ENDPOINT = Kind("str", f"HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST:PORT", _endpoint)
+ENDPOINT = Kind(
+    *("str", f"HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST:PORT"),
+    lambda raw: ADDRESS.parse(raw) if raw else "",
+)
 SIGNALS = Kind(
-    "str",
-    "a comma separated list of signals that can be handled",
-    "SIGNAL,...",
+    *("str", "a comma separated list of signals that can be handled", "SIGNAL,..."),
     _text_for(parse_signals),
 )
 FILTERS = Kind("list[str]", "a comma separated list of texts", "TEXT,...", _filters)

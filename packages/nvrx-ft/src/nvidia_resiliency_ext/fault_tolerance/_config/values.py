@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of values: how a setting is read from text, YAML or Python, and what is allowed.
 
-A kind's `parse` raises `ValueError` or `TypeError` without a message; `read` adds who, what and
+A kind's `parse` raises `ValueError`, `TypeError` or `KeyError`; `read` adds who, what and
 what is allowed, so that every complaint reads the same. Nothing here knows a particular option.
 """
 
@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 _NONE_WORDS = ("", "none", "null")
-_TRUE_WORDS = ("true", "yes", "1")
-_FALSE_WORDS = ("false", "no", "0")
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _LOG_LEVELS = {
     "DEBUG": 10, "DBG": 10, "INFO": 20, "WARNING": 30, "WARN": 30, "ERROR": 40, "CRITICAL": 50,
 }  # fmt: skip
-_LOWEST_LOG_LEVEL, _HIGHEST_LOG_LEVEL = 10, 50
 _SHOWN_CHARACTERS = 80
 # More does not travel in a message.
 _INTEGERS_BELOW = 2**63
@@ -41,12 +39,7 @@ class Kind(NamedTuple):
 
 
 class _BadPartError(ValueError):
-    """One part of a value is wrong, and which one is worth saying."""
-
-    def __init__(self, part: str, expects: str) -> None:
-        super().__init__(part)
-        self.part = part
-        self.expects = expects
+    """One part of a value is wrong; the message says which, and what is allowed."""
 
 
 def read(kind: Kind, raw: object, where: str) -> Any:
@@ -58,8 +51,8 @@ def read(kind: Kind, raw: object, where: str) -> Any:
     try:
         return kind.parse(raw)
     except _BadPartError as error:
-        raise ValueError(f"{where}: {error.part} is not {error.expects}") from None
-    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{where}: {error}") from None
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
 
 
@@ -91,26 +84,20 @@ def _integer(raw: Any) -> int:
     return value
 
 
-def _at_least_zero(raw: Any, *, or_zero: bool = True) -> float:
-    value = _number(raw)
-    if value < 0 or (value == 0 and not or_zero):
-        raise ValueError
-    return value
+def that(parse: Callable[[Any], Any], holds: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return what parses a value and refuses one for which `holds` is false."""
 
+    def check(raw: Any) -> Any:
+        value = parse(raw)
+        if not holds(value):
+            raise ValueError
+        return value
 
-def _above_zero(raw: Any) -> float:
-    return _at_least_zero(raw, or_zero=False)
+    return check
 
 
 def _bool(raw: Any) -> bool:
-    if isinstance(raw, (list, tuple, set, Mapping)):
-        raise TypeError
-    word = str(raw).strip().lower()
-    if word in _TRUE_WORDS:
-        return True
-    if word in _FALSE_WORDS:
-        return False
-    raise ValueError
+    return _TRUTHS[str(raw).strip().lower()]
 
 
 def _text(raw: Any) -> str:
@@ -119,22 +106,16 @@ def _text(raw: Any) -> str:
     return raw
 
 
-def _command(raw: Any) -> str:
+def _words(text: str) -> list[str]:
     import shlex
 
-    text = _text(raw)
-    if not shlex.split(text):  # ValueError for a quote that is not closed
-        raise ValueError
-    return text
+    return shlex.split(text)  # ValueError for a quote that is not closed
 
 
 def _signal(raw: Any) -> signal.Signals:
     if isinstance(raw, str) and not raw.strip().isdigit():
         name = raw.strip().upper()
-        found = signal.Signals.__members__.get(name if name.startswith("SIG") else f"SIG{name}")
-        if found is None:
-            raise ValueError
-        return found
+        return signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
     return signal.Signals(_integer(raw))
 
 
@@ -147,20 +128,11 @@ _NOT_FOR_PEOPLE = frozenset(
 )
 
 
-def _handled_signal(raw: Any) -> signal.Signals:
-    found = _signal(raw)
-    if found in _NOT_FOR_PEOPLE:
-        raise ValueError
-    return found
-
-
 def _log_level(raw: Any) -> int:
     if isinstance(raw, str) and raw.strip().upper() in _LOG_LEVELS:
         return _LOG_LEVELS[raw.strip().upper()]
-    value = _integer(raw)
-    if not _LOWEST_LOG_LEVEL <= value <= _HIGHEST_LOG_LEVEL:
-        raise ValueError
-    return value
+    level: int = integer_in(10, 50).parse(raw)
+    return level
 
 
 def log_level_name(level: object) -> str:
@@ -186,9 +158,9 @@ def _sections(raw: Any) -> dict[str, float | None]:
 
 def _section_limit(name: str, raw: Any) -> float | None:
     try:
-        limit: float | None = SECONDS_OR_NONE.parse(raw)
-    except (ValueError, TypeError, OverflowError):
-        raise _BadPartError(f"{name}: {describe(raw)}", SECONDS_OR_NONE.expects) from None
+        limit: float | None = read(SECONDS_OR_NONE, raw, name)
+    except ValueError as error:
+        raise _BadPartError(error) from None
     return limit
 
 
@@ -201,7 +173,8 @@ def _section_name(name: Any) -> str:
     return name
 
 
-def _comma_list(raw: Any) -> list[str]:
+def _comma_list(raw: Any) -> str:
+    """Return the parts of a list or of a text with commas as one text."""
     if isinstance(raw, str):
         raw = raw.split(",")
     if not isinstance(raw, (list, tuple)) or not all(isinstance(part, str) for part in raw):
@@ -209,40 +182,20 @@ def _comma_list(raw: Any) -> list[str]:
     parts = [part.strip() for part in raw if part.strip()]
     if any("," in part or "\0" in part for part in parts):
         raise ValueError
-    return parts
+    return ",".join(parts)
 
 
-def _paths(raw: Any) -> str:
-    paths = _comma_list(raw)
-    if not paths or not all(path.startswith("/") for path in paths):
-        raise ValueError
-    return ",".join(paths)
+def _are_paths(text: str) -> bool:
+    return all(path.startswith("/") for path in text.split(","))
 
 
-def _absolute_path(raw: Any) -> str:
-    text = _text(raw)
-    if not text.startswith("/"):
-        raise ValueError
-    return text
-
-
-def _modules(raw: Any) -> str:
-    modules = _comma_list(raw)
-    if not all(part.isidentifier() for module in modules for part in module.split(".")):
-        raise ValueError
-    return ",".join(modules)
-
-
-def _path_template(raw: Any) -> str:
-    text = _text(raw)
-    if "{nic}" not in text and "{dev_name}" not in text:
-        raise ValueError
-    return text
+def _are_modules(text: str) -> bool:
+    return not text or all(part.isidentifier() for part in text.replace(".", ",").split(","))
 
 
 def _moment(raw: Any) -> str:
     text = str(raw).strip()
-    if isinstance(raw, bool) or (text.lower() != "slurm" and _above_zero(text) <= 0):
+    if isinstance(raw, bool) or (text.lower() != "slurm" and _number(text) <= 0):
         raise ValueError
     return text.lower()
 
@@ -264,29 +217,22 @@ def or_none(kind: Kind) -> Kind:
 def choice(*allowed: str) -> Kind:
     """Return the kind that takes one of a few words."""
 
-    def parse(raw: Any) -> str:
+    def parse(raw: Any) -> Any:
         # YAML 1.1 reads a bare `on` or `off` as a truth value.
-        if isinstance(raw, bool):
-            raw = "on" if raw else "off"
-        if not isinstance(raw, str) or raw not in allowed:
-            raise ValueError
-        return raw
+        return ("off", "on")[raw] if isinstance(raw, bool) else raw
 
-    return Kind("str", "one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", parse)
+    words = that(parse, lambda word: word in allowed)
+    return Kind("str", "one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", words)
 
 
 def integer_in(lowest: int, highest: int) -> Kind:
     """Return the kind that takes an integer within limits, both included."""
-
-    def parse(raw: Any) -> int:
-        value = _integer(raw)
-        if not lowest <= value <= highest:
-            raise ValueError
-        return value
-
-    return Kind("int", f"an integer from {lowest} to {highest}", "N", parse)
+    within = that(_integer, lambda value: lowest <= value <= highest)
+    return Kind("int", f"an integer from {lowest} to {highest}", "N", within)
 
 
+_at_least_zero = that(_number, lambda value: value >= 0)
+_above_zero = that(_number, lambda value: value > 0)
 SECONDS = Kind("float", "a number of seconds >= 0", "SECONDS", _at_least_zero)
 SECONDS_OR_NONE = or_none(SECONDS)
 INTERVAL = Kind("float", "a number of seconds > 0", "SECONDS", _above_zero)
@@ -297,14 +243,16 @@ COUNT = integer_in(0, _INTEGERS_BELOW - 1)._replace(expects="an integer >= 0 and
 INTEGER = Kind("int", "an integer of 64 bits", "N", _integer)
 BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
 TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
-COMMAND = Kind("str", "a command with its arguments, quotes as in a shell", "COMMAND", _command)
+COMMAND = Kind(
+    "str", "a command with its arguments, quotes as in a shell", "COMMAND", that(_text, _words)
+)
 SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
 HANDLED_SIGNAL_OR_NONE = or_none(
     Kind(
         "signal.Signals",
         "the name or number of a signal that somebody else can send, and that can be handled",
         "SIGNAL",
-        _handled_signal,
+        that(_signal, lambda found: found not in _NOT_FOR_PEOPLE),
     )
 )
 MOMENT_OR_NONE = or_none(
@@ -319,7 +267,16 @@ SECTIONS = Kind(
     "NAME:SECONDS,...",
     _sections,
 )
-ABSOLUTE_PATH = Kind("str", "an absolute path", "PATH", _absolute_path)
-PATHS = Kind("str", "a comma separated list of absolute paths", "PATH,...", _paths)
-MODULES = Kind("str", "a comma separated list of module names", "MODULE,...", _modules)
-PATH_TEMPLATE = Kind("str", "a path that holds {nic}", "PATH", _path_template)
+ABSOLUTE_PATH = Kind(
+    "str", "an absolute path", "PATH", that(_text, lambda path: path.startswith("/"))
+)
+PATHS = Kind(
+    "str", "a comma separated list of absolute paths", "PATH,...", that(_comma_list, _are_paths)
+)
+MODULES = Kind(
+    "str", "a comma separated list of module names", "MODULE,...", that(_comma_list, _are_modules)
+)
+PATH_TEMPLATE = Kind(
+    *("str", "a path that holds {nic}", "PATH"),
+    that(_text, lambda path: "{nic}" in path or "{dev_name}" in path),
+)

@@ -8,10 +8,9 @@ do no harm. Aliases share nodes and are not expanded, so that a small file canno
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     FaultToleranceConfigError,
@@ -29,16 +28,11 @@ PIPE_LIMIT_S = 10.0
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
-class Entry(NamedTuple):
-    """One key of the section: a scalar, a list of scalars, or a mapping of them."""
+def read_section(path: str) -> list[tuple[str, Any, str]]:
+    """Return the first `fault_tolerance` mapping, depth first, in a file.
 
-    key: str
-    value: Any
-    line: int
-
-
-def read_section(path: str) -> list[Entry]:
-    """Return the entries of the first `fault_tolerance` mapping, depth first, in a file.
+    Of each entry: key; a scalar, a list of scalars or a mapping of them; and where it stands, as
+    text before the key.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -51,12 +45,11 @@ def read_section(path: str) -> list[Entry]:
     loader = None
     try:
         loader = yaml.SafeLoader(text)
-        section = _find(loader.get_single_node(), path)
-        entries = _Reader(loader, path).entries(section)
+        entries = _Reader(loader, path).entries(_find(loader.get_single_node(), path))
     except yaml.YAMLError as error:
         raise FaultToleranceConfigError([_explain(error, path)]) from None
     except RecursionError:
-        raise FaultToleranceConfigError([f"{path}: is nested too deeply to be read"]) from None
+        raise _error(path, "is nested too deeply to be read") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -65,55 +58,13 @@ def read_section(path: str) -> list[Entry]:
     return entries
 
 
-def _read_text(path: str) -> str:
-    try:
-        data = _read_bytes(path)
-    except (FileNotFoundError, FaultToleranceConfigError):
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise FaultToleranceConfigError([f"{path}: cannot be read: {reason}"]) from None
-    if len(data) > SIZE_LIMIT_BYTES:
-        raise FaultToleranceConfigError(
-            [f"{path}: is larger than {SIZE_LIMIT_BYTES >> 20} MiB; is it the right file?"]
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FaultToleranceConfigError(
-            [f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8"]
-        ) from None
+def _error(path: str, problem: str, node: Any = None) -> FaultToleranceConfigError:
+    where = path if node is None else f"{path} line {_line(node)}"
+    return FaultToleranceConfigError([f"{where}: {problem}"])
 
 
-def _read_bytes(path: str) -> bytes:
-    """Return at most one byte more than the limit; wait for nobody but an open pipe of ours."""
-    from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
-
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if stat.S_ISREG(mode):
-        return read_regular_file(path, SIZE_LIMIT_BYTES + 1, follows_symlink=True)
-    real = os.path.realpath(path)
-    # What /dev/stdin and a shell's <(...) stand for; and an empty file.
-    if not (stat.S_ISFIFO(mode) and real.startswith("/proc/")) and real != os.devnull:
-        raise FaultToleranceConfigError([f"{path}: is not a regular file"])
-    return _read_pipe(path)
-
-
-def _read_pipe(path: str) -> bytes:
-    from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
-
-    def read() -> bytes:
-        with open(path, "rb") as stream:
-            return stream.read(SIZE_LIMIT_BYTES + 1)
-
-    try:
-        data: bytes = DeadlineCaller().run(path, read, PIPE_LIMIT_S)
-    except StuckError:
-        problem = f"{path}: is a pipe without an end: waited {PIPE_LIMIT_S:g} s"
-        raise FaultToleranceConfigError([problem]) from None
-    return data
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
 
 
 def _explain(error: Exception, path: str) -> str:
@@ -124,8 +75,45 @@ def _explain(error: Exception, path: str) -> str:
     return f"{where}: is not YAML: {problem}{remedy}"
 
 
-def _line(node: Any) -> int:
-    return int(node.start_mark.line) + 1
+def _read_text(path: str) -> str:
+    try:
+        data = _read_bytes(path)
+    except (FileNotFoundError, FaultToleranceConfigError):
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _error(path, f"cannot be read: {reason}") from None
+    if len(data) > SIZE_LIMIT_BYTES:
+        raise _error(path, f"is larger than {SIZE_LIMIT_BYTES >> 20} MiB; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _error(path, f"is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
+
+
+def _read_bytes(path: str) -> bytes:
+    """Return at most one byte more than the limit; wait for nobody but an open pipe of ours."""
+    from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
+    from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        return read_regular_file(path, SIZE_LIMIT_BYTES + 1, follows_symlink=True)
+    real = os.path.realpath(path)
+    # What /dev/stdin and a shell's <(...) stand for; an empty file; and what `open` refuses.
+    is_ours = stat.S_ISFIFO(mode) and real.startswith("/proc/")
+    if not (is_ours or real == os.devnull or stat.S_ISDIR(mode)):
+        raise _error(path, "is not a regular file")
+
+    def read() -> bytes:
+        with open(path, "rb") as stream:
+            return stream.read(SIZE_LIMIT_BYTES + 1)
+
+    try:
+        data: bytes = DeadlineCaller().run(path, read, PIPE_LIMIT_S)
+    except StuckError:
+        raise _error(path, f"is a pipe without an end: waited {PIPE_LIMIT_S:g} s") from None
+    return data
 
 
 def _find(root: Any, path: str) -> Any:
@@ -134,17 +122,13 @@ def _find(root: Any, path: str) -> Any:
     for node in _mappings(root):
         sections = [value for key, value in node.value if key.value == SECTION]
         if len(sections) > 1:
-            raise FaultToleranceConfigError(
-                [f"{path} line {_line(sections[1])}: {SECTION} stands there twice; keep one"]
-            )
+            raise _error(path, f"{SECTION} stands there twice; keep one", sections[1])
         for value in sections:
             if value.id == "mapping":
                 return value
             stray = stray or value
     if stray is not None and stray.value:
-        raise FaultToleranceConfigError(
-            [f"{path} line {_line(stray)}: {SECTION} is no mapping; write keys and values below it"]
-        )
+        raise _error(path, f"{SECTION} is no mapping; write keys and values below it", stray)
     if stray is not None:
         raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
     keys = [key for node in _mappings(root) for key, _ in node.value if key.id == "scalar"]
@@ -179,9 +163,9 @@ class _Reader:
         self._path = path
         self._pairs_of: dict[int, dict[str, tuple[Any, Any]]] = {}
 
-    def entries(self, section: Any) -> list[Entry]:
+    def entries(self, section: Any) -> list[tuple[str, Any, str]]:
         return [
-            Entry(name, self._value(name, value), _line(key))
+            (name, self._value(name, value), f"{self._path} line {_line(key)}: ")
             for name, (key, value) in self._pairs(section).items()
         ]
 
@@ -198,13 +182,13 @@ class _Reader:
                 # The first of several merged mappings wins, as YAML has it.
                 for source in value.value if value.id == "sequence" else [value]:
                     if source.id != "mapping":
-                        raise self._error(source, "<< takes a mapping")
+                        raise _error(self._path, "<< takes a mapping", source)
                     merged.update({k: p for k, p in self._pairs(source).items() if k not in merged})
                 continue
             if key.id != "scalar":
-                raise self._error(key, "a key is no plain word")
+                raise _error(self._path, "a key is no plain word", key)
             if key.value in own:
-                raise self._error(key, f"key {key.value!r} stands there twice; keep one")
+                raise _error(self._path, f"key {key.value!r} stands there twice; keep one", key)
             own[key.value] = (key, value)
         merged.update(own)
         return merged
@@ -221,12 +205,9 @@ class _Reader:
 
     def _scalar(self, name: str, node: Any) -> Any:
         if node.id != "scalar":
-            raise self._error(node, f"{name} is nested too deeply")
+            raise _error(self._path, f"{name} is nested too deeply", node)
         try:
             return self._loader.construct_object(node)
         except ValueError:
             # For example an integer of ten thousand digits or the 31st of February.
-            raise self._error(node, f"{name} is no value that can be read") from None
-
-    def _error(self, node: Any, problem: str) -> FaultToleranceConfigError:
-        return FaultToleranceConfigError([f"{self._path} line {_line(node)}: {problem}"])
+            raise _error(self._path, f"{name} is no value that can be read", node) from None

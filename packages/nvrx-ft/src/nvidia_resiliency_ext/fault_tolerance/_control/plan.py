@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
+from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import (
     layers_from_args,
@@ -22,7 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
     server_problems,
 )
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
-    attribution_of,
     check_job_id,
     job_name,
     missing_hook,
@@ -207,7 +207,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
             logs=logs,
             cycle_info_job_id=args.ft_cycle_info_job_id,
             job_name=job_name(args),
-            attribution=attribution_of(args, logs, config),
+            attribution=AttributionConfig.from_args(args, logs.applog_prefix, config),
         ),
         warnings=(*args.warnings, *layers.warnings),
     )

@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 from .lines import LineAssembler, cycle_log_file, rank_prefix
-from .outlet import MEMORY_BYTES, SPILL_BYTES, Backlog, Outlet, Spill, Target
+from .outlet import MEMORY_BYTES, Backlog, Outlet, Target
 from .reader import MultiplexingReaderThread, open_pipe, pipe_bytes
 from .sinks import FunnelAddress, FunnelSink, LocalFile
 
@@ -71,11 +71,10 @@ class CycleLogs:
     ) -> None:
         self._base_log_file = base_log_file
         self._pipe_bytes = pipe_bytes(workers)
-        self._spill = Spill(spill_dir or tempfile.gettempdir(), SPILL_BYTES)
         self._funnel = None if funnel is None else FunnelSink(funnel)
         memory = MEMORY_BYTES if funnel is None else _MEMORY_BEFORE_FUNNEL_BYTES
         open_log = LocalFile if self._funnel is None else self._funnel.open
-        self._outlet = Outlet(open_log, Backlog(memory, self._spill))
+        self._outlet = Outlet(open_log, Backlog(memory, spill_dir or tempfile.gettempdir()))
         self._reader = MultiplexingReaderThread(self._outlet)
         self._reader.start()
         self._present: Target | None = None
@@ -151,6 +150,4 @@ class CycleLogs:
         self._reader.stop()
         is_written = self._outlet.close(timeout_s)
         is_kept = self._funnel is None or self._funnel.close(timeout_s)
-        if is_written:  # A writer that hangs may need them.
-            self._spill.close()
         return is_written and is_kept

@@ -18,72 +18,38 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+
 from .sinks import NotYetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
     from .sinks import LogFile
 
 
 logger = logging.getLogger("nvrx")
 
-BATCH_BYTES = 256 << 10
+MEMORY_BYTES = 48 << 20
+SPILL_BYTES = 1 << 30
+_MOST_FILES = 256
+_BATCH_BYTES = 256 << 10
 _RECORD_BYTES = 8 << 20
 # What a part costs beside its bytes.
 _PART_OVERHEAD_BYTES = 64
+_FIRST_RETRY_S = 0.1
+_LAST_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Lines in a file of their own."""
+    """Lines in a file of their own, which has no name, so nothing is left behind."""
 
     fd: int
     size: int
     lines: int
-
-
-class Spill:
-    """Lines in files, one for each record; they have no names, so nothing is left behind."""
-
-    def __init__(self, directory: str, limit_bytes: int) -> None:
-        self._directory = directory
-        self._limit_bytes = limit_bytes
-        self._records: set[Record] = set()
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(record.size for record in self._records)
-
-    def append(self, data: bytes, lines: int) -> Record:
-        if self.used_bytes + len(data) > self._limit_bytes or len(self._records) == MOST_FILES:
-            raise OSError(errno.ENOSPC, "the limit of the spill files is reached")
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
-            record = Record(os.dup(file.fileno()), len(data), lines)
-        self._records.add(record)
-        return record
-
-    def take(self, record: Record) -> bytes:
-        """Return lines and forget them."""
-        try:
-            data = os.pread(record.fd, record.size, 0)
-        finally:
-            self.forget(record)
-        if len(data) != record.size:
-            raise OSError(errno.EIO, "the spill file is shorter than it was")
-        return data
-
-    def forget(self, record: Record) -> None:
-        self._records.remove(record)
-        os.close(record.fd)
-
-    def close(self) -> None:
-        for record in list(self._records):
-            self.forget(record)
 
 
 class Queue:
@@ -98,11 +64,6 @@ class Queue:
     def __bool__(self) -> bool:
         """Whether anything waits, a notice included."""
         return bool(self.parts or self.spilled or self.dropped_lines)
-
-    def drop(self, lines: int, size: int) -> None:
-        """Count lines that are gone."""
-        self.dropped_lines += lines
-        self.dropped_bytes += size
 
     def take_notice(self) -> bytes:
         """Return the line that says what is gone, and forget that."""
@@ -126,11 +87,14 @@ def _cost(part: bytes) -> int:
 
 
 class Backlog:
-    """The queues of all targets under one memory limit; the rest goes into a spill."""
+    """The queues of all targets under one memory limit; the rest goes to files, or is dropped."""
 
-    def __init__(self, limit_bytes: int, spill: Spill) -> None:
+    def __init__(
+        self, limit_bytes: int, directory: str, spill_limit_bytes: int = SPILL_BYTES
+    ) -> None:
         self._limit_bytes = limit_bytes
-        self._spill = spill
+        self._directory = directory
+        self._spill_limit_bytes = spill_limit_bytes
         self._queues: list[Queue] = []
 
     def open(self) -> Queue:
@@ -139,12 +103,18 @@ class Backlog:
         return queue
 
     def close(self, queue: Queue) -> None:
-        """Forget a queue that is empty."""
+        """Forget a queue and what is left in it."""
         self._queues.remove(queue)
+        for record in queue.spilled:
+            os.close(record.fd)
 
     @property
     def memory_bytes(self) -> int:
         return sum(queue.cost for queue in self._queues)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return sum(record.size for queue in self._queues for record in queue.spilled)
 
     def put(self, queue: Queue, data: bytes) -> None:
         """Append whole lines; what is too much for memory goes to files, or is dropped."""
@@ -158,13 +128,14 @@ class Backlog:
         if queue.dropped_lines:
             return queue.take_notice()
         if not queue.spilled:
-            return queue.pop_parts(BATCH_BYTES)
-        record = queue.spilled.popleft()
-        try:
-            return self._spill.take(record)
-        except OSError:
-            queue.drop(record.lines, record.size)
-            return queue.take_notice()
+            return queue.pop_parts(_BATCH_BYTES)
+        oldest = queue.spilled[0]
+        data = b""
+        with contextlib.suppress(OSError):
+            data = os.pread(oldest.fd, oldest.size, 0)
+        is_lost = len(data) != oldest.size
+        self._forget_oldest(queue, is_lost=is_lost)
+        return queue.take_notice() if is_lost else data
 
     def _free_space(self, queue: Queue) -> None:
         # Never all of it: the newest lines tell why a job died.
@@ -172,29 +143,41 @@ class Backlog:
         lines = data.count(b"\n")
         while True:
             try:
-                queue.spilled.append(self._spill.append(data, lines))
+                queue.spilled.append(Record(self._write_file(data), len(data), lines))
             except OSError:
                 if not queue.spilled:
-                    queue.drop(lines, len(data))
+                    queue.dropped_lines += lines
+                    queue.dropped_bytes += len(data)
                     return
-                oldest = queue.spilled.popleft()
-                self._spill.forget(oldest)
-                queue.drop(oldest.lines, oldest.size)
+                self._forget_oldest(queue, is_lost=True)
             else:
                 return
 
+    def _write_file(self, data: bytes) -> int:
+        """Return the descriptor of a new file with `data`."""
+        files = sum(len(queue.spilled) for queue in self._queues)
+        if self.spilled_bytes + len(data) > self._spill_limit_bytes or files == _MOST_FILES:
+            raise OSError(errno.ENOSPC, "the limit of the spill files is reached")
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            return os.dup(file.fileno())
 
-MEMORY_BYTES = 48 << 20
-SPILL_BYTES = 1 << 30
-MOST_FILES = 256
-_FIRST_RETRY_S = 0.1
-_LAST_RETRY_S = 5.0
+    @staticmethod
+    def _forget_oldest(queue: Queue, *, is_lost: bool) -> None:
+        record = queue.spilled.popleft()
+        os.close(record.fd)
+        if is_lost:
+            queue.dropped_lines += record.lines
+            queue.dropped_bytes += record.size
 
 
 class Target:
     """One log. Only the outlet changes it, under its lock or in its thread.
 
-    `pipes` and `ends_at`, when the log is over at the latest, are the reader's.
+    `pipes`, and whether more of them may come, are the reader's.
     """
 
     def __init__(self, path: str, queue: Queue) -> None:
@@ -204,17 +187,13 @@ class Target:
         self.rest = memoryview(b"")
         self.is_opened = False
         self.has_ended = False
-        self.retry_at = 0.0
+        self.is_scheduled = False
+        self.retry: Timer | None = None
         self.retry_s = _FIRST_RETRY_S
         self.problem = ""
         self.is_warned = False
         self.pipes: set[int] = set()
-        self.ends_at: float | None = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether its log has to be opened, written or closed."""
-        return not self.is_opened or bool(self.rest or self.queue) or self.has_ended
+        self.gets_no_pipe = False
 
 
 class Outlet:
@@ -226,8 +205,8 @@ class Outlet:
     def __init__(self, open_log: Callable[[str], LogFile], backlog: Backlog) -> None:
         self._open_log = open_log
         self._backlog = backlog
-        self._lock = threading.Lock()  # guards the backlog and the fields below
-        self._work = threading.Condition(self._lock)
+        self._loop = EventLoop()
+        self._lock = threading.Lock()  # guards the backlog, `_targets` and when they have a turn
         self._targets: list[Target] = []
         self._closes_at: float | None = None
         self._unwritten: list[str] = []
@@ -239,36 +218,30 @@ class Outlet:
         with self._lock:
             target = Target(path, self._backlog.open())
             self._targets.append(target)
-            self._work.notify()
+            self._schedule(target)
         return target
 
     def put(self, target: Target, lines: bytes) -> int:
         """Append whole lines to a log, waiting for no log; return how much waits in memory."""
         with self._lock:
             if lines:
-                was_idle = not target.queue
                 self._backlog.put(target.queue, lines)
-                if was_idle:
-                    self._work.notify()
+                self._schedule(target)
             return self._backlog.memory_bytes
 
     def end(self, target: Target) -> None:
         """Nothing follows to a log: it is closed when all of it is written."""
         with self._lock:
             target.has_ended = True
-            self._work.notify()
+            self._schedule(target)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is left and end the thread; say whether everything could be written.
 
         A log that takes nothing is tried until the time is up.
         """
-        with self._lock:
-            self._closes_at = time.monotonic() + timeout_s
-            for target in self._targets:
-                target.has_ended = True
-                target.retry_at = 0.0
-            self._work.notify()
+        self._closes_at = time.monotonic() + timeout_s
+        self._loop.post(self._end_all)
         self._thread.join(timeout_s + _FIRST_RETRY_S)
         if self._thread.is_alive():
             logger.error("the logs do not take the last lines: writing has hung")
@@ -277,52 +250,58 @@ class Outlet:
             logger.error("%s", text)
         return not self._unwritten
 
+    def _schedule(self, target: Target) -> None:
+        """Give a log a turn behind the others, unless it has one to come."""
+        if not target.is_scheduled:
+            target.is_scheduled = True
+            self._loop.post(lambda: self._turn(target))
+
     # The thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last: Target | None = None
-        while True:
-            with self._lock:
-                target = self._next(last)
-                if target is None:
-                    return
-                if not target.rest and target.queue:
-                    target.rest = memoryview(self._backlog.take(target.queue))
-                closes = target.has_ended and not target.rest and target.is_opened
-                if closes:
-                    self._targets.remove(target)
-                    self._backlog.close(target.queue)
-            last = target
-            if closes:
-                _close(target)
-            else:
-                self._write(target)
-
-    def _next(self, last: Target | None) -> Target | None:
-        """Wait for a target with something to do, in turn; None when all is over."""
-        while True:
-            now = time.monotonic()
-            if self._closes_at is not None and (not self._targets or now >= self._closes_at):
-                self._give_up()
-                return None
-            start = self._targets.index(last) + 1 if last in self._targets else 0
-            in_turn = (*self._targets[start:], *self._targets[:start])
-            waiting = [one for one in in_turn if one.has_work]
-            for target in waiting:
-                if target.retry_at <= now:
-                    return target
-            times = [one.retry_at for one in waiting]
-            if self._closes_at is not None:
-                times.append(self._closes_at)
-            self._work.wait(min(times) - now if times else None)
-
-    def _give_up(self) -> None:
+        while self._closes_at is None or (self._targets and time.monotonic() < self._closes_at):
+            self._loop.run_once(until=self._closes_at)
         for target in self._targets:
             if target.rest or target.queue:
                 self._unwritten.append(f"{target.path}: its last lines are lost: {target.problem}")
+            with self._lock:
+                self._backlog.close(target.queue)
             _close(target)
+        self._loop.close()
 
-    def _write(self, target: Target) -> None:
+    def _end_all(self) -> None:
+        with self._lock:
+            targets = list(self._targets)
+        for target in targets:
+            target.has_ended = True
+            self._turn(target)
+
+    def _turn(self, target: Target) -> None:
+        """Write the oldest lines of a log, or close it when it has ended."""
+        with self._lock:
+            if target not in self._targets:
+                return
+            if target.retry is not None:
+                target.retry.cancel()
+            if not target.rest and target.queue:
+                target.rest = memoryview(self._backlog.take(target.queue))
+            closes = target.has_ended and not target.rest and target.is_opened
+            if closes:
+                self._targets.remove(target)
+                self._backlog.close(target.queue)
+        if closes:
+            _close(target)
+            return
+        retry_at = self._write(target)
+        with self._lock:
+            target.is_scheduled = retry_at is not None
+            if retry_at is not None:
+                target.retry = self._loop.call_at(retry_at, lambda: self._turn(target))
+            elif target.queue or target.has_ended:
+                self._schedule(target)
+
+    def _write(self, target: Target) -> float | None:
+        """Write what a log was given; return when to try again where that fails."""
         try:
             if target.file is None:
                 target.file = self._open_log(target.path)
@@ -330,27 +309,27 @@ class Outlet:
             while target.rest:
                 target.rest = target.rest[target.file.write(target.rest) :]
         except OSError as error:
-            self._failed(target, error)
+            return self._failed(target, error)
         except Exception as error:  # A client's bug must not end the writing of all logs.
             logger.exception("%s cannot be written", target.path)
-            self._failed(target, OSError(str(error)))
-        else:
-            if target.is_warned:
-                logger.info("%s can be written again", target.path)
-            target.problem, target.is_warned = "", False
-            target.retry_s, target.retry_at = _FIRST_RETRY_S, 0.0
+            return self._failed(target, OSError(str(error)))
+        if target.is_warned:
+            logger.info("%s can be written again", target.path)
+        target.problem, target.is_warned = "", False
+        target.retry_s = _FIRST_RETRY_S
+        return None
 
-    def _failed(self, target: Target, error: OSError) -> None:
+    def _failed(self, target: Target, error: OSError) -> float:
         if not target.is_warned and not isinstance(error, NotYetError):
             logger.warning("%s cannot be written, its lines wait: %s", target.path, error)
             target.is_warned = True
         target.problem = str(error)
         # Opened anew: after the loss of a network file system the old descriptor stays useless.
         _close(target)
-        target.retry_at = time.monotonic() + target.retry_s
-        target.retry_s = min(2 * target.retry_s, _LAST_RETRY_S)
+        retry_s, target.retry_s = target.retry_s, min(2 * target.retry_s, _LAST_RETRY_S)
         if self._closes_at is not None or isinstance(error, NotYetError):
-            target.retry_at = time.monotonic() + _FIRST_RETRY_S
+            retry_s = _FIRST_RETRY_S
+        return time.monotonic() + retry_s
 
 
 def _close(target: Target) -> None:

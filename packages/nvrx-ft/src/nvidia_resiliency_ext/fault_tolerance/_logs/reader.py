@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import fcntl
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.event_loop import WakeUp
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 if TYPE_CHECKING:
     from .lines import LineAssembler
@@ -79,14 +77,6 @@ class ReaderConfig:
     drain_s: float = 2.0
 
 
-@dataclass(slots=True)
-class _Pipe:
-    """One pipe being read."""
-
-    target: Target
-    lines: LineAssembler
-
-
 class MultiplexingReaderThread(threading.Thread):
     """Reads pipes until they end; the methods that give orders may be called from any thread.
 
@@ -98,17 +88,13 @@ class MultiplexingReaderThread(threading.Thread):
         super().__init__(name="nvrx-log-reader", daemon=True)
         self._outlet = outlet
         self._config = config or ReaderConfig()
-        self._lock = threading.Lock()  # guards the two fields below
-        self._orders: collections.deque[Callable[[], None]] = collections.deque()
+        self._loop = EventLoop()
+        self._lock = threading.Lock()  # no order comes after the thread's end
         self._is_over = False
-        self._wake_up = WakeUp()
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake_up, select.EPOLLIN)
-        self._pause = select.poll()
-        self._pause.register(self._wake_up, select.POLLIN)
-        self._pipes: dict[int, _Pipe] = {}
-        self._targets: set[Target] = set()
+        # The fields below are the thread's.
+        self._pipes: dict[int, tuple[Target, LineAssembler]] = {}
         self._stops_at: float | None = None
+        self._read_bytes = 0
         self._waiting_bytes = 0
 
     # Orders ----------------------------------------------------------------------------------
@@ -118,7 +104,7 @@ class MultiplexingReaderThread(threading.Thread):
 
         `lines` assembles whole lines.
         """
-        if not self._order(lambda: self._add(fd, _Pipe(target, lines))):
+        if not self._order(lambda: self._add(fd, lines, target)):
             os.close(fd)
 
     def end(self, target: Target) -> None:
@@ -140,31 +126,9 @@ class MultiplexingReaderThread(threading.Thread):
     def _order(self, order: Callable[[], None]) -> bool:
         """Let the thread do something; False when it has ended."""
         with self._lock:
-            if self._is_over:
-                return False
-            self._orders.append(order)
-            self._wake_up.set()
-        return True
-
-    def _add(self, fd: int, pipe: _Pipe) -> None:
-        self._pipes[fd] = pipe
-        self._targets.add(pipe.target)
-        pipe.target.pipes.add(fd)
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def _end(self, target: Target, at: float) -> None:
-        self._targets.add(target)
-        target.ends_at = at
-        self._check_end(target)
-
-    def _leave(self, target: Target) -> None:
-        self._end(target, time.monotonic())
-        self._end_overdue()
-
-    def _stop_by(self, at: float) -> None:
-        self._stops_at = at
-        for target in list(self._targets):
-            self._end(target, at)
+            if not self._is_over:
+                self._loop.post(order)
+            return not self._is_over
 
     # The thread ------------------------------------------------------------------------------
 
@@ -172,90 +136,83 @@ class MultiplexingReaderThread(threading.Thread):
         """Read until `stop` is called."""
         try:
             while self._stops_at is None or self._pipes:
-                count = self._round()
+                self._read_bytes = 0
+                self._loop.run_once()
                 if self._stops_at is not None:
                     continue
                 if self._waiting_bytes > self._config.behind_bytes:
-                    self._pause.poll(self._config.behind_s * 1000)
-                elif 0 < count < self._config.quiet_bytes:
-                    self._pause.poll(self._config.pause_s * 1000)
+                    time.sleep(self._config.behind_s)
+                elif 0 < self._read_bytes < self._config.quiet_bytes:
+                    time.sleep(self._config.pause_s)
         finally:
             with self._lock:
                 self._is_over = True
-            self._obey()
+            self._loop.run_once(until=0.0)  # the orders that came before that
             for fd in list(self._pipes):
                 self._finish(fd)
-            self._epoll.close()
-            self._wake_up.close()
+            self._loop.close()
 
-    def _round(self) -> int:
-        """Read once from each pipe that has something; return how much came."""
-        count = 0
-        for fd, _ in self._epoll.poll(self._wait_s()):
-            if fd == self._wake_up.fileno():
-                self._obey()
-            elif fd in self._pipes:
-                count += self._read(fd)
-        self._end_overdue()
-        return count
+    def _add(self, fd: int, lines: LineAssembler, target: Target) -> None:
+        self._pipes[fd] = target, lines
+        target.pipes.add(fd)
+        self._loop.watch(fd, lambda: self._read(fd))
+        if self._stops_at is not None:
+            self._end(target, self._stops_at)
 
-    def _obey(self) -> None:
-        self._wake_up.clear()
-        while self._orders:
-            self._orders.popleft()()
+    def _end(self, target: Target, at: float) -> None:
+        target.gets_no_pipe = True
+        if target.pipes:
+            # Somebody may hold them open long after the worker's end.
+            self._loop.call_at(at, lambda: self._leave(target))
+        else:
+            self._outlet.end(target)
 
-    def _wait_s(self) -> float | None:
-        ends = [target.ends_at for target in self._targets if target.ends_at is not None]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+    def _leave(self, target: Target) -> None:
+        """Read what the pipes of a log hold and close them, although their writers live."""
+        for fd in list(target.pipes):
+            for _ in range(_FULL_PIPE_READS):
+                before = self._read_bytes
+                self._read(fd)
+                if self._read_bytes == before:
+                    break
+            if fd in self._pipes:
+                self._finish(fd)
+        self._end(target, 0.0)
 
-    def _read(self, fd: int) -> int:
-        pipe = self._pipes[fd]
+    def _stop_by(self, at: float) -> None:
+        self._stops_at = at
+        for target in {target for target, _ in self._pipes.values()}:
+            self._end(target, at)
+
+    def _read(self, fd: int) -> None:
+        """Read once from a pipe, and close it at its end."""
+        target, lines = self._pipes[fd]
         try:
             data = os.read(fd, self._config.read_bytes)
         except BlockingIOError:
-            return 0
+            return
         except OSError as error:
-            self._record(pipe, f"this output cannot be read any more: {error}")
+            self._record(target, f"this output cannot be read any more: {error}")
             data = b""
         if not data:
             self._finish(fd)
-            return 0
+            return
+        self._read_bytes += len(data)
         try:
-            self._waiting_bytes = self._outlet.put(pipe.target, pipe.lines.feed(data))
+            self._waiting_bytes = self._outlet.put(target, lines.feed(data))
         except Exception as error:  # noqa: BLE001 - without this thread all workers would stop
-            self._record(pipe, f"{len(data)} bytes were lost: {error!r}")
-        return len(data)
+            self._record(target, f"{len(data)} bytes were lost: {error!r}")
 
-    def _record(self, pipe: _Pipe, text: str) -> None:
+    def _record(self, target: Target, text: str) -> None:
         """Write a line of our own; the launcher's logger may end in a pipe that we read."""
-        self._outlet.put(pipe.target, f"[nvrx] {text}\n".encode())
-
-    def _finish_soon(self, fd: int) -> None:
-        """Read what a pipe holds and close it, although its writers live."""
-        for _ in range(_FULL_PIPE_READS):
-            if fd not in self._pipes or not self._read(fd):
-                break
-        if fd in self._pipes:
-            self._finish(fd)
+        self._outlet.put(target, f"[nvrx] {text}\n".encode())
 
     def _finish(self, fd: int) -> None:
         """Write the last line of a pipe and close it."""
-        pipe = self._pipes.pop(fd)
-        self._epoll.unregister(fd)
+        target, lines = self._pipes.pop(fd)
+        self._loop.unwatch(fd)
         os.close(fd)
-        self._outlet.put(pipe.target, pipe.lines.finish())
-        pipe.target.pipes.discard(fd)
-        self._check_end(pipe.target)
-
-    def _check_end(self, target: Target) -> None:
-        if target.ends_at is not None and not target.pipes and target in self._targets:
-            self._targets.discard(target)
+        self._outlet.put(target, lines.finish())
+        target.pipes.discard(fd)
+        if target.gets_no_pipe and not target.pipes:
             self._outlet.end(target)
-
-    def _end_overdue(self) -> None:
-        """Close the pipes that somebody holds open long after the worker's end."""
-        now = time.monotonic()
-        for target in list(self._targets):
-            if target.ends_at is not None and target.ends_at <= now:
-                for fd in list(target.pipes):
-                    self._finish_soon(fd)

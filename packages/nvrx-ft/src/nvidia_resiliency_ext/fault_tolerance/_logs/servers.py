@@ -70,18 +70,12 @@ def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
         return [root]
     upstream = ("--upstream", endpoint_of(host, ports.root_listen_port))
     queue = ("--max-queue-chunks", str(plan.leaf_queue_chunks))
-    leaves = [
-        command(
-            f"leaf{index}",
-            "grpc_log_leaf_server",
-            ports.leaf_listen_port(index),
-            plan.grace_s,
-            *upstream,
-            *queue,
-        )
-        for index in range(ports.first_level_count)
+    more, module = (*upstream, *queue), "grpc_log_leaf_server"
+    ports_of_leaves = ports.listen_ports()[:-1]
+    return [root] + [
+        command(f"leaf{index}", module, port, plan.grace_s, *more)
+        for index, port in enumerate(ports_of_leaves)
     ]
-    return [root, *leaves]
 
 
 @dataclass(eq=False)
@@ -143,17 +137,13 @@ class LogServers:
         return os.open(f"{prefix}_log_{name}.log", flags, 0o644)
 
     def _ended(self, command: ServerCommand) -> None:
-        child = self._running[command.name]
-        status = child.poll()
+        status = self._running[command.name].poll()
         if status is None:
             return
         self._forget(command.name)
-        delay_s = self._schedule(command)
         logger.warning(
             "log server %s has ended (%s), it starts again in %g s; the nodes keep their lines",
-            command.name,
-            status.describe(),
-            delay_s,
+            *(command.name, status.describe(), self._schedule(command)),
         )
 
     def _schedule(self, command: ServerCommand) -> float:
@@ -170,9 +160,8 @@ class LogServers:
             self._start(command)
             self.expect_nodes()
         except (OSError, ChildStartError) as error:
-            delay_s = self._schedule(command)
             what = "log server %s cannot be started: %s; it is tried again in %g s"
-            logger.error(what, command.name, error, delay_s)  # noqa: TRY400 - one line says it
+            logger.error(what, command.name, error, self._schedule(command))  # noqa: TRY400
 
     def _forget(self, name: str) -> None:
         child = self._running.pop(name)
@@ -186,11 +175,13 @@ class LogServers:
         root_child = self._running.get("root")
         if left_s > 0 and root_child is not None and not at_once:
             root_child.wait(left_s)
-        leaves = [command for command in self._commands if command.name != "root"]
-        root = [command for command in self._commands if command.name == "root"]
-        for group in (leaves, root):
-            running = [(one, self._running[one.name]) for one in group if one.name in self.pids]
-            _end_together(running, grace_s=0.0 if at_once else None)
+        for is_root in (False, True):
+            group = [
+                (one, self._running[one.name])
+                for one in self._commands
+                if one.name in self._running and (one.name == "root") is is_root
+            ]
+            _end_together(group, grace_s=0.0 if at_once else None)
         for name in list(self._running):
             self._forget(name)
 

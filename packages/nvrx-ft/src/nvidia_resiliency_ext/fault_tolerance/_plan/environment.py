@@ -7,7 +7,8 @@ Workers' variables are in `env.py`; `PET_` variables stand in for flags and are 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import values
@@ -17,22 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class ThreadsRule(NamedTuple):
-    """The value of OMP_NUM_THREADS that workers get, None to leave it alone, and a warning."""
+OMP_WARNING = (
+    "OMP_NUM_THREADS is not set: every worker gets 1, so that they do not overload this machine; "
+    "set it to what suits the program"
+)
+MONITOR_WARNING = f"{_env.DISABLE_RANK_MONITORS} is set: hangs are not found, no rank has a monitor"
 
-    omp_num_threads: str | None
-    warning: str
 
-
-def omp_rule(environ: Mapping[str, str], nproc: int) -> ThreadsRule:
-    """Return what torchrun does: one thread per worker unless somebody decided otherwise."""
-    if nproc == 1 or _env.OMP_NUM_THREADS in environ:
-        return ThreadsRule(None, "")
-    return ThreadsRule(
-        "1",
-        "OMP_NUM_THREADS is not set: every worker gets 1, so that they do not overload this "
-        "machine; set it to what suits the program",
-    )
+def omp_num_threads(environ: Mapping[str, str], nproc: int) -> str | None:
+    """Return OMP_NUM_THREADS of workers as torchrun sets it, or None: it is left alone."""
+    return None if nproc == 1 or _env.OMP_NUM_THREADS in environ else "1"
 
 
 def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
@@ -42,9 +37,9 @@ def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
         FaultToleranceConfigError: It does, and nobody said that this is wanted.
     """
     tasks = environ.get(_env.SLURM_TASKS_PER_NODE, "")
-    if not environ.get(_env.SLURM_JOB_ID) or not tasks or _is_true(environ, _env.MULTI_LAUNCHERS):
+    if not environ.get(_env.SLURM_JOB_ID) or not tasks or allows_many_launchers(environ):
         return
-    if all(_is_one_task(entry.strip()) for entry in tasks.split(",")):
+    if all(re.fullmatch(r"1(\(x[0-9]+\))?", entry.strip()) for entry in tasks.split(",")):
         return
     problem = (
         f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start it "
@@ -60,20 +55,9 @@ def allows_many_launchers(environ: Mapping[str, str]) -> bool:
     Raises:
         FaultToleranceConfigError: The variable that says so is no switch.
     """
-    return _is_true(environ, _env.MULTI_LAUNCHERS)
-
-
-def _is_one_task(entry: str) -> bool:
-    count, bracket, repeats = entry.partition("(x")
-    return count == "1" and (not bracket or (repeats.endswith(")") and repeats[:-1].isdecimal()))
-
-
-def _is_true(environ: Mapping[str, str], name: str) -> bool:
-    raw = environ.get(name, "")
-    if not raw:
-        return False
+    raw = environ.get(_env.MULTI_LAUNCHERS, "")
     try:
-        return bool(values.read(values.BOOL, raw, name))
+        return bool(raw and values.read(values.BOOL, raw, _env.MULTI_LAUNCHERS))
     except ValueError as error:
         raise FaultToleranceConfigError([str(error)]) from None
 
@@ -83,22 +67,6 @@ def log_level(environ: Mapping[str, str]) -> int:
     from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
     return LogConfig.get_log_level(environ)
-
-
-def monitor_warnings(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence when the rank monitor is switched off."""
-    if environ.get(_env.DISABLE_RANK_MONITORS):
-        return [f"{_env.DISABLE_RANK_MONITORS} is set: hangs are not found, no rank has a monitor"]
-    return []
-
-
-def deprecated_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that is set and has no meaning any more."""
-    if _env.FT_LAUNCHER_LOGLEVEL in environ:
-        return [
-            f"{_env.FT_LAUNCHER_LOGLEVEL} is deprecated; use --ft-log-level or {_env.LOG_DEBUG}=1"
-        ]
-    return []
 
 
 def timer_file(environ: Mapping[str, str], run_dir: str) -> str | None:

@@ -156,21 +156,17 @@ def _has_server(args: argparse.Namespace) -> bool:
 def _server_plan(args: argparse.Namespace) -> LogServerPlan:
     ports = LogFunnelPorts.from_launcher_args(args)
     _, max_nodes = parse_min_max_nnodes(args.nnodes)
-    nodes_per_leaf = -(-max_nodes // ports.first_level_count)
+    chunks = args.ft_log_leaf_max_queue_chunks
+    if chunks == _AUTOMATIC:
+        wanted = -(-max_nodes // ports.first_level_count) * _CHUNKS_PER_NODE
+        chunks = min(max(wanted, _SHORTEST_AUTOMATIC_QUEUE), _LONGEST_AUTOMATIC_QUEUE)
     prefix = args.ft_log_server_log_prefix
     if not prefix and args.ft_nvrx_logfile:
         # Its stderr would be sent to itself.
         prefix = os.path.splitext(args.ft_nvrx_logfile)[0]
     return LogServerPlan(
         ports=ports,
-        leaf_queue_chunks=_queue_chunks(args.ft_log_leaf_max_queue_chunks, nodes_per_leaf),
+        leaf_queue_chunks=chunks,
         log_prefix=prefix or None,
         grace_s=args.ft_log_server_graceful_shutdown_timeout,
     )
-
-
-def _queue_chunks(given: int, nodes_per_leaf: int) -> int:
-    if given != _AUTOMATIC:
-        return given
-    wanted = max(_SHORTEST_AUTOMATIC_QUEUE, nodes_per_leaf * _CHUNKS_PER_NODE)
-    return min(_LONGEST_AUTOMATIC_QUEUE, wanted)

@@ -6,11 +6,12 @@ Reads the configuration file and looks whether script and GPUs exist; starts and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,15 @@ def log_warnings(plan: LaunchPlan) -> None:
         logging.getLogger("nvrx").warning("%s", text)
 
 
+@contextlib.contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Add what a ValueError says to `problems`, so that all of them are reported at once."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
+
+
 def plan_from_args(
     args: argparse.Namespace, environ: Mapping[str, str], *, looks_for_script: bool = True
 ) -> LaunchPlan:
@@ -148,60 +158,79 @@ def plan_from_args(
     command = _command(args, environ, problems)
     if looks_for_script:
         problems += _missing(command, environ)
-    try:
+    nproc = 0
+    devices: tuple[str, ...] | None = None
+    with noting(problems):
         nproc = local_world_size(args.nproc_per_node, environ)
-    except ValueError as error:
-        problems.append(str(error))
-    else:
-        problems += _problems_of_workers(args, nproc, environ)
+        check_handler(args.event_log_handler)
+        devices = devices_of_ranks(environ, nproc) if args.virtual_local_rank else None
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
-    command = _bound(command, args, nproc, config, environ)
-    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
-    check_segment(config.segment, min_nodes, max_nodes)
-    check_job_id(args.ft_cycle_info_job_id)
     logs = log_plan(args)
+    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
+    problems += missing_hook(config.bad_node_hook, environ)
     if logs.applog_prefix is not None and config.orphan_workers == "keep":
-        raise FaultToleranceConfigError([ORPHANS_NEED_NO_PIPES])
+        problems.append(ORPHANS_NEED_NO_PIPES)
+    attribution, stop_timeout_s = AttributionConfig(), 0.0
+    with noting(problems):
+        command = dataclasses.replace(command, numa=_numa(args, nproc, config, environ))
+    with noting(problems):
+        _check_segment(config.segment, min_nodes, max_nodes)
+    with noting(problems):
+        check_job_id(args.ft_cycle_info_job_id)
+    with noting(problems):
+        attribution = AttributionConfig.from_args(args, logs.applog_prefix, config)
+    with noting(problems):
+        stop_timeout_s = _workers_stop_timeout_s(args, environ)
+    output = _output(args, nproc)
+    output_specs = None
+    if not problems and args.logs_specs is not None:
+        with noting(problems):  # last of all, because it may make directories
+            output_specs = _output_specs(args, output)
+    if problems:
+        raise FaultToleranceConfigError(problems)
     if "log_level" not in layers.given:
         config.log_level = environment.log_level(environ)
-    for text in environment.deprecated_variables(environ):
+    if _env.FT_LAUNCHER_LOGLEVEL in environ:
+        text = (
+            f"{_env.FT_LAUNCHER_LOGLEVEL} is deprecated; use --ft-log-level or {_env.LOG_DEBUG}=1"
+        )
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-    threads = environment.omp_rule(environ, nproc)
+    threads = environment.omp_num_threads(environ, nproc)
+    monitors_enabled = not environ.get(_env.DISABLE_RANK_MONITORS)
+    endpoint = get_rdzv_endpoint(args)
     messages = [
         *getattr(args, "warnings", ()),
         *layers.warnings,
-        *([threads.warning] if threads.warning else []),
-        *environment.monitor_warnings(environ),
+        *([environment.OMP_WARNING] if threads else []),
+        *([] if monitors_enabled else [environment.MONITOR_WARNING]),
         *(hidden_packages(command) if looks_for_script else []),
         *stream_warnings(logs, args),
+        *(_unreachable(endpoint) if max_nodes > 1 else []),
+        *(_mistyped(syntax.parse_configuration(args.rdzv_conf)) if max_nodes > 1 else []),
     ]
-    if max_nodes > 1:
-        messages += _unreachable(get_rdzv_endpoint(args))
-        messages += _mistyped(syntax.parse_configuration(args.rdzv_conf))
-    policy = layers.restart_policy()
-    output = _output(args, nproc)
-    output_specs = _output_specs(args, output)
-    attribution = attribution_of(args, logs, config)
+    policy, port, name = layers.deprecated.get("restart_policy"), _given_port(args), job_name(args)
+    meets_nobody = max_nodes == 1 and not (name or args.rdzv_endpoint or port)
     return LaunchPlan(
         command=command,
         nproc_per_node=nproc,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        run_id=random_id() if _meets_nobody(args, max_nodes) else args.rdzv_id,
+        # Nobody named this job or where it meets: nothing must know its id.
+        run_id=random_id() if args.standalone or meets_nobody else args.rdzv_id,
         role=args.role,
         max_restarts=args.max_restarts,
         restart_policy=policy.value if policy else args.ft_restart_policy,
         term_timeout=args.term_timeout,
-        workers_stop_timeout=_workers_stop_timeout_s(args, environ),
+        workers_stop_timeout=stop_timeout_s,
         monitor_interval=args.monitor_interval,
         start_method=args.start_method,
         master_addr=syntax.parse_endpoint(args.master_addr)[0],
-        master_port=fixed_port(_given_port(args), get_rdzv_endpoint(args), max_nodes),
+        master_port=fixed_port(port, endpoint, max_nodes),
         local_addr=args.local_addr,
         rdzv_backend=args.rdzv_backend,
-        rdzv_endpoint="localhost:0" if args.standalone else get_rdzv_endpoint(args),
+        rdzv_endpoint="localhost:0" if args.standalone else endpoint,
         rdzv_configs=_rdzv_configs(args, layers),
         node_rank=args.node_rank if "node_rank" in _given(args) else None,
         logs_specs=LogSettings(args.log_dir, output, output_specs, logs, attribution),
@@ -216,16 +245,16 @@ def plan_from_args(
         log_line_prefix_template=environ.get(_env.LOG_LINE_PREFIX_TEMPLATE),
         signals_to_handle=args.signals_to_handle,
         signals=syntax.parse_signals(args.signals_to_handle),
-        omp_num_threads=threads.omp_num_threads,
+        omp_num_threads=threads,
         no_restart_exit_code=args.ft_no_restart_exit_code,
-        monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
+        monitors_enabled=monitors_enabled,
         node_health_check_endpoint=args.ft_node_health_check_endpoint,
         fault_tol_cfg=config,
         cycle_info_job_id=args.ft_cycle_info_job_id,
-        job_name=job_name(args),
+        job_name=name,
         event_log_handler=args.event_log_handler,
         virtual_local_rank=args.virtual_local_rank,
-        virtual_devices=devices_of_ranks(environ, nproc) if args.virtual_local_rank else None,
+        virtual_devices=devices,
         warnings=tuple(messages),
     )
 
@@ -276,49 +305,16 @@ def _output(args: argparse.Namespace, nproc: int) -> OutputSettings:
     )
 
 
-def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpecs | None:
-    """Return what `--logs-specs` makes; last of all, because it may make directories.
-
-    Raises:
-        FaultToleranceConfigError: It makes nothing that can be used.
-    """
-    if args.logs_specs is None:
-        return None
-    try:
-        specs = load_specs(
-            args.logs_specs,
-            log_dir=args.log_dir,
-            redirects=output.redirects,
-            tee=output.tee,
-            local_ranks_filter=output.console_ranks,
-        )
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
+def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpecs:
+    """Return what `--logs-specs` makes. Raises ValueError: nothing that can be used."""
+    specs = load_specs(
+        args.logs_specs,
+        log_dir=args.log_dir,
+        redirects=output.redirects,
+        tee=output.tee,
+        local_ranks_filter=output.console_ranks,
+    )
     return OutputSpecs(specs, output.filters)
-
-
-def _problems_of_workers(
-    args: argparse.Namespace, nproc: int, environ: Mapping[str, str]
-) -> list[str]:
-    """Return a sentence for each thing that cannot be done for so many workers as asked."""
-    problems = []
-    try:
-        check_handler(args.event_log_handler)
-        if args.virtual_local_rank:
-            devices_of_ranks(environ, nproc)
-    except ValueError as error:
-        problems.append(str(error))
-    return problems
-
-
-def attribution_of(
-    args: argparse.Namespace, logs: LogPlan, config: FaultToleranceConfig
-) -> AttributionConfig:
-    """Return the settings of attribution. Raises FaultToleranceConfigError."""
-    try:
-        return AttributionConfig.from_args(args, logs.applog_prefix, config)
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
 
 
 def _rdzv_configs(args: argparse.Namespace, layers: Layers) -> dict[str, Any]:
@@ -333,16 +329,12 @@ def _rdzv_configs(args: argparse.Namespace, layers: Layers) -> dict[str, Any]:
     return kept | {name: value for name, value in flags.items() if value not in ("barrier", True)}
 
 
-def check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
-    """Refuse segments that the job's nodes cannot make up. Raises FaultToleranceConfigError."""
+def _check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
     if segment is None:
         return
     from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
 
-    try:
-        validate(PlacementRules(min_nodes, max_nodes, segment=segment))
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
+    validate(PlacementRules(min_nodes, max_nodes, segment=segment))
 
 
 def check_job_id(job_id: str | None) -> None:
@@ -402,26 +394,12 @@ def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
     return [*problems, missing] if missing else problems
 
 
-def _bound(
-    command: WorkerCommand,
-    args: argparse.Namespace,
-    nproc: int,
-    config: FaultToleranceConfig,
-    environ: Mapping[str, str],
-) -> WorkerCommand:
-    """Return the command with what it needs of other programs, which must be there."""
-    problems = missing_hook(config.bad_node_hook, environ)
-    numa: Binding | None = None
-    try:
-        if args.numa_binding is not None:
-            numa = cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
-        else:
-            numa = numa_binding(environ, is_strict=config.numa_bind_strict)
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
-        raise FaultToleranceConfigError(problems)
-    return dataclasses.replace(command, numa=numa)
+def _numa(
+    args: argparse.Namespace, nproc: int, config: FaultToleranceConfig, environ: Mapping[str, str]
+) -> Binding | None:
+    if args.numa_binding is not None:
+        return cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
+    return numa_binding(environ, is_strict=config.numa_bind_strict)
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
@@ -438,19 +416,15 @@ def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]
     """Return what our flag says, else torch's newer name for the same, else torch's variable.
 
     Raises:
-        FaultToleranceConfigError: The variable holds no time.
+        ValueError: The variable holds no time.
     """
     given = environ.get(_env.SHUTDOWN_TIMEOUT)
-    if "workers_stop_timeout" in _given(args):
-        return float(args.workers_stop_timeout)
-    if args.shutdown_timeout is not None:
-        return float(args.shutdown_timeout)
-    if not given:
-        return float(args.workers_stop_timeout)
-    try:
-        return float(values.read(values.SECONDS, given, _env.SHUTDOWN_TIMEOUT))
-    except ValueError as error:
-        raise FaultToleranceConfigError([str(error)]) from None
+    if "workers_stop_timeout" not in _given(args):
+        if args.shutdown_timeout is not None:
+            return float(args.shutdown_timeout)
+        if given:
+            return float(values.read(values.SECONDS, given, _env.SHUTDOWN_TIMEOUT))
+    return float(args.workers_stop_timeout)
 
 
 def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
@@ -482,13 +456,6 @@ def job_name(args: argparse.Namespace) -> str | None:
     """Return the name that a command line or the environment gives the job, or None."""
     is_named = "rdzv_id" in _given(args) or args.rdzv_id != _DEFAULT_ID
     return args.rdzv_id if is_named else None
-
-
-def _meets_nobody(args: argparse.Namespace, max_nodes: int) -> bool:
-    """Return whether nobody named this job or where it meets: nothing must know its id."""
-    if args.standalone:
-        return True
-    return max_nodes == 1 and not (job_name(args) or args.rdzv_endpoint or _given_port(args))
 
 
 def random_id() -> str:

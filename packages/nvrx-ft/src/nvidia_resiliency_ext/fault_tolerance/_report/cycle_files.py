@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
-from nvidia_resiliency_ext.shared_utils.job_metadata import job_id_from_env
+from nvidia_resiliency_ext.shared_utils.job_metadata import attempt_index_from_env, job_id_from_env
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
 
-_LARGEST_ATTEMPT = (1 << 32) - 1
+logger = logging.getLogger("nvrx")
+SHUTDOWN_S = 2.0
+_MOST_WAITING = 256
+_LARGEST_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class CycleInfo:
     standby_nodes: str = ""
     generation: int = 0
     active_ranks: str = ""
+
+    @property
+    def file_name(self) -> str:
+        return file_name(self.job_id, self.attempt_index, self.cycle_number)
 
     def ended(self, at: str) -> CycleInfo:
         """Return the next version: the cycle is over."""
@@ -68,47 +74,22 @@ def current_name(job_id: str) -> str:
     return f"cycle_info.{job_id}.current"
 
 
+def _check_job_id(job_id: str) -> None:
+    if "/" in job_id or "\0" in job_id or job_id in (os.curdir, os.pardir):
+        raise ValueError(f"the job id {job_id!r} cannot be part of a file name")
+
+
 def utc_iso_now() -> str:
     """Return the time as the files have it: ISO 8601, UTC, with Z."""
     now = datetime.now(timezone.utc)
     return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def attempt_of(text: str | None) -> int:
-    """Return the number of a scheduler's attempt; what is no number counts as the first."""
-    try:
-        number = int(text or 0)
-    except ValueError:
-        return 0
-    return number if 0 <= number <= _LARGEST_ATTEMPT else 0
-
-
-def short_host_names(addresses: list[str]) -> list[str]:
-    """Return the first part of each host name; addresses in numbers stay whole."""
-
-    def is_numeric(address: str) -> bool:
-        return ":" in address or all(part.isdecimal() for part in address.split("."))
-
-    return [one if is_numeric(one) else one.partition(".")[0] for one in addresses]
-
-
-def _check_job_id(job_id: str) -> None:
-    if "/" in job_id or "\0" in job_id or job_id in (os.curdir, os.pardir):
-        raise ValueError(f"the job id {job_id!r} cannot be part of a file name")
-
-
-logger = logging.getLogger("nvrx")
-SHUTDOWN_S = 2.0
-_MOST_WAITING = 256
-_MOST_UNWRITTEN = 64
-_LARGEST_FILE_BYTES = 1 << 20
-
-
 class CycleInfoWriter:
     """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
 
-    A file appears and changes as a whole. What cannot be written is said once, and tried again
-    with the next file; the newest 64 files wait. All methods but `shutdown` return at once.
+    A file appears and changes as a whole. What cannot be written is said once; the last cycle is
+    tried again with the next one. All methods but `shutdown` return at once.
 
     Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
     started the job before; `cycle_number`, from 0; `cycle_start_time` and `cycle_end_time` in ISO
@@ -130,11 +111,10 @@ class CycleInfoWriter:
         # Jobs of the thread; None ends it.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = False
-        # The fields below are the thread's: the open cycle, the file that the link leads to, and
-        # the files that could not be written, oldest first.
-        self._open: CycleInfo | None = None
-        self._linked = ""
-        self._unwritten: dict[str, CycleInfo] = {}
+        # The fields below are the thread's: the cycle that the link leads to, and whether all that
+        # is known of it has been written.
+        self._present: CycleInfo | None = None
+        self._is_written = True
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="nvrx-cycle-info", daemon=True)
         self._thread.start()
@@ -165,17 +145,10 @@ class CycleInfoWriter:
         Returns:
             Whether it was taken over: not after `shutdown`, nor when the file system has hung.
         """
-        info = CycleInfo(
-            job_id=job_id,
-            attempt_index=attempt_index,
-            cycle_number=cycle_number,
-            cycle_start_time=cycle_start_time,
-            cycle_log_file=cycle_log_file,
-            active_nodes=active_nodes,
-            standby_nodes=standby_nodes,
-            active_ranks=active_ranks,
-        )
-        return self._start(self._begin, info)
+        of_cycle = (job_id, attempt_index, cycle_number, cycle_start_time, "", cycle_log_file)
+        info = CycleInfo(*of_cycle, active_nodes, standby_nodes, 0, active_ranks)
+        _check_job_id(job_id)
+        return self._hand_over(lambda: self._begin(info))
 
     def take_up_cycle(  # noqa: PLR0913, PLR0917 - the fields of the file
         self,
@@ -193,21 +166,10 @@ class CycleInfoWriter:
         What it says stays, but for an end: the cycle goes on. Where there is no such file it is
         written as `write_cycle_start` does, which see for arguments and answer.
         """
-        info = CycleInfo(
-            job_id=job_id,
-            attempt_index=attempt_index,
-            cycle_number=cycle_number,
-            cycle_start_time=cycle_start_time,
-            cycle_log_file=cycle_log_file,
-            active_nodes=active_nodes,
-            standby_nodes=standby_nodes,
-            active_ranks=active_ranks,
-        )
-        return self._start(self._take_up, info)
-
-    def _start(self, job: Callable[[CycleInfo], None], info: CycleInfo) -> bool:
-        _name_of(info)  # a bad name is the caller's error
-        return self._hand_over(lambda: job(info))
+        of_cycle = (job_id, attempt_index, cycle_number, cycle_start_time, "", cycle_log_file)
+        info = CycleInfo(*of_cycle, active_nodes, standby_nodes, 0, active_ranks)
+        _check_job_id(job_id)
+        return self._hand_over(lambda: self._take_up(info))
 
     def update_cycle_end(
         self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
@@ -232,7 +194,7 @@ class CycleInfoWriter:
         with self._lock:
             if not self._is_ending:
                 if ends_cycle:
-                    self._jobs.put(lambda: self._end_open(now))
+                    self._jobs.put(lambda: self._end_present(now))
                 self._is_ending = True
                 self._jobs.put(None)
         self._thread.join(SHUTDOWN_S)
@@ -260,53 +222,46 @@ class CycleInfoWriter:
             self._has_failed = True
             logger.warning("cycle information cannot be written, the job goes on: %s", error)
 
-    def _save(self, info: CycleInfo) -> None:
-        """Write a file, then those that could not be written before; the newest 64 wait."""
-        self._unwritten.pop(_name_of(info), None)
-        self._unwritten[_name_of(info)] = info
-        if len(self._unwritten) > _MOST_UNWRITTEN:
-            del self._unwritten[next(iter(self._unwritten))]
-        problem: Exception | None = None
-        for name, waiting in reversed(list(self._unwritten.items())):
-            try:
-                os.makedirs(self._directory, exist_ok=True)
-                atomic_write(os.path.join(self._directory, name), waiting.to_json(), mode=0o644)
-                if name == self._linked:
-                    self._point_to(waiting)
-                del self._unwritten[name]
-            except (OSError, ValueError) as error:
-                problem = problem or error
-        if problem is not None:
-            self._complain(problem)
-        elif self._has_failed:
+    def _save(self, info: CycleInfo) -> bool:
+        """Write a file, of the present cycle the link too; return whether that succeeded."""
+        path = os.path.join(self._directory, info.file_name)
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            atomic_write(path, info.to_json(), mode=0o644)
+            if info is self._present:
+                _replace_link(info.file_name, self.get_current_cycle_info_path(info.job_id))
+        except (OSError, ValueError) as error:
+            self._complain(error)
+            return False
+        if self._has_failed:
             self._has_failed = False
             logger.info("cycle information is written again")
+        return True
+
+    def _set_present(self, info: CycleInfo) -> None:
+        self._present = info
+        self._is_written = self._save(info)
 
     def _begin(self, info: CycleInfo) -> None:
-        self._end_open(info.cycle_start_time)
-        self._open, self._linked = info, _name_of(info)
-        self._save(info)
+        self._end_present(info.cycle_start_time)
+        self._set_present(info)
 
     def _take_up(self, info: CycleInfo) -> None:
         try:
-            begun = self._read(_name_of(info))
+            begun = self._read(info.file_name)
         except (FileNotFoundError, ValueError):
             self._begin(info)
             return
-        self._open, self._linked = begun, _name_of(begun)
         if begun.cycle_end_time:
-            self._open = begun.ended("")
-            self._save(self._open)
+            self._set_present(begun.ended(""))
         else:
-            self._point_to(begun)
-
-    def _point_to(self, info: CycleInfo) -> None:
-        link = os.path.join(self._directory, current_name(info.job_id))
-        _replace_link(_name_of(info), link)
+            self._present = begun
+            _replace_link(begun.file_name, self.get_current_cycle_info_path(begun.job_id))
 
     def _end(self, name: str, at: str, *, once: bool) -> None:
-        if self._open is not None and _name_of(self._open) == name:
-            self._end_open(at)
+        present = self._present
+        if present is not None and present.file_name == name and not present.cycle_end_time:
+            self._end_present(at)
             return
         try:
             known = self._read(name)
@@ -317,20 +272,16 @@ class CycleInfoWriter:
         if not (once and known.cycle_end_time):
             self._save(known.ended(at))
 
-    def _end_open(self, at: str) -> None:
-        present, self._open = self._open, None
-        if present is not None:
-            self._save(present.ended(at))
+    def _end_present(self, at: str) -> None:
+        """Write the end of the present cycle, unless it is written already."""
+        present = self._present
+        if present is None or (present.cycle_end_time and self._is_written):
+            return
+        self._set_present(present if present.cycle_end_time else present.ended(at))
 
     def _read(self, name: str) -> CycleInfo:
-        if name in self._unwritten:
-            return self._unwritten[name]
         path = os.path.join(self._directory, name)
         return CycleInfo.from_json(read_regular_file(path, _LARGEST_FILE_BYTES))
-
-
-def _name_of(info: CycleInfo) -> str:
-    return file_name(info.job_id, info.attempt_index, info.cycle_number)
 
 
 def _replace_link(target: str, path: str) -> None:
@@ -385,8 +336,8 @@ class CycleInfoReporter:
         writer: CycleInfoWriter | None = None,
     ) -> None:
         self._job_id = job_id_from_env() or "" if cycle_info_job_id is None else cycle_info_job_id
-        restarts = os.environ.get(_env.SLURM_RESTART_COUNT)
-        self._attempt_index = attempt_of(restarts) if attempt_index is None else attempt_index
+        started_before = attempt_index_from_env() or 0
+        self._attempt_index = started_before if attempt_index is None else attempt_index
         self._cycle_log_prefix = cycle_log_prefix
         self._writer = writer if writer is not None else CycleInfoWriter(cycle_info_dir)
         self._lock = threading.Lock()  # guards the next field
@@ -423,7 +374,7 @@ class CycleInfoReporter:
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        standby = short_host_names(list(snapshot.standby_node_addrs or ()))
+        standby = [_short(address) for address in snapshot.standby_node_addrs or ()]
         return {
             "job_id": self._job_id,
             "attempt_index": self._attempt_index,
@@ -464,10 +415,16 @@ class CycleInfoReporter:
 
 def _in_order(snapshot: CycleInfoRoundSnapshot) -> tuple[list[str], list[int]]:
     """Return nodes in Slurm's order, and each one's rank at the same place."""
-    nodes = short_host_names(list(snapshot.active_node_addrs or ()))
+    nodes = [_short(address) for address in snapshot.active_node_addrs or ()]
     ranks = list(snapshot.active_ranks or ())
     if len(nodes) != len(ranks) or len(set(nodes)) != len(nodes):
         return nodes, ranks
     rank_of = dict(zip(nodes, ranks, strict=True))
     ordered = infra.slurm_sort_addrs(nodes)
     return ordered, [rank_of[node] for node in ordered]
+
+
+def _short(address: str) -> str:
+    """Return the first part of a host name; an address in numbers stays whole."""
+    is_numeric = ":" in address or all(part.isdecimal() for part in address.split("."))
+    return address if is_numeric else address.partition(".")[0]

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .failures import HOW_TO_SEE_IT, Failure, FailureLog, RestartTimes
+from .failures import HOW_TO_SEE_IT, Failure, FailureLog
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -52,11 +52,14 @@ class EventReporter:
         self._rank_offset = 0
         self._started_at: float | None = None
         self._first_steps: set[int] = set()
-        self._fault: tuple[Cause, Outcome, int | None] | None = None
-        self._also_failed: list[str] = []
+        # What ends the cycle, and what its failure record says of that.
+        self._fault: tuple[Cause, Outcome] | None = None
+        self._failure: dict[str, object] = {}
         self._done: list[int] = []
         self._health: dict[str, str] = {}
-        self._times = RestartTimes()
+        # When the steps of the present restart happened (monotonic s): fault, stopped, joined,
+        # started.
+        self._times: dict[str, float] = {}
         self._has_hinted = False
         self.restarts = 0
         self.faults = 0
@@ -72,7 +75,7 @@ class EventReporter:
 
     def round_joined(self, assignment: Assignment) -> None:
         """Record that the rendezvous of a cycle is complete."""
-        self._times.joined = self.clock.monotonic()
+        self._times["joined"] = self.clock.monotonic()
         self._assignment = assignment
         self._cycle = assignment.cycle
         self._rank_offset = assignment.rank_offset
@@ -88,7 +91,7 @@ class EventReporter:
 
     def workers_started(self, workers: Mapping[int, Started]) -> None:
         """Record how each worker was started; the time runs from here to the first step."""
-        self._started_at = self._times.started = self.clock.monotonic()
+        self._started_at = self._times["started"] = self.clock.monotonic()
         self._done = []
         self._first_steps.clear()
         reasons = set()
@@ -160,13 +163,25 @@ class EventReporter:
             # The restart it promised does not come: this is what comes instead.
             self._write_failure(self._cycle)
         self.faults += 1
-        self._fault = (cause, outcome, last_iteration)
-        self._also_failed = [
-            f"rank {failure.rank}: {failure.status.describe()}"
-            for failure in failures
-            if failure.rank != cause.rank
-        ]
-        self._times = RestartTimes(fault=self.clock.monotonic())
+        self._fault = cause, outcome
+        self._failure = {
+            "outcome": outcome.value,
+            "rank": cause.rank,
+            "local_rank": cause.local_rank,
+            "cause": cause.kind,
+            "what": cause.what,
+            "exit_code": cause.exit_code,
+            "signal": cause.signal,
+            "detected_by": cause.detected_by,
+            "detail": dict(cause.detail),
+            "also_failed": [
+                f"rank {failure.rank}: {failure.status.describe()}"
+                for failure in failures
+                if failure.rank != cause.rank
+            ],
+            "last_iteration": last_iteration,
+        }
+        self._times = {"fault": self.clock.monotonic()}
         if cause.detected_by != "monitor" or self._speaks_of(cause):
             self.log.record(
                 events.Fault(cause=cause.kind, what=cause.what, detected_by=cause.detected_by),
@@ -233,9 +248,8 @@ class EventReporter:
                 logger.error("stacks of rank %s:\n%s", rank["rank"], text)
 
     def workers_stopped(self) -> None:
-        now = self._times.stopped = self.clock.monotonic()
-        if self._times.fault is not None:
-            self._record(events.Phase(name="stop", dur_s=round(now - self._times.fault, 6)))
+        self._times["stopped"] = self.clock.monotonic()
+        self._record_phase("stop", self._durations()["stop_s"])
 
     def node_checked(self, results: Iterable[HealthResult]) -> None:
         """Record what health checks found: failures, and what differs from the time before."""
@@ -249,7 +263,7 @@ class EventReporter:
 
     def memory_reclaimed(self, seconds: float) -> None:
         """Record how long GPU memory was waited for."""
-        self._record(events.Phase(name="reclaim", dur_s=round(seconds, 6)))
+        self._record_phase("reclaim", round(seconds, 6))
 
     def cycle_ended(self, result: str) -> None:
         self._record(events.CycleEnd(result=result))
@@ -259,37 +273,30 @@ class EventReporter:
         if self._fault is None:
             return
         self.restarts += 1
-        durations = self._times.durations()
-        for name, key in (("rendezvous", "rendezvous_s"), ("start", "start_s")):
-            seconds = durations[key]
-            if seconds is not None:
-                self._record(events.Phase(name=name, dur_s=seconds))
+        durations = self._durations()
+        self._record_phase("rendezvous", durations["rendezvous_s"])
+        self._record_phase("start", durations["start_s"])
         self._write_failure(self._cycle - 1)
+
+    def _durations(self) -> dict[str, float | None]:
+        """Return seconds between the steps of a restart; None where one did not happen."""
+
+        def between(begin: str, end: str) -> float | None:
+            times = self._times
+            return round(times[end] - times[begin], 6) if {begin, end} <= times.keys() else None
+
+        return {
+            "stop_s": between("fault", "stopped"),
+            "rendezvous_s": between("stopped", "joined"),
+            "start_s": between("joined", "started"),
+        }
 
     def _write_failure(self, cycle: int) -> None:
         if self._fault is None:
             return
-        cause, outcome, last_iteration = self._fault
-        self.failures.write(
-            {
-                "time": self.clock.wall(),
-                "host": self.host,
-                "cycle": cycle,
-                "outcome": outcome.value,
-                "rank": cause.rank,
-                "local_rank": cause.local_rank,
-                "cause": cause.kind,
-                "what": cause.what,
-                "exit_code": cause.exit_code,
-                "signal": cause.signal,
-                "detected_by": cause.detected_by,
-                "detail": dict(cause.detail),
-                "also_failed": self._also_failed,
-                "last_iteration": last_iteration,
-                **self._times.durations(),
-            }
-        )
         self._fault = None
+        about = {"time": self.clock.wall(), "host": self.host, "cycle": cycle}
+        self.failures.write({**about, **self._failure, **self._durations()})
 
     def job_ended(self, result: str, exit_code: int) -> None:
         """Record the end of the job and close nothing: the event log belongs to the caller."""
@@ -298,6 +305,10 @@ class EventReporter:
         log = logger.info if exit_code == 0 else logger.error
         restarts = _counted(self.restarts, "restart")
         log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
+
+    def _record_phase(self, name: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self._record(events.Phase(name=name, dur_s=seconds))
 
     def _record_at(self, at: float, event: events.Event, local_rank: int) -> None:
         """Record what happened at `at` (monotonic s) and was learned later."""

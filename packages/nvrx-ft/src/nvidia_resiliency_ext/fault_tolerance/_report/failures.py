@@ -58,21 +58,19 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 def cause_of(failure: Failure) -> Cause:
     """Say in one line, and in fields, what happened to a worker."""
-    where = f"rank {failure.rank} on host {failure.host}"
-    kind, what, detected_by = "exited", "", "launcher"
-    detail: dict[str, object] = {"pid": failure.pid}
     if failure.hang:
         return hang_cause(failure.hang)
+    kind, where = "exited", f"rank {failure.rank} on host {failure.host}"
+    detail: dict[str, object] = {"pid": failure.pid}
+    if failure.error is not None and failure.error.path:
+        detail["error_file"] = failure.error.path
     if failure.status.signal is not None:
         kind, what = "killed", f"{where} died by {signal_name(failure.status.signal)}"
     elif failure.error is not None and failure.error.message:
-        first_line = failure.error.message.splitlines()[0]
-        kind = "exception"
+        kind, first_line = "exception", failure.error.message.splitlines()[0]
         what = f"{where} exited with code {failure.status.code}: {first_line}"
     else:
         what = f"{where} ended: {failure.status.describe()}"
-    if failure.error is not None and failure.error.path:
-        detail["error_file"] = failure.error.path
     return Cause(
         kind=kind,
         what=what,
@@ -81,7 +79,7 @@ def cause_of(failure: Failure) -> Cause:
         host=failure.host,
         exit_code=failure.status.code,
         signal=failure.status.signal,
-        detected_by=detected_by,
+        detected_by="launcher",
         detail=detail,
     )
 
@@ -91,9 +89,8 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
     Where nobody can be blamed the cause names no rank and no host: none is held against it.
     """
-    kind, is_blamed = hang_report.cause_kind(hang), bool(hang["culprits"])
-    if kind == "unhealthy":
-        is_blamed = True
+    kind = hang_report.cause_kind(hang)
+    is_blamed = kind == "unhealthy" or bool(hang["culprits"])
     return Cause(
         kind=kind,
         what=hang_report.found_in_words(hang),
@@ -161,28 +158,6 @@ def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = 
 logger = logging.getLogger("nvrx")
 
 FAILURES_FILE = "failures.jsonl"
-
-
-@dataclass(slots=True)
-class RestartTimes:
-    """Monotonic seconds of the steps of one restart; None where a step did not happen."""
-
-    fault: float | None = None
-    stopped: float | None = None
-    joined: float | None = None
-    started: float | None = None
-
-    def durations(self) -> dict[str, float | None]:
-        """Return seconds between the steps."""
-
-        def between(begin: float | None, end: float | None) -> float | None:
-            return None if begin is None or end is None else round(end - begin, 6)
-
-        return {
-            "stop_s": between(self.fault, self.stopped),
-            "rendezvous_s": between(self.stopped, self.joined),
-            "start_s": between(self.joined, self.started),
-        }
 
 
 class FailureLog:

@@ -13,7 +13,6 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -32,24 +31,6 @@ _BUILT_IN = frozenset({NO_HANDLER, "console", "dynamic_rendezvous"})
 LAST_WORDS_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class JobFacts:
-    """What every event says of the job; `entry` is what the workers run."""
-
-    run_id: str
-    role: str
-    entry: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """One event, before torch is there to make one of its own."""
-
-    state: str
-    is_of_worker: bool
-    metadata: Mapping[str, Any]
-
-
 def check_handler(name: str) -> None:
     """Refuse the name of a handler that torch does not know; imports torch for unusual ones."""
     if name in _BUILT_IN:
@@ -66,35 +47,40 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """Tells a handler of torch what happens to the workers of this node."""
+    """Tells a handler of torch what happens to the workers of this node.
 
-    def __init__(self, handler: str, facts: JobFacts, clock: Clock) -> None:
+    `run_id`, `role` and `entry`, which is what the workers run, stand in every event.
+    """
+
+    def __init__(self, handler: str, clock: Clock, *, run_id: str, role: str, entry: str) -> None:
         self._handler = handler
-        self._facts = facts
         self._clock = clock
+        self._job = {"run_id": run_id, "role": role}
+        self._entry = entry
         self._began = clock.monotonic()
         self._assignment: Assignment | None = None
         self._pids: dict[int, int] = {}
-        self._queue: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        # State and metadata of each event, before torch is there to make one of its own.
+        self._queue: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    # What the launcher says ------------------------------------------------------------------
 
     def started(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
         """Tell of the workers of a cycle, which run now."""
         self._assignment, self._pids = assignment, dict(pids)
         for local_rank in self._pids:
-            self._worker("START", local_rank)
+            self._tell("START", local_rank)
 
     def ended(self, exit_code: int, failures: Sequence[Failure], stop_signal: int | None) -> None:
         """Tell how the job ended here, of each worker and of the launcher itself."""
         failed = {failure.local_rank: failure for failure in failures}
         if stop_signal is None and (failed or exit_code == 0):
             for local_rank in self._pids:
-                self._worker_end(local_rank, failed)
+                failure = failed.get(local_rank)
+                others = "TERMINATED" if failed else "SUCCEEDED"
+                self._tell("FAILED" if failure else others, local_rank, failure)
         # As torchrun: its agent has succeeded when it knows how the workers ended.
         is_known = stop_signal is None and (exit_code == 0 or bool(failed))
-        self._say("SUCCEEDED" if is_known else "FAILED", None, {})
+        self._tell("SUCCEEDED" if is_known else "FAILED")
 
     def close(self) -> None:
         """Wait until all events are delivered, for `LAST_WORDS_S` at most."""
@@ -106,73 +92,43 @@ class TorchEvents:
         if thread.is_alive():
             logger.warning("the event handler %r did not take all events", self._handler)
 
-    def _worker_end(self, local_rank: int, failed: Mapping[int, Failure]) -> None:
-        failure = failed.get(local_rank)
-        if failure is None:
-            self._worker("TERMINATED" if failed else "SUCCEEDED", local_rank)
-            return
-        error = {} if failure.error is None else {"message": failure.error.message}
-        self._worker(
-            "FAILED",
-            local_rank,
-            worker_pid=failure.pid,
-            exit_code=failure.status.returncode,
-            raw_error=json.dumps(error),
-        )
-
-    # Events ----------------------------------------------------------------------------
-
-    def _worker(
-        self,
-        state: str,
-        local_rank: int,
-        *,
-        worker_pid: int | None = None,
-        exit_code: int | None = None,
-        raw_error: str | None = None,
+    def _tell(
+        self, state: str, local_rank: int | None = None, failure: Failure | None = None
     ) -> None:
-        assert self._assignment is not None
-        rank = self._assignment.rank_offset + local_rank
-        of_worker = {
-            # Lists of one, as torchrun writes them.
-            "local_rank": [local_rank],
-            "role_rank": [rank],
-            "role_world_size": [self._assignment.world_size],
-            "exit_code": [exit_code],
-            "worker_pid": [worker_pid],
-        }
-        metadata = {
-            "global_rank": rank,
-            "worker_id": str(self._pids[local_rank]),
-            "raw_error": raw_error,
-        }
-        self._say(state, of_worker, metadata)
-
-    def _say(
-        self, state: str, of_worker: Mapping[str, Any] | None, metadata: Mapping[str, Any]
-    ) -> None:
-        at, facts = self._assignment, self._facts
-        about = {
+        """Queue an event of a worker; without `local_rank`, of the launcher itself."""
+        at = self._assignment
+        about: dict[str, Any] = {
             "group_world_size": at.group_world_size if at else None,
-            "entry_point": facts.entry,
-            **(of_worker or {}),
+            "entry_point": self._entry,
         }
-        everything = {
-            "run_id": facts.run_id,
-            "global_rank": None,
+        rank = worker_id = raw_error = None
+        if local_rank is not None:
+            assert at is not None
+            rank, worker_id = at.rank_offset + local_rank, str(self._pids[local_rank])
+            about |= {
+                # Lists of one, as torchrun writes them.
+                "local_rank": [local_rank],
+                "role_rank": [rank],
+                "role_world_size": [at.world_size],
+                "exit_code": [failure and failure.status.returncode],
+                "worker_pid": [failure and failure.pid],
+            }
+        if failure is not None:
+            raw_error = json.dumps({"message": failure.error.message} if failure.error else {})
+        event = {
+            **self._job,
+            "global_rank": rank,
             "group_rank": at.group_rank if at else None,
-            "worker_id": None,
-            "role": facts.role,
+            "worker_id": worker_id,
             "state": state,
             "total_run_time": int(self._clock.monotonic() - self._began),
             "rdzv_backend": "c10d",
-            "raw_error": None,
+            "raw_error": raw_error,
             "metadata": json.dumps(about),
             "agent_restarts": at.cycle if at else 0,
             "duration_ms": None,
-            **metadata,
         }
-        self._queue.put(_Event(state, of_worker is not None, everything))
+        self._queue.put((state, event))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="nvrx-torch-events", daemon=True)
             self._thread.start()
@@ -189,11 +145,12 @@ class TorchEvents:
         from torch.distributed.elastic.events.api import Event, EventSource
 
         host = socket.getfqdn(socket.gethostname())
-        while (event := self._queue.get()) is not None:
-            source = EventSource.WORKER if event.is_of_worker else EventSource.AGENT
+        while (item := self._queue.get()) is not None:
+            state, metadata = item
+            is_of_worker = metadata["worker_id"] is not None
             torch_event = Event(
-                name=f"torchelastic.worker.status.{event.state}",
-                source=source,
-                metadata={**event.metadata, "hostname": host},
+                name=f"torchelastic.worker.status.{state}",
+                source=EventSource.WORKER if is_of_worker else EventSource.AGENT,
+                metadata={**metadata, "hostname": host},
             )
             events.record(torch_event, self._handler)

@@ -114,7 +114,7 @@ def plan_from_config(
         problems.append(str(error))
     if problems or logs is None:
         raise FaultToleranceConfigError(problems)
-    threads = environment.omp_rule(environ, config.nproc_per_node)
+    threads = environment.omp_num_threads(environ, config.nproc_per_node)
     filters = {
         Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
         Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
@@ -142,9 +142,9 @@ def plan_from_config(
         attribution=attribution,
         signals=parse_signals(config.signals_to_handle),
         virtual_devices=devices,
-        omp_num_threads=threads.omp_num_threads,
+        omp_num_threads=threads,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        warnings=(threads.warning,) if threads.warning else (),
+        warnings=(environment.OMP_WARNING,) if threads else (),
     )
 
 
