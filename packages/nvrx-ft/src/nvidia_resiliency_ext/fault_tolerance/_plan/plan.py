@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     worker_command,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
-from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
@@ -411,12 +410,12 @@ def _bound(
 ) -> WorkerCommand:
     """Return the command with what it needs of other programs, which must be there."""
     problems = missing_hook(config.bad_node_hook, environ)
-    numa: Binding | None = None
+    numa: Sequence[tuple[str, ...]] = ()
     try:
         if args.numa_binding is not None:
             numa = cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
         else:
-            numa = numa_binding(environ, is_strict=config.numa_bind_strict)
+            numa = numa_binding(nproc, environ, is_strict=config.numa_bind_strict)
     except ValueError as error:
         problems.append(str(error))
     if problems:
