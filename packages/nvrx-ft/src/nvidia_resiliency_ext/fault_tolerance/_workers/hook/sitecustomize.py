@@ -640,8 +640,6 @@ def _stand_by(control_socket: _ControlSocket) -> None:
     if not control_socket.has_message():
         control_socket.send(
             kind="ready",
-            pid=os.getpid(),
-            modules=len(sys.modules) + len(held._group_of),  # noqa: SLF001 - same module
             seconds=seconds,
             private_bytes=_private_bytes(),
             problem=problem,
@@ -664,9 +662,9 @@ def _enter(fd: int) -> None:
         control_socket = _ControlSocket(fd)
         _stand_by(control_socket)
     except BaseException as error:  # noqa: BLE001 - else the script would run, as if all were well
-        reason = f"{type(error).__name__}: {error}"
         if control_socket is not None:
-            control_socket.send(kind="failed", reason=reason[:2000])
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            control_socket.send(kind="failed", reason=reason[:1000])
         os._exit(_FAILED)
 
 
