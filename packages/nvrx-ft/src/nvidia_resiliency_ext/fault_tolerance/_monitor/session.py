@@ -3,30 +3,37 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from .timeout_rules import Timeouts, Verdict, evaluate, next_look
+from .timeout_rules import evaluate, next_look
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
-
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RankMonitorStateMachine,
+        RestarterEventLogger,
     )
 
     from .slot import SlotView
+    from .timeout_rules import Policy, Verdict
 
 
 class RestartLines:
-    """The layered-restart lines of one rank; none without a state machine."""
+    """The layered-restart lines of one rank, while a restart lasts one in `interval_s` seconds.
 
-    def __init__(self, machine: RankMonitorStateMachine | None, interval_s: float) -> None:
-        """Write lines with `machine`, while a restart lasts one every `interval_s` seconds."""
-        self._machine = machine
+    Without a logger there are none.
+    """
+
+    def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
+        self._machine: RankMonitorStateMachine | None = None
+        if restarter is not None:
+            from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
+                RankMonitorStateMachine,
+            )
+
+            self._machine = RankMonitorStateMachine(restarter)
         self._interval_s = interval_s
         self.next_check: float | None = None
         """When `check` is due, on the monotonic clock."""
@@ -88,16 +95,6 @@ LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.RECEIV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """What the configuration says about judging and killing."""
-
-    timeouts: Timeouts
-    longest_pause_s: float
-    evidence_timeout_s: float
-    termination_signal: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionState:
     """One rank as the monitor knows it; `wake_at` is when the machine wants `Woke`."""
 
@@ -106,7 +103,6 @@ class SessionState:
     started: float = 0.0
     wake_at: float | None = None
     give_up_at: float = 0.0
-    woke_late: bool = False
     verdict: Verdict | None = None
 
 
@@ -118,8 +114,8 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """The slot was read."""
+class Woke:
+    """`wake_at` passed, or the limits changed; what the slot shows now."""
 
     view: SlotView
 
@@ -150,7 +146,6 @@ class Happened(Enum):
 
     CLOSED = "the session's connection ended"
     DIED = "the process that has the session ended"
-    WOKE = "`wake_at` passed, or the limits changed"
     SUMMONED = "another rank of the node broke a rule: the state of this one is evidence"
     SENTENCED = "the rank is to blame, and must end"
     RELEASED = "the rank is not to blame"
@@ -162,7 +157,6 @@ class Do(Enum):
 
     ACCEPT = "open the session for the process that asks"
     REFUSE = "tell the process that asks that another one has the session"
-    LOOK = "read the slot and report `Looked`"
     ACCUSE = "look at all ranks of the node: this one broke a rule"
     INSPECT = "ask the kernel about the process and report `Inspected`"
     ASK_STACKS = "send the signal that makes the process write its stacks"
@@ -174,7 +168,7 @@ class Do(Enum):
     END = "close the session's connection and forget the rank"
 
 
-Event: TypeAlias = Joined | Looked | Condemned | Inspected | Dumped | Happened
+Event: TypeAlias = Joined | Woke | Condemned | Inspected | Dumped | Happened
 Result: TypeAlias = tuple[SessionState, tuple[Do, ...]]
 
 
@@ -190,10 +184,8 @@ def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
             return _end(state)
         case Happened.DIED:
             return _end(state)
-        case Happened.WOKE:
-            return _wake(state, now)
-        case Looked(view):
-            return _look(state, view, now, policy)
+        case Woke(view):
+            return _wake(state, view, now, policy)
         case Condemned(verdict) if state.phase in (Phase.LIVE, Phase.SUSPECT):
             return _accused(state, verdict)
         case Happened.SUMMONED if state.phase in (Phase.LIVE, Phase.SUSPECT):
@@ -232,11 +224,10 @@ def _end(state: SessionState) -> Result:
     return SessionState(session_id=state.session_id), (Do.END,)
 
 
-def _wake(state: SessionState, now: float) -> Result:
+def _wake(state: SessionState, view: SlotView, now: float, policy: Policy) -> Result:
     match state.phase:
         case Phase.LIVE | Phase.SUSPECT:
-            late = state.wake_at is not None and now - state.wake_at > FROZEN_S
-            return replace(state, woke_late=late), (Do.LOOK,)
+            return _look(state, view, now, policy)
         case Phase.DUMPING:
             return _save(state, now)
         case Phase.SAVING:
@@ -253,15 +244,14 @@ def _wake(state: SessionState, now: float) -> Result:
 
 
 def _look(state: SessionState, view: SlotView, now: float, policy: Policy) -> Result:
-    if state.phase not in (Phase.LIVE, Phase.SUSPECT):
-        return state, ()
-    verdict = evaluate(view, policy.timeouts, state.started, now)
+    verdict = evaluate(view, policy, state.started, now)
     if verdict is None:
-        at = next_look(view, policy.timeouts, state.started, now, policy.longest_pause_s)
+        at = next_look(view, policy, state.started, now)
         return replace(state, phase=Phase.LIVE, verdict=None, wake_at=at), ()
-    if state.phase is Phase.SUSPECT and not state.woke_late and _is_same(verdict, state.verdict):
+    is_late = state.wake_at is not None and now - state.wake_at > FROZEN_S
+    if state.phase is Phase.SUSPECT and not is_late and _is_same(verdict, state.verdict):
         return _accused(state, verdict)
-    pause = FROZEN_S if state.woke_late else SECOND_LOOK_S
+    pause = FROZEN_S if is_late else SECOND_LOOK_S
     return replace(state, phase=Phase.SUSPECT, verdict=verdict, wake_at=now + pause), ()
 
 
@@ -290,56 +280,3 @@ def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
     is_final = policy.termination_signal == signal.SIGKILL
     phase = Phase.KILLING if is_final else Phase.ENDING
     return replace(state, phase=phase, wake_at=now + ESCALATION_S), (Do.TERMINATE,)
-
-
-_PLAIN_LIMITS = frozenset(
-    {"initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"}
-)
-_SECTIONS = "rank_section_timeouts"
-
-
-def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) -> Policy:
-    """Return the rules of a configuration; a rank may give its own number of warm-up steps."""
-    settings = dict(config)
-    if num_warmup_iters is not None:
-        settings["num_warmup_iterations"] = num_warmup_iters
-    return Policy(
-        timeouts=Timeouts.from_config(settings),
-        longest_pause_s=float(settings["workload_check_interval"]),
-        evidence_timeout_s=float(settings["hang_evidence_timeout"]),
-        termination_signal=_signal_number(settings["rank_termination_signal"]),
-    )
-
-
-def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change timeouts of a configuration in place, or return what is wrong with them.
-
-    A section that is not in `config` has no word in the slot and is passed over.
-    """
-    sections = changes.get(_SECTIONS) or {}
-    unknown = sorted(changes.keys() - _PLAIN_LIMITS - {_SECTIONS})
-    if unknown:
-        return f"these are not limits: {', '.join(unknown)}"
-    if not isinstance(sections, dict):
-        return f"{_SECTIONS} must be a mapping"
-    plain = {name: value for name, value in changes.items() if name != _SECTIONS}
-    for name, value in (*plain.items(), *sections.items()):
-        if not _is_limit(value):
-            return f"{name}: {value!r} is no number of seconds"
-    limits = dict(config[_SECTIONS])
-    limits.update({name: value for name, value in sections.items() if name in limits})
-    config.update(plain)
-    config[_SECTIONS] = limits
-    return None
-
-
-def _is_limit(value: object) -> bool:
-    if value is None:
-        return True
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= 0
-
-
-def _signal_number(value: str | int) -> int:
-    return signal.Signals[value].value if isinstance(value, str) else int(value)
