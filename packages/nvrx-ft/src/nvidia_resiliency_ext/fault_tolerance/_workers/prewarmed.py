@@ -23,8 +23,9 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
@@ -47,10 +48,6 @@ _LARGEST_OUTPUT_BYTES = 4096
 
 class PrewarmError(NvrxError):
     """A prewarmed worker cannot be started or activated; start the worker cold."""
-
-
-FileStamp: TypeAlias = tuple[str, int, int]
-"""The path of a file, its size and its time of change in ns; -1 for both when it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,9 @@ class PrewarmedWorker:
             fields = json.loads(data)
             kind = fields.pop("kind")
             if kind == "ready":
-                self._files += [tuple(stamp) for stamp in fields.pop("files")]
+                self._files += [file_stamp(path) for path in fields.pop("files")]
+                memory = procfs.memory(self.child.pid)
+                fields["private_bytes"] = None if memory is None else memory.uss
             message = _MESSAGES[kind](**fields)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             return Failed(f"it sent an unreadable message ({type(error).__name__})")
@@ -261,7 +260,8 @@ class PrewarmedWorker:
                 logger.info("standby %d wrote while it imported: %s", self.slot, text)
 
 
-def file_stamp(path: str) -> FileStamp:
+def file_stamp(path: str) -> tuple[str, int, int]:
+    """Return a file's path, size and time of change (ns); -1 for both when it is gone."""
     try:
         status = os.stat(path)
     except OSError:
