@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding, RankState
 
 from . import messages
 from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
-from .session import SAVE_LIMIT_S, Happened
+from .session import SAVE_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -89,7 +89,7 @@ class Inquiries:
             inquiry.ending = [p for p in inquiry.members if p.local_rank in local_ranks]
             inquiry.held = None
             for port in inquiry.ending:
-                port.process(Happened.SENTENCED)
+                port.carry_out(port.session.sentence(time.monotonic()))
             self._close(inquiry)
 
     def _begin(self, accuser: RankPort | None, verdict: Verdict | None) -> _Inquiry:
@@ -103,7 +103,7 @@ class Inquiries:
             return inquiry
         for other in self._server.ports:
             if other is not accuser:
-                other.process(Happened.SUMMONED)
+                other.carry_out(other.session.summon())
                 if other.is_looked_into:
                     members.append(other)
                     awaited.add(other.local_rank)
@@ -171,7 +171,7 @@ class Inquiries:
             self._open.remove(inquiry)
             for port in inquiry.members:
                 if port not in inquiry.ending:
-                    port.process(Happened.RELEASED)
+                    port.session.release(time.monotonic())
 
     def _look(self, inquiry: _Inquiry) -> list[RankState]:
         """Return what every rank of the node was doing."""
@@ -230,7 +230,7 @@ class Inquiries:
         logger.error("%s", describe(report))
         self._server.record_fault(report)
         for port in inquiry.ending:
-            port.process(Happened.SENTENCED)
+            port.carry_out(port.session.sentence(time.monotonic()))
 
     def _report(self, inquiry: _Inquiry, accuser: Testimony, verdict: Verdict) -> dict[str, Any]:
         """Return a hang in machine-readable form, see `messages.HangFound`."""

@@ -14,8 +14,9 @@ from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, Refus
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.rank_activity import inspect_kernel
 
-from . import messages, session
+from . import messages
 from .hang_report import Evidence, can_dump, save_evidence
+from .session import LOOKED_INTO, Do, Phase, Session
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
 from .timeout_rules import Policy, Verdict, change_limits, evaluate
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
     from .server import MonitorServer
-    from .session import RestartLines
+    from .session import Effects, RestartLines
 
 
 logger = logging.getLogger("nvrx")
@@ -90,8 +91,7 @@ class RankPort:
             self._layout, directory=server.run_dir, name=f"nvrx-slot{local_rank}"
         )
         self._lines = lines
-        self._state = session.SessionState()
-        self._policy = Policy.from_config(self._config)
+        self.session = Session(Policy.from_config(self._config))
         self._client: _Client | None = None
         self._pending: _Client | None = None
         self._save_word = 0
@@ -108,7 +108,7 @@ class RankPort:
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
-        times = [self._state.wake_at, self._lines.next_check, self._refusals.next_check]
+        times = [self.session.wake_at, self._lines.next_check, self._refusals.next_check]
         if self._client is not None and self._client.process.fileno() is None:
             times.append(time.monotonic() + _NO_PIDFD_POLL_S)
         return min((at for at in times if at is not None), default=None)
@@ -116,9 +116,9 @@ class RankPort:
     def tick(self, now: float) -> None:
         client = self._client
         if client is not None and client.process.fileno() is None and not client.process.alive():
-            self.process(session.Happened.DIED)
-        if self._state.wake_at is not None and self._state.wake_at <= now:
-            self.process(session.Woke(self._look()))
+            self.carry_out(self.session.end())
+        if self.session.wake_at is not None and self.session.wake_at <= now:
+            self._wake()
         self._lines.check(now)
         self._refusals.check(now)
 
@@ -142,12 +142,12 @@ class RankPort:
             iteration=self._look().iteration,
             reason=reason,
         )
-        self.process(session.Condemned(verdict))
+        self.carry_out(self.session.condemn(verdict))
 
     @property
     def is_looked_into(self) -> bool:
         """Whether evidence on the rank is being gathered, or is complete."""
-        return self._client is not None and self._state.phase in session.LOOKED_INTO
+        return self._client is not None and self.session.phase in LOOKED_INTO
 
     def testimony(self) -> Testimony | None:
         """Return what is known of the rank by now; None before it was looked at."""
@@ -155,9 +155,9 @@ class RankPort:
         if client is None or client.first_view is None or not self.is_looked_into:
             return None
         assert client.evidence is not None
-        after, verdict = self._look(), self._state.verdict
+        after, verdict = self._look(), self.session.verdict
         late = time.monotonic() + LATE_MARGIN_S
-        broken = evaluate(after, self._policy, self._state.started, late)
+        broken = evaluate(after, self.session.policy, self.session.started, late)
         has_gone_on = (
             verdict is not None
             and not verdict.reason
@@ -173,7 +173,7 @@ class RankPort:
             broken=broken or verdict,
             has_gone_on=has_gone_on,
             signalled_at=client.signalled_at,
-            signal=int(self._policy.termination_signal),
+            signal=int(self.session.policy.termination_signal),
         )
 
     def close(self) -> None:
@@ -206,7 +206,8 @@ class RankPort:
             return
         self._pending = _Client(connection.channel, hello, process)
         client = self._client
-        self.process(session.Joined(client is not None and client.process.alive()))
+        is_alive = client is not None and client.process.alive()
+        self.carry_out(self.session.join(time.monotonic(), has_live_owner=is_alive))
 
     def _record_refusal(self, text: str) -> None:
         self._refusals.record(time.monotonic(), text)
@@ -222,7 +223,7 @@ class RankPort:
         if channel.is_over:
             self._server.loop.unwatch(channel)
             channel.close()
-            self.process(session.Happened.CLOSED)
+            self.carry_out(self.session.close())
         else:
             self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
 
@@ -246,40 +247,39 @@ class RankPort:
             client.channel.send(messages.Answer(client.held_request))
             client.held_request = None
 
-    def process(self, event: session.Event) -> None:
-        """Let the session machine decide what follows from an event, and carry that out."""
-        self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
+    def carry_out(self, effects: Effects) -> None:
+        """Do what the session machine has decided."""
         for effect in effects:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: session.Do) -> None:  # noqa: C901 - one for each effect
+    def _carry_out(self, effect: Do) -> None:  # noqa: C901 - one for each effect
         client = self._client
         match effect:
-            case session.Do.ACCEPT:
+            case Do.ACCEPT:
                 self._accept()
-            case session.Do.REFUSE:
+            case Do.REFUSE:
                 self._refuse("another live process has the session of this rank")
-            case session.Do.TESTIFY:
+            case Do.TESTIFY:
                 self._server.inquiries.testify(self)
             case _ if client is None:
                 pass  # It was found dead while an effect before this one was carried out.
-            case session.Do.END:
+            case Do.END:
                 self._end()
-            case session.Do.INSPECT:
+            case Do.INSPECT:
                 self._inspect(client)
-            case session.Do.ASK_STACKS:
+            case Do.ASK_STACKS:
                 client.signalled_at = time.monotonic()
                 client.process.signal(client.hello.dump_signal)
-            case session.Do.SAVE_EVIDENCE:
+            case Do.SAVE_EVIDENCE:
                 self._save(client)
-            case session.Do.ACCUSE:
-                self._server.inquiries.accuse(self, self._state.verdict)
-            case session.Do.TERMINATE:
+            case Do.ACCUSE:
+                self._server.inquiries.accuse(self, self.session.verdict)
+            case Do.TERMINATE:
                 client.process.signal(signal.SIGCONT)
-                client.process.signal(self._policy.termination_signal)
-            case session.Do.KILL:
+                client.process.signal(self.session.policy.termination_signal)
+            case Do.KILL:
                 client.process.signal(signal.SIGKILL)
-            case session.Do.REPORT_UNKILLABLE:
+            case Do.REPORT_UNKILLABLE:
                 self._report_unkillable(client)
 
     def _accept(self) -> None:
@@ -293,7 +293,7 @@ class RankPort:
             # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
             rank, pid = client.hello.rank, client.process.pid
             logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
-            self.process(session.Happened.CLOSED)
+            self.carry_out(self.session.close())
 
     def _open_session(self, client: _Client) -> None:
         loop, channel = self._server.loop, client.channel
@@ -303,7 +303,7 @@ class RankPort:
             self._take_slot(client)
             self.memory.words[W_SAVE] = self._save_word
             accepted = messages.Accepted(
-                self._state.session_id, self._config, list(self._layout.sections)
+                self.session.session_id, self._config, list(self._layout.sections)
             )
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
@@ -312,7 +312,7 @@ class RankPort:
         loop.watch(client.dump_fd, self._read_dump)
         pidfd = client.process.fileno()
         if pidfd is not None:
-            loop.watch(pidfd, lambda: self.process(session.Happened.DIED))
+            loop.watch(pidfd, lambda: self.carry_out(self.session.end()))
         rank, pid = client.hello.rank, client.process.pid
         self._server.notify_launcher(messages.RankJoined(self.local_rank, rank, pid))
         logger.debug("rank %d (pid %d) joined its monitor", rank, pid)
@@ -357,8 +357,12 @@ class RankPort:
         self._server.inquiries.testify(self)
 
     def _look_now(self) -> None:
-        if self._state.phase is session.Phase.LIVE:
-            self.process(session.Woke(self._look()))
+        if self.session.phase is Phase.LIVE:
+            self._wake()
+
+    def _wake(self) -> None:
+        view = self._look()
+        self.carry_out(self.session.wake(view, time.monotonic()))
 
     def _look(self) -> SlotView:
         """Read the slot, and pass on the first signs of life and of a step in it."""
@@ -377,19 +381,19 @@ class RankPort:
 
     def _renew_policy(self) -> None:
         asked = None if self._client is None else self._client.hello.num_warmup_iters
-        self._policy = Policy.from_config(self._config, asked)
+        self.session.policy = Policy.from_config(self._config, asked)
 
     def _inspect(self, client: _Client) -> None:
         client.first_view = None
         if not client.process.alive():
-            self.process(session.Happened.DIED)
+            self.carry_out(self.session.end())
             return
         client.stacks, client.signalled_at = bytearray(), None
         pid = client.process.pid
         client.evidence = Evidence(inspect_kernel(pid))
         client.first_view = self._look()
         answers = can_dump(pid, client.evidence.kernel, client.hello.dump_signal)
-        self.process(session.Inspected(answers))
+        self.carry_out(self.session.inspected(time.monotonic(), can_dump=answers))
 
     def _read_dump(self) -> None:
         client = self._client
@@ -403,7 +407,7 @@ class RankPort:
         elif client.stacks is not None:
             if len(client.stacks) < MAX_STACKS_BYTES:
                 client.stacks += data
-            self.process(session.Dumped(data.endswith(b"\n")))
+            self.session.dumped(time.monotonic(), ends_line=data.endswith(b"\n"))
 
     def _close_dump(self, client: _Client) -> None:
         if client.dump_fd >= 0:
@@ -421,7 +425,7 @@ class RankPort:
             if client is self._client:
                 rss_bytes, path = result or (None, None)
                 client.evidence = replace(evidence, rss_bytes=rss_bytes, stacks_path=path)
-                self.process(session.Happened.SAVED)
+                self.carry_out(self.session.saved())
 
         kernel = evidence.kernel
         server.slow.submit(lambda: save_evidence(directory, name, pid, kernel, stacks), done)

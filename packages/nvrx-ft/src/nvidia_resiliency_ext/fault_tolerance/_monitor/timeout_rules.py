@@ -116,6 +116,11 @@ class Verdict:
         """When the rule was broken, on the monotonic clock."""
         return self.since + self.limit_s
 
+    def is_same(self, other: Verdict) -> bool:
+        """Return whether nothing has changed since `other`."""
+        mine = (self.rule, self.section, self.since)
+        return mine == (other.rule, other.section, other.since)
+
 
 def evaluate(view: SlotView, policy: Policy, session_start: float, now: float) -> Verdict | None:
     """Return the rule whose deadline passed first, or None while the rank keeps all of them."""
