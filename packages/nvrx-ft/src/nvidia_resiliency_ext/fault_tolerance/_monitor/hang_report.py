@@ -63,19 +63,14 @@ def save_evidence(
 def _write_new(directory: str, name: str, data: bytes) -> str | None:
     if not directory:
         return None
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for attempt in range(_MAX_SAME_NAME):
         suffix = f".{attempt}" if attempt else ""
         path = f"{directory}/{name}{suffix}.txt"
         try:
-            fd = os.open(path, flags, 0o600)
+            with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(data)
         except FileExistsError:
             continue
-        try:
-            while data:
-                data = data[os.write(fd, data) :]
-        finally:
-            os.close(fd)
         return path
     return None
 

@@ -146,12 +146,9 @@ class MonitorServer:
         self.slow.submit(job, lambda _: None)
 
     def _next_wake(self) -> float | None:
-        wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
-        if (error_files_at := self.inquiries.next_wake()) is not None:
-            wakes.append(error_files_at)
-        if self._lease_until is not None:
-            wakes.append(self._lease_until)
-        return min(wakes, default=None)
+        wakes = [port.next_wake() for port in self.ports]
+        wakes += [self.inquiries.next_wake(), self._lease_until]
+        return min((at for at in wakes if at is not None), default=None)
 
     def _guard(self, callback: Callable[[], None]) -> None:
         # The loop's boundary: a defect in the care of one rank must not leave the others unwatched.

@@ -256,12 +256,10 @@ def missing_program(name: str, environ: Mapping[str, str]) -> str:
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    (
-        _env.CURRENT_CYCLE_INFO,
-        _env.FT_RANK_MONITOR_IPC_SOCKET,
-        "NVRX_CYCLE_START_TIME",
-        "NVRX_INFRA_RANK",
-    )
+    {
+        _env.CURRENT_CYCLE_INFO, _env.FT_RANK_MONITOR_IPC_SOCKET,
+        "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK",
+    }
 )  # fmt: skip
 
 
@@ -309,22 +307,25 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
     return added
 
 
-@dataclass(frozen=True, slots=True)
-class CycleStamp:
-    """When a cycle started (unix s), and the rank that the scheduler gave this node, if any.
+def cycle_variables(
+    launch_time: float, cycle_start_time: float | None = None, infra_rank: int | None = None
+) -> dict[str, str]:
+    """Return when a cycle started (unix s), and the rank that the scheduler gave this node, if any.
 
     `cycle_start_time` is the beginning of the cycle's rendezvous, from cycle 1 on.
     """
-
-    launch_time: float
-    cycle_start_time: float | None = None
-    infra_rank: int | None = None
+    variables = {"NVRX_LAUNCH_TIME": repr(launch_time)}
+    if cycle_start_time is not None:
+        variables["NVRX_CYCLE_START_TIME"] = repr(cycle_start_time)
+    if infra_rank is not None and infra_rank >= 0:
+        variables["NVRX_INFRA_RANK"] = str(infra_rank)
+    return variables
 
 
 def rank_variables(
-    job: JobEnvironment, assignment: Assignment, local_rank: int, stamp: CycleStamp, error_file: str
+    job: JobEnvironment, assignment: Assignment, local_rank: int, error_file: str
 ) -> dict[str, str]:
-    """Return what differs between workers and cycles; `@record` writes to `error_file`."""
+    """Return what differs between workers and rounds; `@record` writes to `error_file`."""
     rank = assignment.rank_offset + local_rank
     world_size = str(assignment.world_size)
     variables = {
@@ -340,17 +341,12 @@ def rank_variables(
         "TORCHELASTIC_RESTART_COUNT": str(assignment.cycle),
         "TORCHELASTIC_ERROR_FILE": error_file,
         "NVRX_CYCLE": str(assignment.cycle),
-        "NVRX_LAUNCH_TIME": repr(stamp.launch_time),
     }
     if job.virtual_devices is not None:
         variables["LOCAL_RANK"] = "0"
         variables["CUDA_VISIBLE_DEVICES"] = job.virtual_devices[local_rank]
     if job.monitor_sockets:
         variables[_env.FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
-    if stamp.cycle_start_time is not None:
-        variables["NVRX_CYCLE_START_TIME"] = repr(stamp.cycle_start_time)
-    if stamp.infra_rank is not None and stamp.infra_rank >= 0:
-        variables["NVRX_INFRA_RANK"] = str(stamp.infra_rank)
     return variables
 
 

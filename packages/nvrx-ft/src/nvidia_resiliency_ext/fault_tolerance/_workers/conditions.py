@@ -203,6 +203,7 @@ IMPORTS_TORCH = frozenset(
 _DEPTH = 2
 _SIBLINGS = 8
 _LARGEST_PARSED_CHARACTERS = 200_000
+_MAIN_GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
@@ -245,17 +246,6 @@ def _certain_imports(text: str) -> Iterator[str]:
         elif isinstance(statement, ast.ImportFrom):
             yield (statement.module or "") if statement.level <= 1 else ""
         elif isinstance(statement, (ast.Try, ast.With)) or (
-            isinstance(statement, ast.If) and _is_main_guard(statement.test)
+            isinstance(statement, ast.If) and ast.unparse(statement.test) in _MAIN_GUARDS
         ):
             todo.extend(reversed(statement.body))
-
-
-def _is_main_guard(test: object) -> bool:
-    import ast
-
-    if not isinstance(test, ast.Compare) or len(test.comparators) != 1:
-        return False
-    sides = (test.left, test.comparators[0])
-    has_name = any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
-    has_main = any(isinstance(side, ast.Constant) and side.value == "__main__" for side in sides)
-    return has_name and has_main and isinstance(test.ops[0], ast.Eq)

@@ -13,7 +13,6 @@ as the launcher: the kernel ties their lives to the thread.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import logging
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.wire import rights
 
 from .conditions import DEFAULT_IMPORTS, watch_list, with_optional
 
@@ -327,8 +327,7 @@ def _send(
     data = json.dumps(message, separators=(",", ":")).encode()
     if len(data) > _LARGEST_MESSAGE_BYTES:
         raise PrewarmError(f"the order is too large ({len(data)} bytes)")
-    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        control_socket.sendmsg([data], control)
+        control_socket.sendmsg([data], rights(fds))
     except OSError as error:
         raise PrewarmError(f"it does not listen: {error.strerror}") from error

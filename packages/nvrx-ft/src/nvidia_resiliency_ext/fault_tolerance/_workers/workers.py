@@ -313,11 +313,9 @@ class WorkerGroup:
 
     def _report_leftovers(self) -> None:
         groups = [started.child.pid for started in self._started.values()]
-        for pid in procfs.pids_in_groups(groups):
-            stat = procfs.read_stat(pid)
-            if stat is not None and stat.running:
-                text = "process %d (%s, state %s) was left in worker group %d"
-                logger.warning(text, pid, stat.comm, stat.state, stat.pgid)
+        for stat in procfs.running_in_groups(groups):
+            text = "process %d (%s, state %s) was left in worker group %d"
+            logger.warning(text, stat.pid, stat.comm, stat.state, stat.pgid)
 
     def _rearm(self) -> None:
         if self._timer is not None:

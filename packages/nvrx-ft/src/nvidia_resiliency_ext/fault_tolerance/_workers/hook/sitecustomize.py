@@ -227,16 +227,8 @@ class _Held:
         original = getattr(module, "__spec__", None)
         if module is None or original is None:
             return None
-        parts = original.submodule_search_locations
-        loader = _Handover(self, module, original, index)
-        is_package = parts is not None
-        spec: ModuleSpec = type(original)(
-            name, loader, origin=original.origin, is_package=is_package
-        )
-        if parts is not None:
-            spec.submodule_search_locations = list(parts)
-        spec.has_location = original.has_location
-        spec.cached = original.cached
+        spec: ModuleSpec = object.__new__(type(original))
+        vars(spec).update(vars(original), loader=_Handover(self, module, original, index))
         return spec
 
     def give_back(self, index: int) -> None:
