@@ -118,10 +118,9 @@ def cold_reason(command: WorkerCommand, env: Mapping[str, str], prewarm: str) ->
 
 def go_reason(prewarmed_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
     """Return why a prewarmed worker cannot take over a worker's environment, or None."""
-    for name in sorted({*prewarmed_env, *worker_env}):
-        if prewarmed_env.get(name) != worker_env.get(name) and is_import_time(name):
-            return f"{name} is read at import and differs from the standby's"
-    return None
+    old, new = prewarmed_env, worker_env
+    names = [n for n in {*old, *new} if old.get(n) != new.get(n) and is_import_time(n)]
+    return f"{min(names)} is read at import and differs from the standby's" if names else None
 
 
 def _is_this_python(word: str) -> bool:
