@@ -196,8 +196,8 @@ def test_the_words_before_a_worker(tmp_path: Path, numactl: str) -> None:
     machine = Machine(tmp_path)
     environ = {"PATH": os.path.dirname(numactl)}
     found = cpu_binding("exclusive", 3, environ, machine.gpus, machine.topology())
-    assert found.words(1) == (numactl, "--physcpubind=2-3,10-11")
-    assert len(found.cpus) == 3
+    assert found[1] == (numactl, "--physcpubind=2-3,10-11")
+    assert len(found) == 3
 
 
 def test_what_keeps_workers_from_being_bound(tmp_path: Path, numactl: str) -> None:
@@ -234,10 +234,9 @@ def test_a_program_asks_by_torchs_options(
     for options in ("exclusive", mode):
         config = LaunchConfig(1, 1, 2, FaultToleranceConfig(), numa_options=options)
         found = elastic._binding(config)
-        assert found is not None
-        assert found.words(1) == (numactl, "--physcpubind=2-3,10-11")
+        assert found[1] == (numactl, "--physcpubind=2-3,10-11")
     config = LaunchConfig(1, 1, 2, FaultToleranceConfig())
-    assert elastic._binding(config) is None
+    assert not elastic._binding(config)
 
 
 def test_machines_with_one_node_say_minus_one(tmp_path: Path) -> None:

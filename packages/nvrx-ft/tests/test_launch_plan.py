@@ -272,13 +272,13 @@ def test_workers_are_bound_to_the_numa_node_of_their_gpu(script: str, numactl: s
 
 def test_memory_may_come_from_elsewhere(script: str, numactl: str) -> None:
     """Without strictness memory is only preferred where the worker runs."""
-    made = plan("--ft-numa-bind-strict=0", script, environ=numa(numactl))
+    made = plan("--nproc-per-node=2", "--ft-numa-bind-strict=0", script, environ=numa(numactl))
     assert made.command.for_local_rank(1)[1:4] == ("--cpunodebind", "0", "--localalloc")
 
 
 def test_a_macro_is_replaced_behind_numactl_only(script: str, numactl: str) -> None:
     """What torchrun substitutes in a command is substituted in a bound one too."""
-    made = plan(script, "${local_rank}", environ=numa(numactl))
+    made = plan("--nproc-per-node=2", script, "${local_rank}", environ=numa(numactl))
     assert made.command.for_local_rank(1)[-1] == "1"
 
 

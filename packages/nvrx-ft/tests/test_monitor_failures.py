@@ -630,7 +630,7 @@ def test_a_monitor_answers_a_change_of_cycle(node):
     """The launcher's word about a cycle is answered: a sign of life."""
     it = node()
     it.monitor.send(control.CycleChanged(7))
-    assert it.expect(control.CycleAcknowledged) == control.CycleAcknowledged(7)
+    assert it.expect(control.CycleChanged) == control.CycleChanged(7)
 
 
 def test_refusals_are_logged_a_few_times_and_then_counted(caplog):

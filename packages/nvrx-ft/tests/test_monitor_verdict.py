@@ -15,7 +15,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import (
     read_slot,
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import (
-    Timeouts,
+    Policy,
     evaluate,
     next_look,
 )
@@ -31,8 +31,11 @@ def limits(**given):
         "sections_s": {},
         "out_of_section_s": None,
         "num_warmup_iterations": 5,
+        "longest_pause_s": 100.0,
+        "evidence_timeout_s": 2.0,
+        "termination_signal": 9,
     }
-    return Timeouts(**{**plain, **given})
+    return Policy(**{**plain, **given})
 
 
 def view(*events, sections=("step", "warmup", "outer", "inner"), first_iteration=-1):
@@ -128,20 +131,20 @@ def test_the_next_look_is_at_the_earliest_deadline():
     """The monitor sleeps until the earliest deadline it knows."""
     seen = view(BEAT, ("open", "outer", 2.0))
     given = limits(heartbeat_s=30.0, sections_s={"outer": 29.5})
-    assert next_look(seen, given, START, START + 5.0, 100.0) == pytest.approx(START + 31.0)
+    assert next_look(seen, given, START, START + 5.0) == pytest.approx(START + 31.0)
 
 
 @pytest.mark.parametrize(("longest_s", "expected"), [(100.0, 7.0), (3.0, 3.0)])
 def test_the_next_look_is_never_later_than_what_may_begin_now(longest_s, expected):
     """A section that opens right after a look is judged on time: no sleep over its limit."""
-    given = limits(heartbeat_s=50.0, sections_s={"outer": 7.0})
-    at = next_look(view(BEAT), given, START, START + 10.0, longest_s)
+    given = limits(heartbeat_s=50.0, sections_s={"outer": 7.0}, longest_pause_s=longest_s)
+    at = next_look(view(BEAT), given, START, START + 10.0)
     assert at == pytest.approx(START + 10.0 + expected)
 
 
 def test_without_limits_the_pause_is_the_longest():
     """With no limit at all the monitor only looks at its longest pause."""
-    assert next_look(view(), limits(), START, START, 5.0) == START + 5.0
+    assert next_look(view(), limits(longest_pause_s=5.0), START, START) == START + 5.0
 
 
 def test_a_stop_between_two_stores_of_a_close_is_no_hang():

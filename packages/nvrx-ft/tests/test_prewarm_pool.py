@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When standbys are started, replaced and given up: the table of the pool and random walks."""
 
+import copy
 import dataclasses
 import random
 from unittest.mock import Mock
@@ -12,28 +13,49 @@ from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
-    Begun,
     Disable,
-    Ended,
     EndPrewarm,
-    Gone,
-    Happened,
-    Idle,
-    Memory,
     Pool,
-    PrewarmFailed,
-    PrewarmReady,
-    Refused,
     SlotState,
-    Stale,
     StartPrewarm,
-    Wanted,
-    step,
 )
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
-PREPARE, TICK, RANKS_STARTING, RANKS_STARTED, GOOD_STEP = Happened
+
+class Event:
+    """A call of one of the pool's methods."""
+
+    def __init__(self, method, *args, is_timed=True):
+        self.method, self.args, self.is_timed = method, args, is_timed
+
+    def __repr__(self):
+        return f"{self.method}{self.args}"
+
+
+def event_of(method, *, is_timed=True):
+    """Return what makes an event of the arguments."""
+    return lambda *args: Event(method, *args, is_timed=is_timed)
+
+
+PREPARE, TICK = Event("prepare"), Event("tick")
+RANKS_STARTING = Event("start_ranks", is_timed=False)
+RANKS_STARTED, GOOD_STEP = Event("ranks_started"), Event("good_step")
+PrewarmReady, PrewarmFailed, Gone = event_of("ready"), event_of("fail"), event_of("activate")
+Begun, Ended, Stale, Wanted = (event_of(name) for name in ("begin", "end", "renew", "want"))
+Refused, Idle = event_of("refuse", is_timed=False), event_of("idle", is_timed=False)
+Memory = event_of("free_bytes")
+
+
+def step(pool, event, now):
+    """Return another pool, after an event, and the effects."""
+    pool = copy.deepcopy(pool)
+    if event.method == "free_bytes":
+        pool.free_bytes = event.args[0]
+        return pool, ()
+    times = (now,) if event.is_timed else ()
+    return pool, tuple(getattr(pool, event.method)(*event.args, *times) or ())
+
 
 EMPTY, WARMING, READY = SlotState.EMPTY, SlotState.WARMING, SlotState.READY
 ACTIVATED, FAILED = SlotState.ACTIVATED, SlotState.FAILED
@@ -60,7 +82,7 @@ def test_first_cycle_starts_all_at_once():
     """Before the first cycle all standbys are started together, whatever the cores."""
     pool, effects = step(Pool.of(4, 2), PREPARE, 0.0)
     assert effects == tuple(StartPrewarm(slot) for slot in range(4))
-    assert pool.slots == (WARMING,) * 4
+    assert pool.slots == [WARMING] * 4
 
 
 def test_fills_two_seconds_after_go_by_half_the_cores():
@@ -69,18 +91,18 @@ def test_fills_two_seconds_after_go_by_half_the_cores():
     assert step(pool, TICK, 1.9)[1] == ()
     pool, effects = step(pool, TICK, 2.0)
     assert effects == (StartPrewarm(0), StartPrewarm(1))
-    pool, effects = step(pool, PrewarmReady(0), 3.0)
+    pool, effects = step(pool, PrewarmReady(0, 0), 3.0)
     assert effects == (StartPrewarm(2),)
-    assert pool.slots == (READY, WARMING, WARMING, ACTIVATED)
+    assert pool.slots == [READY, WARMING, WARMING, ACTIVATED]
 
 
 def test_idle_processors_warm_up_more():
     """Processors that nothing else uses have standbys, too; one that warms up keeps its own."""
     pool, effects = after(running(slots=4, cores=2), Idle(1.8), (TICK, 2.0))
     assert effects == [StartPrewarm(0), StartPrewarm(1)]
-    pool, effects = after(pool, Idle(0.0), (PrewarmReady(0), 4.0))
+    pool, effects = after(pool, Idle(0.0), (PrewarmReady(0, 0), 4.0))
     assert effects == [StartPrewarm(2)]
-    pool, effects = after(pool, Idle(0.0), (PrewarmReady(1), 5.0))
+    pool, effects = after(pool, Idle(0.0), (PrewarmReady(1, 0), 5.0))
     assert effects == [StartPrewarm(3)]
     assert after(running(slots=4, cores=2), Idle(0.2), (TICK, 2.0))[1] == [StartPrewarm(0)]
 
@@ -131,10 +153,7 @@ def test_a_worker_that_ends_while_it_imports_makes_room():
     assert after(pool, (TICK, 5000.0))[1] == []
     pool, effects = after(pool, (Ended(0), 5000.0))
     assert effects == [StartPrewarm(0)]
-    assert (pool.importing, pool.last_failure) == (frozenset(), None)
-
-
-IMPORTING = dataclasses.replace(Pool.of(1, 4), slots=(ACTIVATED,), importing=frozenset({0}))
+    assert (pool.importing, pool.last_failure) == (set(), None)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +168,10 @@ def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
     """Whether the launcher ended it, or it left before its last message was read."""
     plan = plan_from_args(parse_args(["--no-python", "true"]), {})
     starter = PrewarmStarter(plan, {}, Mock(), SystemClock(), Mock(), list)
-    starter._pool = IMPORTING
+    starter._pool = Pool([ACTIVATED], 2, importing={0})
     starter._activated[0] = Mock(receive=Mock(return_value=last_words))
     starter.never_began(0, is_stopped=is_stopped)
-    assert (starter._pool.slots, starter._pool.importing) == ((EMPTY,), frozenset())
+    assert (starter._pool.slots, starter._pool.importing) == ([EMPTY], set())
 
 
 def test_workers_that_start_cold_are_left_alone_as_long():
@@ -160,7 +179,7 @@ def test_workers_that_start_cold_are_left_alone_as_long():
     pool = Pool.of(2, 4)
     pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
     pool, _ = after(pool, (Begun(0), 4.0), (Begun(1), 4.0), (GOOD_STEP, 8.0))
-    pool = dataclasses.replace(pool, slots=(ACTIVATED, ACTIVATED))
+    pool = dataclasses.replace(pool, slots=[ACTIVATED, ACTIVATED])
     cold, effects = after(pool, (RANKS_STARTING, 9.0), (RANKS_STARTED, 9.0), (TICK, 18.9))
     assert effects == []
     assert len(step(cold, TICK, 19.0)[1]) == 2
@@ -201,7 +220,7 @@ TABLE = [
 @pytest.mark.parametrize(("state", "event", "expected", "effects"), TABLE)
 def test_table(state, event, expected, effects):
     """Each state and event lead to the state and effects of the table."""
-    pool = dataclasses.replace(Pool.of(1, 2), slots=(state,), ranks_starting=True)
+    pool = dataclasses.replace(Pool.of(1, 2), slots=[state], is_starting=True)
     pool, found = step(pool, event, 1.0)
     assert (pool.slots[0], found) == (expected, effects)
 
@@ -286,7 +305,7 @@ def test_random_walks_keep_the_rules(seed):
                 Ended(slot),
             )
         )
-        if isinstance(event, (PrewarmFailed, Gone)):
+        if event.method in ("fail", "activate"):
             alive.discard(slot)
         before = pool
         pool, effects = step(pool, event, now)
@@ -295,7 +314,7 @@ def test_random_walks_keep_the_rules(seed):
                 assert effect.slot not in alive
                 assert pool.disabled is None
                 assert pool.wanted
-                assert not pool.ranks_starting
+                assert not pool.is_starting
                 assert not pool.importing or event is PREPARE
                 alive.add(effect.slot)
             elif isinstance(effect, EndPrewarm):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One standby process: from its start to the worker's end, and every way to fail before that."""
 
+import dataclasses
 import errno
 import os
 import select
@@ -19,11 +20,9 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
     Begun,
     Failed,
-    GoOrder,
     PrewarmedWorker,
     PrewarmError,
     Ready,
-    Stdio,
 )
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -45,10 +44,12 @@ def held(tmp_path):
     started = []
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
 
-    def start(path, imports=(), *, argv=None, **changes):
+    def start(path, imports=(), *, wrapper=None, **changes):
         command = command_of(path)
+        if wrapper is not None:
+            command = dataclasses.replace(command, numa=[wrapper])
         standby = PrewarmedWorker.start(
-            command, {**env, **changes}, 0, Stdio("x", "x"), argv=argv, imports=imports
+            command, {**env, **changes}, 0, paths=("x", "x"), imports=imports
         )
         started.append(standby)
         return standby
@@ -64,7 +65,7 @@ def run_to_end(standby, tmp_path, **env):
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     fds = [os.open(path, flags, 0o644) for path in paths]
     try:
-        standby.go(GoOrder({**standby.env, **env}, stdio_fds=(None, *fds)))
+        standby.go({**standby.env, **env}, (None, *fds))
     finally:
         for fd in fds:
             os.close(fd)
@@ -80,9 +81,7 @@ def test_runs_the_script_only_after_go(tmp_path, held):
     """The script is read and run after "go", with the environment that "go" carries."""
     path = script(tmp_path, "raise SystemExit('too early')")
     standby = held(path, ("numpy",))
-    ready = conformance.receive(standby)
-    assert isinstance(ready, Ready)
-    assert ready.pid == standby.child.pid
+    assert isinstance(conformance.receive(standby), Ready)
     script(tmp_path, "import os; print(os.environ['RANK'], os.environ.get('PYTHONPATH'))")
     assert run_to_end(standby, tmp_path, RANK="5") == ("exit code 0", "5 None\n", "")
 
@@ -107,7 +106,7 @@ def test_go_during_imports_skips_the_rest(tmp_path, held):
     path = script(tmp_path, "import sys; print('slow_module' in sys.modules, 'ran')")
     standby = held(path, ("slow_module", "never_module"), PYTHONPATH=str(slow.parent))
     with pipe.open("w"):
-        standby.go(GoOrder(standby.env))
+        standby.go(standby.env)
     assert isinstance(conformance.receive(standby), Begun)
     out = os.dup(standby._outputs[0])
     assert standby.release().wait(20.0).describe() == "exit code 0"
@@ -144,7 +143,7 @@ def test_failure_after_go_is_reported(tmp_path, held):
     standby = held(script(tmp_path, "print('ran')"), ("breaking",), PYTHONPATH=str(tmp_path))
     # Opening the pipe waits until the import has begun, closing it lets the import fail.
     with pipe.open("w"):
-        standby.go(GoOrder(standby.env))
+        standby.go(standby.env)
     event = conformance.receive(standby)
     assert isinstance(event, Failed)
     assert "broken" in event.reason
@@ -160,7 +159,7 @@ def test_killed_standby_is_reported(tmp_path, held):
         "socket" in event.reason
     )
     with pytest.raises(PrewarmError):
-        standby.go(GoOrder(standby.env))
+        standby.go(standby.env)
 
 
 def test_leaves_silently_when_the_launcher_is_gone(tmp_path, held):
@@ -212,8 +211,8 @@ def test_dies_with_the_launcher(tmp_path):
 def test_wrapper_that_forks_is_refused(tmp_path, held):
     """A wrapper that runs Python as its own child is noticed: that child could not be watched."""
     path = script(tmp_path, "print('ran')")
-    argv = ("/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, str(path))
-    event = conformance.receive(held(path, argv=argv))
+    wrapper = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+    event = conformance.receive(held(path, wrapper=wrapper))
     assert isinstance(event, Failed)
     assert "child of another process" in event.reason
 
@@ -221,8 +220,7 @@ def test_wrapper_that_forks_is_refused(tmp_path, held):
 def test_wrapper_that_execs_is_fine(tmp_path, held):
     """A wrapper that becomes Python, as numactl does, changes nothing."""
     path = script(tmp_path, "print('ran')")
-    argv = ("/usr/bin/env", "WRAPPED=1", sys.executable, str(path))
-    standby = held(path, argv=argv)
+    standby = held(path, wrapper=("/usr/bin/env", "WRAPPED=1"))
     assert isinstance(conformance.receive(standby), Ready)
     assert run_to_end(standby, tmp_path)[:2] == ("exit code 0", "ran\n")
 
@@ -379,7 +377,7 @@ def test_order_that_cannot_be_sent_is_an_error(tmp_path, held):
     """An environment too large for one message is refused at once and does not block."""
     standby = held(script(tmp_path, ""))
     with pytest.raises(PrewarmError, match="too large"):
-        standby.go(GoOrder({**standby.env, "LARGE": "x" * (1 << 20)}))
+        standby.go({**standby.env, "LARGE": "x" * (1 << 20)})
 
 
 @pytest.mark.parametrize("streams", [("x", None), (os.devnull, "x")])
@@ -392,7 +390,7 @@ def test_without_files_in_memory_it_cannot_be_started(tmp_path, held, monkeypatc
     monkeypatch.setattr(os, "memfd_create", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(PrewarmError, match=r"cannot be prepared: .*not implemented"):
-        PrewarmedWorker.start(command_of(script(tmp_path, "")), {}, 0, Stdio(*streams), imports=())
+        PrewarmedWorker.start(command_of(script(tmp_path, "")), {}, 0, paths=streams, imports=())
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -409,13 +407,14 @@ def test_training_from_standby_equals_a_cold_one(tmp_path):
     """Four ranks from standby end with the weights of four fresh ranks, and seeds of their own."""
     pytest.importorskip("torch")
     _, cold = standby_crew.train_cold(tmp_path / "cold", 4)
-    crew, ready = standby_crew.hold(tmp_path / "warm", 4)
+    crew, _ = standby_crew.hold(tmp_path / "warm", 4)
+    pids = {standby.child.pid for standby in crew}
     go_at, warm = standby_crew.train_warm(tmp_path / "warm", crew)
     assert [rank["weights"] for rank in warm] == [rank["weights"] for rank in cold]
     assert not any(rank["loaded_before"] for rank in warm)
     assert all(rank["same_object"] for rank in warm)
     assert len({rank["seed"] for rank in warm + cold}) == 8
-    assert {rank["pid"] for rank in warm} == {event.pid for event in ready}
+    assert {rank["pid"] for rank in warm} == pids
     assert max(rank["first_step_at"] for rank in warm) - go_at < 5.0
 
 

@@ -25,7 +25,7 @@ def calls(node, index=0):
 def say(node, word):
     """Put a word into the slots and wait until it is there."""
     node.monitor.send(messages.Save(word))
-    assert node.expect(messages.SaveAcknowledged).word == word
+    assert node.expect(messages.Save).word == word
 
 
 def test_without_a_session_it_is_refused():

@@ -108,7 +108,7 @@ def run_warm(setting, *args, program=PROBE, before_go=None):
         setting.command(*args, program=program),
         setting.env(),
         0,
-        standbys.Stdio("a file", "a file"),
+        paths=("a file", "a file"),
         imports=setting.imports,
         hook_folder=setting.hook_folder,
     )
@@ -119,7 +119,7 @@ def run_warm(setting, *args, program=PROBE, before_go=None):
         if before_go is not None:
             before_go(standby)
         with _Streams(setting) as streams:
-            standby.go(standbys.GoOrder(setting.worker_env(), stdio_fds=tuple(streams.fds)))
+            standby.go(setting.worker_env(), streams.fds)
             begun = receive(standby)
             if not isinstance(begun, standbys.Begun):
                 raise AssertionError(begun)  # noqa: TRY004, TRY301 - likewise

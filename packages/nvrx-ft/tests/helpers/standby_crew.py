@@ -12,7 +12,6 @@ import ft_conformance as conformance
 from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
     Begun,
-    GoOrder,
     PrewarmedWorker,
     Ready,
 )
@@ -76,7 +75,7 @@ def train_warm(folder, standbys):
     try:
         at = time.monotonic()
         for rank, standby in enumerate(standbys):
-            standby.go(GoOrder(rank_env(rank, world)))
+            standby.go(rank_env(rank, world))
         event = [conformance.receive(standby, TIMEOUT_S) for standby in standbys]
         if not all(isinstance(one, Begun) for one in event):
             raise AssertionError(event)  # noqa: TRY301 - likewise

@@ -513,10 +513,11 @@ class Job:
         if self._plan.max_nodes == 1 and self._services is not None:
             here = Arrival("", self._paths.host, infra_rank=0)
             self._services.begins(assignment.cycle, [here])
-        stamp = command.CycleStamp(self._clock.wall(), cycle_start_time, self._infra_rank)
+        times = command.cycle_variables(self._clock.wall(), cycle_start_time, self._infra_rank)
+        env = {**self._base_env, **times}
         has_space = self._has_space(assignment.cycle)
         specs = [
-            self._spec(assignment, local_rank, stamp, has_space=has_space)
+            self._spec(assignment, local_rank, env, has_space=has_space)
             for local_rank in range(self._plan.nproc_per_node)
         ]
         if self._plan.output_specs is None:
@@ -543,7 +544,7 @@ class Job:
         return not problem
 
     def _spec(
-        self, assignment: Assignment, local_rank: int, stamp: command.CycleStamp, *, has_space: bool
+        self, assignment: Assignment, local_rank: int, env: Mapping[str, str], *, has_space: bool
     ) -> WorkerSpec:
         plan, paths = self._plan, self._paths
         rank = assignment.rank_offset + local_rank
@@ -554,13 +555,13 @@ class Job:
             output = console_output(directory)
         output = self._cycles.output(output, rank)
         variables = command.rank_variables(
-            self._environment, assignment, local_rank, stamp, output.error_file
+            self._environment, assignment, local_rank, output.error_file
         )
         return WorkerSpec(
             local_rank=local_rank,
             rank=rank,
             argv=plan.command.for_local_rank(local_rank),
-            env={**self._base_env, **variables},
+            env={**env, **variables},
             output=output,
             line_prefix=line_prefix(plan.log_line_prefix_template, plan.role, rank, local_rank),
         )

@@ -280,13 +280,13 @@ class SharedMonitor:
             self._take_report(message.report)
         elif isinstance(message, messages.RanksSeen):
             self.on_ranks_seen(message.ranks, {})
-        elif isinstance(message, messages.SaveAcknowledged):
+        elif isinstance(message, messages.Save):
             self._acknowledged_word = message.word
             self.on_save_acknowledged()
         elif isinstance(message, messages.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
             self.on_stuck(message.local_rank, where)
-        elif isinstance(message, messages.CycleAcknowledged):
+        elif isinstance(message, messages.CycleChanged):
             self._forget_answer()
             if message.cycle != self._cycle:
                 self._expect_answer()  # That was the answer for an earlier cycle.

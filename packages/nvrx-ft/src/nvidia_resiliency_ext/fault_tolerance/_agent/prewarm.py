@@ -74,7 +74,7 @@ class PrewarmStarter(Starter):
         self._is_announced = False
         self._why_cold = self._never_reason()
         if self._why_cold is not None:
-            self._pool, _ = pools.step(self._pool, pools.Refused(self._why_cold), 0.0)
+            self._pool.refuse(self._why_cold)
 
     def _never_reason(self) -> str | None:
         """Return why no worker of this job can come from a prewarmed worker, or None."""
@@ -84,7 +84,7 @@ class PrewarmStarter(Starter):
         elif self._mode != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"
         else:
-            reason = conditions.cold_reason(plan.command, self._base_env, (), self._mode)
+            reason = conditions.cold_reason(plan.command, self._base_env, self._mode)
         if reason is not None:
             self._insist(reason)
         return reason
@@ -108,7 +108,7 @@ class PrewarmStarter(Starter):
             self._plan.command, self._imports
         )
         if wanted:
-            self._step(pools.Happened.PREPARE)
+            self._carry_out(self._pool.prepare(self._clock.monotonic()))
 
     def good_step(self) -> None:
         """Record that a rank works: prewarmed workers may be filled from now on.
@@ -120,24 +120,22 @@ class PrewarmStarter(Starter):
             return
         self._has_worked = True
         self._look()
-        self._step(pools.Happened.GOOD_STEP)
+        self._carry_out(self._pool.good_step(self._clock.monotonic()))
 
     def _look(self) -> None:
         """Tell the pool what only a look at the machine shows."""
         if self._why_cold is not None:
             return
-        self._step(pools.Idle(self._idle.idle_cores()))
-        free = available_bytes()
-        if free is not None:
-            self._step(pools.Memory(free))
+        self._pool.idle(self._idle.idle_cores())
+        self._pool.free_bytes = available_bytes()
         for slot, standby in list(self._held.items()):
             if slot in self._ready and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
-                self._step(pools.Stale(slot))
-        self._step(pools.Wanted(conditions.wants_prewarming(self._running_pids())))
+                self._carry_out(self._pool.renew(slot, self._clock.monotonic()))
+        wanted = conditions.wants_prewarming(self._running_pids())
+        self._carry_out(self._pool.want(wanted, self._clock.monotonic()))
 
-    def _step(self, event: pools.Event) -> None:
-        self._pool, effects = pools.step(self._pool, event, self._clock.monotonic())
+    def _carry_out(self, effects: pools.Effects) -> None:
         for effect in effects:
             if isinstance(effect, pools.StartPrewarm):
                 self._start_prewarm(effect.slot)
@@ -160,8 +158,8 @@ class PrewarmStarter(Starter):
     def _tick(self) -> None:
         """Look again: often while prewarmed workers are missing, later less and less often."""
         self._look()
-        self._step(pools.Happened.TICK)
-        if self._pool.is_missing_some:
+        self._carry_out(self._pool.tick(self._clock.monotonic()))
+        if self._pool.may_fill and self._pool.unheld:
             self._arm(FILL_LOOK_INTERVAL_S)
             return
         self._arm(self._look_interval_s)
@@ -177,18 +175,17 @@ class PrewarmStarter(Starter):
 
     def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._output, "", slot)
-        streams = prewarmed.Stdio(output.stdout.path, output.stderr.path)
         try:
             standby = prewarmed.PrewarmedWorker.start(
                 self._plan.command,
                 self._base_env,
                 slot,
-                prewarmed.PIPED if self._is_piped else streams,
-                argv=self._plan.command.for_local_rank(slot),
+                paths=(output.stdout.path, output.stderr.path),
+                is_piped=self._is_piped,
                 imports=self._imports,
             )
         except (ChildStartError, prewarmed.PrewarmError) as error:
-            self._step(pools.PrewarmFailed(slot, str(error)))
+            self._carry_out(self._pool.fail(slot, str(error), self._clock.monotonic()))
             return
         self._held[slot] = standby
         self._reporter.prewarm_changed(slot, "warming", None, None)
@@ -199,17 +196,18 @@ class PrewarmStarter(Starter):
         if isinstance(message, prewarmed.Ready) and message.problem is None:
             self._ready[slot] = message
             self._reporter.prewarm_changed(slot, "ready", message.seconds, message.private_bytes)
-            self._step(pools.PrewarmReady(slot, message.private_bytes or 0))
+            private_bytes = message.private_bytes or 0
+            self._carry_out(self._pool.ready(slot, private_bytes, self._clock.monotonic()))
             self._announce()
         elif isinstance(message, prewarmed.Ready):
             self._end_prewarm(slot)
             self._why_cold = str(message.problem)
-            self._step(pools.Refused(self._why_cold))
+            self._carry_out(self._pool.refuse(self._why_cold))
         elif isinstance(message, prewarmed.Failed):
             self._end_prewarm(slot)
             self._reporter.prewarm_changed(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, message.reason)
-            self._step(pools.PrewarmFailed(slot, message.reason))
+            self._carry_out(self._pool.fail(slot, message.reason, self._clock.monotonic()))
 
     def _end_prewarm(self, slot: int) -> None:
         standby = self._held.pop(slot, None)
@@ -222,12 +220,12 @@ class PrewarmStarter(Starter):
 
     def begin(self) -> None:
         """Leave the processors to the workers that are about to start."""
-        self._step(pools.Happened.RANKS_STARTING)
+        self._pool.start_ranks()
 
     def done(self) -> None:
         """All workers of the cycle are started: prewarmed workers for the next may follow."""
         self._has_worked = self._is_announced = False
-        self._step(pools.Happened.RANKS_STARTED)
+        self._carry_out(self._pool.ranks_started(self._clock.monotonic()))
         self._arm_for_fill()
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
@@ -273,25 +271,20 @@ class PrewarmStarter(Starter):
         if reason is None and (path := standby.stale_file()) is not None:
             reason = f"{path} changed on disk"
         if reason is None:
-            order = prewarmed.GoOrder(
-                env=spec.env,
-                stdio_fds=(None, stdout_fd, stderr_fd),
-                not_before=self._not_before(spec),
-            )
             try:
-                standby.go(order)
+                standby.go(spec.env, (None, stdout_fd, stderr_fd), self._not_before(spec))
             except prewarmed.PrewarmError as error:
                 message = standby.receive()
                 reason = message.reason if isinstance(message, prewarmed.Failed) else str(error)
         if reason is not None:
             self._end_prewarm(slot)
-            self._step(pools.PrewarmFailed(slot, reason))
+            self._carry_out(self._pool.fail(slot, reason, self._clock.monotonic()))
             return None, reason
         ready = self._ready.pop(slot, None)
         self._activated[slot] = self._held.pop(slot)
         self._loop.unwatch(standby.fileno())
         self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
-        self._step(pools.Gone(slot))
+        self._carry_out(self._pool.activate(slot, self._clock.monotonic()))
         self._reporter.prewarm_changed(slot, "went", None, None)
         if ready is not None:
             at = self._clock.monotonic() + BEGIN_LIMIT_S
@@ -323,7 +316,7 @@ class PrewarmStarter(Starter):
         message = standby.receive()
         if isinstance(message, prewarmed.Begun):
             self._forget_activated(slot, standby)
-            self._step(pools.Begun(slot))
+            self._carry_out(self._pool.begin(slot, self._clock.monotonic()))
             self._arm_for_fill()
         elif isinstance(message, prewarmed.Failed):
             self._last_words[slot] = message.reason
@@ -353,10 +346,10 @@ class PrewarmStarter(Starter):
             reason = message.reason
         self._forget_activated(local_rank, standby)
         if reason is None or is_stopped:
-            self._step(pools.Ended(local_rank))
+            self._carry_out(self._pool.end(local_rank, self._clock.monotonic()))
         else:
             self._reporter.prewarm_changed(local_rank, "failed", None, None)
-            self._step(pools.PrewarmFailed(local_rank, reason))
+            self._carry_out(self._pool.fail(local_rank, reason, self._clock.monotonic()))
         return reason
 
     def start_again(

@@ -27,7 +27,7 @@ from .messages import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, St
 from .slot import SlotError, SlotLayout, SlotMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
 SWEEP_LIMIT_S = 1.5
@@ -55,7 +55,9 @@ def sweep(
         strays = procfs.processes_with_environ(RUN_ID, run_id)
         groups |= {stat.pgid for stat in strays if stat.sid not in kept_sessions}
         for pgid in groups:
-            _kill_group(pgid)
+            # Nobody left, or a recycled number that belongs to somebody else.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pgid, signal.SIGKILL)
         found = {*(stat.pid for stat in strays), *procfs.pids_in_groups(groups)}
         found -= {os.getpid(), *spared}
         # One look may miss a process that comes and goes.
@@ -69,12 +71,6 @@ def sweep(
             handle.close()
         if time.monotonic() >= give_up_at:
             return sorted(pid for pid in found if procfs.is_running(pid))
-
-
-def _kill_group(pgid: int) -> None:
-    # Nobody left, or a recycled number that belongs to somebody else.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pgid, signal.SIGKILL)
 
 
 def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
@@ -226,9 +222,12 @@ class MonitorHandle:
                 case LogLine(level, text):
                     logger.log(level, "%s", text)
                 case SlotReplaced(local_rank):
-                    self._replace_slot(local_rank)
+                    index = self._local_ranks.index(local_rank)
+                    for memory in self._adopted(1):
+                        self._memories[index].close()
+                        self._memories[index] = memory
                 case Ready():
-                    self._take_slots()
+                    self._memories.extend(self._adopted(len(self._local_ranks)))
                     received.append(message)
                 case _:
                     received.append(message)
@@ -267,23 +266,13 @@ class MonitorHandle:
             memory.close()
         self._memories = []
 
-    def _take_slots(self) -> None:
-        for fd in self._channel.take_fds(len(self._local_ranks)):
-            self._memories.append(self._adopt(fd))
-
-    def _replace_slot(self, local_rank: int) -> None:
-        index = self._local_ranks.index(local_rank)
-        for fd in self._channel.take_fds(1):
-            memory = self._adopt(fd)
-            self._memories[index].close()
-            self._memories[index] = memory
-
-    def _adopt(self, fd: int) -> SlotMemory:
-        try:
-            return SlotMemory.adopt(fd, self.layout, must_be_sealed=False)
-        except SlotError:
-            os.close(fd)
-            raise
+    def _adopted(self, count: int) -> Iterator[SlotMemory]:
+        for fd in self._channel.take_fds(count):
+            try:
+                yield SlotMemory.adopt(fd, self.layout, must_be_sealed=False)
+            except SlotError:
+                os.close(fd)
+                raise
 
     def _wait_readable(self, deadline: Deadline) -> None:
         import select

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
-from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel, inspect_kernel
+from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,32 +28,26 @@ _MAX_SAME_NAME = 1000
 _CANNOT_ANSWER = frozenset("TtDZX?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known of a process of a job that hangs."""
 
     kernel: Kernel
-    can_dump: bool
     rss_bytes: int | None = None
     stacks_path: str | None = None
 
 
-def inspect_process(pid: int, dump_signal: int) -> Evidence:
-    """Ask the kernel how a process does, and whether it can write its stacks."""
-    kernel = inspect_kernel(pid)
-    can_dump = (
-        dump_signal > 0
-        and kernel.state not in _CANNOT_ANSWER
-        and procfs.catches_signal(pid, dump_signal)
-    )
-    return Evidence(kernel=kernel, can_dump=can_dump)
+def can_dump(pid: int, kernel: Kernel, dump_signal: int) -> bool:
+    """Return whether a process can write its stacks at a signal."""
+    is_able = dump_signal > 0 and kernel.state not in _CANNOT_ANSWER
+    return is_able and procfs.catches_signal(pid, dump_signal)
 
 
 def save_evidence(
-    directory: str, name: str, pid: int, evidence: Evidence, stacks: bytes
+    directory: str, name: str, pid: int, kernel: Kernel, stacks: bytes
 ) -> tuple[int | None, str | None]:
     """Write the evidence to a new file; return resident bytes and the path, or None. May block."""
-    kernel, memory = evidence.kernel, procfs.memory(pid)
+    memory = procfs.memory(pid)
     rss_bytes = None if memory is None else memory.rss
     text = (
         f"pid {pid} state {kernel.state} wchan {kernel.wchan or '-'} rss_bytes {rss_bytes}\n"
@@ -69,19 +63,14 @@ def save_evidence(
 def _write_new(directory: str, name: str, data: bytes) -> str | None:
     if not directory:
         return None
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for attempt in range(_MAX_SAME_NAME):
         suffix = f".{attempt}" if attempt else ""
         path = f"{directory}/{name}{suffix}.txt"
         try:
-            fd = os.open(path, flags, 0o600)
+            with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(data)
         except FileExistsError:
             continue
-        try:
-            while data:
-                data = data[os.write(fd, data) :]
-        finally:
-            os.close(fd)
         return path
     return None
 

@@ -21,7 +21,7 @@ from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
 from .session import SAVE_LIMIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from .port import RankPort, Testimony
     from .server import MonitorServer
@@ -40,6 +40,7 @@ class _Inquiry:
     """One hang: the rank that broke a limit first, and whose evidence is still to come.
 
     Without an accuser the limit was broken on another node, which asks what the ranks here do.
+    `finding`, `states` and `testimonies` are what was known at the last look.
     """
 
     accuser: RankPort | None
@@ -52,6 +53,14 @@ class _Inquiry:
     ending: list[RankPort] = field(default_factory=list)
     held: dict[str, Any] | None = None
     held_until: float = 0.0
+    testimonies: dict[RankPort, Testimony] = field(default_factory=dict)
+    states: list[RankState] = field(default_factory=list)
+    finding: Finding = field(default_factory=Finding)
+
+    @property
+    def is_of_health(self) -> bool:
+        """Whether a device is unfit, so that no other rank is looked at."""
+        return self.verdict is not None and self.verdict.rule in HEALTH_RULES
 
 
 class Inquiries:
@@ -66,20 +75,13 @@ class Inquiries:
 
         That rank has been looked at by now: a stopped one is not held up by the others' stacks.
         """
-        if verdict is None or not port.is_looked_into:
-            return  # It was found dead.
-        inquiry = self._begin(port, verdict)
-        if verdict.rule in HEALTH_RULES:
-            inquiry.errors = {}
-        else:
-            self._gather(inquiry)
+        if verdict is not None and port.is_looked_into:  # Else it was found dead.
+            self._begin(port, verdict)
 
     def examine(self) -> None:
         """Look at all ranks for a hang on another node, unless an inquiry of our own does."""
-        if not any(i.verdict is None or i.verdict.rule not in HEALTH_RULES for i in self._open):
-            inquiry = self._begin(None, None)
-            self._gather(inquiry)
-            self._proceed(inquiry)
+        if all(inquiry.is_of_health for inquiry in self._open):
+            self._proceed(self._begin(None, None))
 
     def sentence(self, local_ranks: Collection[int]) -> None:
         """End the ranks that all nodes together have found to blame, and release the others."""
@@ -87,22 +89,26 @@ class Inquiries:
             inquiry.ending = [p for p in inquiry.members if p.local_rank in local_ranks]
             inquiry.held = None
             for port in inquiry.ending:
-                port.sentence()
+                port.carry_out(port.session.sentence(time.monotonic()))
             self._close(inquiry)
 
     def _begin(self, accuser: RankPort | None, verdict: Verdict | None) -> _Inquiry:
         members = [] if accuser is None else [accuser]
         awaited = {port.local_rank for port in members}
         until = time.monotonic() + SAVE_LIMIT_S
-        self._open.append(_Inquiry(accuser, verdict, until, members, awaited))
-        return self._open[-1]
-
-    def _gather(self, inquiry: _Inquiry) -> None:
+        inquiry = _Inquiry(accuser, verdict, until, members, awaited)
+        self._open.append(inquiry)
+        if inquiry.is_of_health:
+            inquiry.errors = {}
+            return inquiry
         for other in self._server.ports:
-            if other is not inquiry.accuser and other.summon():
-                inquiry.members.append(other)
-                inquiry.awaited.add(other.local_rank)
+            if other is not accuser:
+                other.carry_out(other.session.summon())
+                if other.is_looked_into:
+                    members.append(other)
+                    awaited.add(other.local_rank)
         self._read_errors(inquiry)
+        return inquiry
 
     def testify(self, port: RankPort) -> None:
         """Record that the evidence on a rank is complete, or that the rank is gone."""
@@ -126,7 +132,7 @@ class Inquiries:
             elif inquiry.held is not None and now >= inquiry.held_until:
                 report, inquiry.held = inquiry.held, None
                 if any(port.is_looked_into for port in inquiry.ending):
-                    self._end(inquiry, {**report, "is_held": False})
+                    self._end(inquiry, report)
                 self._close(inquiry)
 
     def _read_errors(self, inquiry: _Inquiry) -> None:
@@ -145,17 +151,17 @@ class Inquiries:
     def _proceed(self, inquiry: _Inquiry) -> None:
         """Decide as soon as the evidence is complete, or certain without the rest."""
         is_complete = not inquiry.awaited and inquiry.errors is not None
-        testimonies = {
-            port: testimony
-            for port in inquiry.members
-            if (testimony := port.testimony()) is not None
-        }
-        if not inquiry.is_decided and (inquiry.accuser is None or inquiry.accuser in testimonies):
-            states = self._look(inquiry, testimonies)
-            finding = self._evaluate(inquiry, states)
-            if is_complete or _is_certain(finding, inquiry, testimonies):
-                inquiry.is_decided = True
-                self._answer(inquiry, finding, states, testimonies)
+        if not inquiry.is_decided:
+            known = ((port, port.testimony()) for port in inquiry.members)
+            inquiry.testimonies = {p: testimony for p, testimony in known if testimony is not None}
+            if inquiry.accuser is None or inquiry.accuser in inquiry.testimonies:
+                inquiry.states, inquiry.finding = self._look(inquiry), Finding()
+                if inquiry.verdict is not None and not inquiry.is_of_health:
+                    world_size = self._server.workers.world_size
+                    inquiry.finding = hang_culprit.find_culprit(inquiry.states, world_size)
+                if is_complete or _is_certain(inquiry):
+                    inquiry.is_decided = True
+                    self._answer(inquiry)
         if is_complete:
             self._close(inquiry)
 
@@ -165,110 +171,78 @@ class Inquiries:
             self._open.remove(inquiry)
             for port in inquiry.members:
                 if port not in inquiry.ending:
-                    port.release()
+                    port.session.release(time.monotonic())
 
-    def _evaluate(self, inquiry: _Inquiry, states: Sequence[RankState]) -> Finding:
-        if inquiry.verdict is None or inquiry.verdict.rule in HEALTH_RULES:
-            return Finding()
-        return hang_culprit.find_culprit(states, self._server.workers.world_size)
-
-    # What is known --------------------------------------------------------------------------
-
-    def _look(
-        self, inquiry: _Inquiry, testimonies: Mapping[RankPort, Testimony]
-    ) -> list[RankState]:
+    def _look(self, inquiry: _Inquiry) -> list[RankState]:
         """Return what every rank of the node was doing."""
-        by_rank = {port.local_rank: testimony for port, testimony in testimonies.items()}
-        offset = self._offset(testimonies)
+        by_rank = {port.local_rank: testimony for port, testimony in inquiry.testimonies.items()}
+        offset = self._offset(inquiry)
         errors, workers, host = inquiry.errors or {}, self._server.workers, self._server.host
         states = []
         for local_rank in sorted({*by_rank, *range(len(workers.pgids))}):
-            rank, words = offset + local_rank, ""
             if local_rank in errors:
+                activity = rank_activity.Activity.FAILED
                 words = f"had failed and has not exited: {errors[local_rank]}"
-                states.append(RankState(rank, rank_activity.Activity.FAILED, host, words))
             elif local_rank in workers.left:
-                words = "had left with exit code 0"
-                states.append(RankState(rank, rank_activity.Activity.LEFT, host, words))
+                activity, words = rank_activity.Activity.LEFT, "had left with exit code 0"
             elif local_rank in by_rank:
                 states.append(_state_of(by_rank[local_rank], host))
+                continue
             else:
                 kernel = rank_activity.inspect_kernel(workers.pgids[local_rank])
                 activity = rank_activity.classify(kernel, rank_activity.NO_STACK)
                 words = rank_activity.in_words(activity, kernel, rank_activity.NO_STACK)
-                states.append(RankState(rank, activity, host, words))
+            states.append(RankState(offset + local_rank, activity, host, words))
         return states
 
-    def _offset(self, testimonies: Mapping[RankPort, Testimony]) -> int:
+    def _offset(self, inquiry: _Inquiry) -> int:
         """Return the global rank of local rank 0; without a launcher sessions tell it."""
-        offsets = (testimony.rank - port.local_rank for port, testimony in testimonies.items())
+        known = inquiry.testimonies.items()
+        offsets = (testimony.rank - port.local_rank for port, testimony in known)
         return next(offsets, self._server.workers.rank_offset)
 
-    # What is done ---------------------------------------------------------------------------
-
-    def _answer(
-        self,
-        inquiry: _Inquiry,
-        finding: Finding,
-        states: Sequence[RankState],
-        testimonies: Mapping[RankPort, Testimony],
-    ) -> None:
+    def _answer(self, inquiry: _Inquiry) -> None:
         """End who is to blame here; where other nodes have a say, ask the launcher first."""
-        accuser, verdict = inquiry.accuser, inquiry.verdict
+        accuser, verdict, testimonies = inquiry.accuser, inquiry.verdict, inquiry.testimonies
         if accuser is None or verdict is None:
             evidence = {testimony.rank: testimony.evidence for testimony in testimonies.values()}
-            self._server.notify_launcher(messages.RanksSeen(plain_states(states, evidence)))
+            ranks = plain_states(inquiry.states, evidence)
+            self._server.notify_launcher(messages.RanksSeen(ranks))
             return
-        if testimonies[accuser].has_gone_on:
-            rank = testimonies[accuser].rank
-            logger.warning("rank %d went on while the ranks were looked at", rank)
+        own = testimonies[accuser]
+        if own.has_gone_on:
+            logger.warning("rank %d went on while the ranks were looked at", own.rank)
             return
-        blamed = {r.rank for r in finding.culprits}
-        overdue = {r.rank for r in finding.candidates if r.is_late}
-        inquiry.ending = [
-            port for port, testimony in testimonies.items() if testimony.rank in blamed
-        ] or [
-            port
-            for port, testimony in testimonies.items()
-            if port is accuser or testimony.rank in overdue
-        ]
-        report = self._report(inquiry, accuser, verdict, finding, states, testimonies)
-        if self._server.workers.are_all or verdict.rule in HEALTH_RULES:
+        blamed = {r.rank for r in inquiry.finding.culprits}
+        if not any(testimony.rank in blamed for testimony in testimonies.values()):
+            blamed = {own.rank, *(r.rank for r in inquiry.finding.candidates if r.is_late)}
+        inquiry.ending = [p for p, testimony in testimonies.items() if testimony.rank in blamed]
+        report = self._report(inquiry, own, verdict)
+        if self._server.workers.are_all or inquiry.is_of_health:
             self._end(inquiry, report)
         else:
             inquiry.held, inquiry.held_until = report, time.monotonic() + HOLD_S
             self._server.notify_launcher(messages.HangFound({**report, "is_held": True}))
 
-    def _end(self, inquiry: _Inquiry, report: Mapping[str, Any]) -> None:
+    def _end(self, inquiry: _Inquiry, report: dict[str, Any]) -> None:
         """Report a hang, and end who is to blame; where that is nobody, who broke its limit."""
-        self._server.notify_launcher(messages.HangFound(dict(report)))
+        self._server.notify_launcher(messages.HangFound(report))
         logger.error("%s", describe(report))
         self._server.record_fault(report)
         for port in inquiry.ending:
-            port.sentence()
+            port.carry_out(port.session.sentence(time.monotonic()))
 
-    def _report(
-        self,
-        inquiry: _Inquiry,
-        accuser: RankPort,
-        verdict: Verdict,
-        finding: Finding,
-        states: Sequence[RankState],
-        testimonies: Mapping[RankPort, Testimony],
-    ) -> dict[str, Any]:
+    def _report(self, inquiry: _Inquiry, accuser: Testimony, verdict: Verdict) -> dict[str, Any]:
         """Return a hang in machine-readable form, see `messages.HangFound`."""
-        ranks = {testimony.rank: testimony for testimony in testimonies.values()}
-        rank = finding.culprits[0].rank if finding.culprits else testimonies[accuser].rank
-        local_rank = rank - self._offset(testimonies)
-        signalled = [
-            testimony.signalled_at
-            for testimony in testimonies.values()
-            if testimony.signalled_at is not None
-        ]
+        finding, workers = inquiry.finding, self._server.workers
+        ranks = {testimony.rank: testimony for testimony in inquiry.testimonies.values()}
+        rank = finding.culprits[0].rank if finding.culprits else accuser.rank
+        local_rank = rank - self._offset(inquiry)
+        signalled = [t.signalled_at for t in ranks.values() if t.signalled_at is not None]
+        signalled_at = min(signalled, default=time.monotonic())
         failed = any(r.activity is rank_activity.Activity.FAILED for r in finding.culprits)
         evidence = {rank: testimony.evidence for rank, testimony in ranks.items()}
-        own = evidence.get(rank) or Evidence(kernel=rank_activity.Kernel("?"), can_dump=False)
-        signalled_at = min(signalled, default=time.monotonic())
+        own = evidence.get(rank) or Evidence(rank_activity.Kernel("?"))
         return {
             "rule": verdict.rule,
             "section": verdict.section,
@@ -288,32 +262,30 @@ class Inquiries:
             "candidates": [r.rank for r in finding.candidates],
             "waiting": [r.rank for r in finding.waiting],
             "is_elsewhere": finding.is_elsewhere,
-            "ranks": plain_states(states, evidence),
+            "ranks": plain_states(inquiry.states, evidence),
             "cycle": self._server.cycle,
             "rank": rank,
             "local_rank": local_rank,
-            "pid": ranks[rank].pid if rank in ranks else self._server.workers.pgids[local_rank],
+            "pid": ranks[rank].pid if rank in ranks else workers.pgids[local_rank],
             "host": self._server.host,
             "time": time.time(),
-            "signal": testimonies[accuser].signal,
-            "accuser": testimonies[accuser].rank,
+            "signal": accuser.signal,
+            "accuser": accuser.rank,
             "ended": [port.local_rank for port in inquiry.ending],
-            "error_file": self._server.workers.error_files[local_rank] if failed else None,
+            "error_file": workers.error_files[local_rank] if failed else None,
             "is_held": False,
         }
 
 
-def _is_certain(
-    finding: Finding, inquiry: _Inquiry, testimonies: Mapping[RankPort, Testimony]
-) -> bool:
+def _is_certain(inquiry: _Inquiry) -> bool:
     """Return whether nothing that is still to come can change the verdict or is worth a wait.
 
     The evidence on the culprits themselves is waited for: a stopped one is asked for nothing.
     """
-    blamed = {r.rank for r in finding.culprits}
-    return finding.confidence is hang_culprit.Confidence.CERTAIN and not any(
+    blamed = {r.rank for r in inquiry.finding.culprits}
+    return inquiry.finding.confidence is hang_culprit.Confidence.CERTAIN and not any(
         testimony.rank in blamed and port.local_rank in inquiry.awaited
-        for port, testimony in testimonies.items()
+        for port, testimony in inquiry.testimonies.items()
     )
 
 

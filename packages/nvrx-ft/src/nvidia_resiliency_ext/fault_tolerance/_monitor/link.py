@@ -48,9 +48,6 @@ class _AbsentError(LinkError):
     """Nobody listens, or whoever did is gone: another monitor may be on its way."""
 
 
-_ABSENT = (_AbsentError, ConnectionError)
-
-
 @dataclass(eq=False)
 class RankLink:
     """A session with the monitor that outlives the monitor; thread-safe. `open` makes it.
@@ -174,15 +171,12 @@ class RankLink:
                 sock.connect(self.path)
                 wire.require_same_user(sock)
                 hello, handed = self.make_hello()
-                data = RANK_MESSAGES.encode(hello)
-                if handed:
-                    wire.send_with_fds(sock, data, handed, timeout_s)
-                else:
-                    sock.sendall(data)
+                wire.send_with_fds(sock, RANK_MESSAGES.encode(hello), handed, timeout_s)
                 reader = wire.FrameReader()
                 answer = _receive_accepted(sock, reader, deadline, fds)
             except (OSError, NvrxError, LinkError) as exc:
-                kind = _AbsentError if isinstance(exc, _ABSENT) else LinkError
+                is_absent = isinstance(exc, _AbsentError | ConnectionError)
+                kind = _AbsentError if is_absent else LinkError
                 raise kind(f"no session with the rank monitor at {self.path}: {exc}") from exc
             if self._closing.is_set():
                 # Nobody would give back what `take` takes.
@@ -269,7 +263,5 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):  # It may have ended by itself.
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it ended by itself

@@ -39,14 +39,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class CycleChanged:
-    """Launcher to monitor: reports belong to this cycle now; answered by `CycleAcknowledged`."""
-
-    cycle: int
-
-
-@dataclass(frozen=True, slots=True)
-class CycleAcknowledged:
-    """Monitor to launcher: a sign of life, in answer to `CycleChanged`."""
+    """Launcher to monitor: reports belong to this cycle now. Sent back, as a sign of life."""
 
     cycle: int
 
@@ -99,14 +92,7 @@ class LeaseHeld:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Launcher to monitor: the word for `should_checkpoint` of all ranks; answered."""
-
-    word: int
-
-
-@dataclass(frozen=True, slots=True)
-class SaveAcknowledged:
-    """Monitor to launcher: the word is in the slots, and will be in those of new sessions."""
+    """Launcher to monitor: the word for `should_checkpoint` of all ranks. Sent back once stored."""
 
     word: int
 
@@ -203,9 +189,8 @@ class LogLine:
 
 
 LAUNCHER_MESSAGES = MessageSet(
-    Start, CycleChanged, CycleAcknowledged, WorkersChanged, Examine, Sentence, LeaseHeld, Save,
-    SaveAcknowledged, Leave, Ready, FirstStep, RankJoined, RankLeft, HangFound, RanksSeen,
-    RankUnkillable, SlotReplaced, LogLine,
+    Start, CycleChanged, WorkersChanged, Examine, Sentence, LeaseHeld, Save, Leave, Ready,
+    FirstStep, RankJoined, RankLeft, HangFound, RanksSeen, RankUnkillable, SlotReplaced, LogLine,
 )  # fmt: skip
 
 

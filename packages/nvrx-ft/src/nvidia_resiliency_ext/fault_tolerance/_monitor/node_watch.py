@@ -44,10 +44,8 @@ class NodeWatch:
         sysfs_root: str = "/sys",
     ) -> None:
         self._local_ranks = tuple(local_ranks)
+        self._config = config
         self._interval_s = float(config["node_health_check_interval"])
-        self._watches_nics = bool(config["enable_nic_monitor"])
-        self._topology = config["pci_topo_file"]
-        self._template = config["link_down_path_template"]
         self._found = found
         self._sysfs_root = sysfs_root
         self._stopped = threading.Event()
@@ -95,15 +93,17 @@ class NodeWatch:
         return {self._local_ranks[0]: first, **rest}
 
     def _nic_checks(self) -> dict[int, NicHealthCheck]:
-        if not self._watches_nics or not (self._template or has_adapters(self._sysfs_root)):
+        template = self._config["link_down_path_template"]
+        has_any = bool(template) or has_adapters(self._sysfs_root)
+        if not self._config["enable_nic_monitor"] or not has_any:
             return {}
         from nvidia_resiliency_ext.shared_utils.health_check import NicHealthCheck
 
         checks = {}
         for rank in self._local_ranks:
             check = NicHealthCheck(
-                pci_topo_file=self._topology,
-                link_down_path_template=self._template,
+                pci_topo_file=self._config["pci_topo_file"],
+                link_down_path_template=template,
                 sysfs_root=self._sysfs_root,
             )
             check.set_nic_device(rank)

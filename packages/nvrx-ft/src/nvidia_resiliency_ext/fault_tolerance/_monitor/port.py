@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
+from nvidia_resiliency_ext.shared_utils.rank_activity import inspect_kernel
 
-from . import messages, session
-from .hang_report import Evidence, inspect_process, save_evidence
-from .session import change_limits, policy_of
+from . import messages
+from .hang_report import Evidence, can_dump, save_evidence
+from .session import LOOKED_INTO, Do, Phase, Session
 from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotView, read_slot
-from .timeout_rules import Verdict, evaluate
+from .timeout_rules import Policy, Verdict, change_limits, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Connection
+    from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
     from .server import MonitorServer
-    from .session import RestartLines
+    from .session import Effects, RestartLines
 
 
 logger = logging.getLogger("nvrx")
@@ -62,7 +64,7 @@ class Testimony:
 class _Client:
     """The process that has, or asks for, the session."""
 
-    connection: Connection
+    channel: Channel
     hello: messages.Hello
     process: PidHandle
     dump_fd: int = -1
@@ -79,23 +81,17 @@ class RankPort:
     """One local rank: its socket, its slot, and at most one session."""
 
     def __init__(
-        self,
-        server: MonitorServer,
-        local_rank: int,
-        path: str,
-        config: Mapping[str, Any],
-        lines: RestartLines,
+        self, server: MonitorServer, local_rank: int, path: str, lines: RestartLines
     ) -> None:
         self.local_rank = local_rank
         self._server = server
-        self._config = dict(config)
-        self._layout = SlotLayout(tuple(config["rank_section_timeouts"]))
+        self._config = dict(server.config)
+        self._layout = SlotLayout(tuple(self._config["rank_section_timeouts"]))
         self.memory = SlotMemory.create(
             self._layout, directory=server.run_dir, name=f"nvrx-slot{local_rank}"
         )
         self._lines = lines
-        self._state = session.SessionState()
-        self._policy = policy_of(self._config)
+        self.session = Session(Policy.from_config(self._config))
         self._client: _Client | None = None
         self._pending: _Client | None = None
         self._save_word = 0
@@ -112,11 +108,7 @@ class RankPort:
 
     def next_wake(self) -> float | None:
         """When `tick` has something to do, on the monotonic clock."""
-        times = [
-            self._state.wake_at,
-            self._lines.next_check,
-            self._refusals.next_check,
-        ]
+        times = [self.session.wake_at, self._lines.next_check, self._refusals.next_check]
         if self._client is not None and self._client.process.fileno() is None:
             times.append(time.monotonic() + _NO_PIDFD_POLL_S)
         return min((at for at in times if at is not None), default=None)
@@ -124,9 +116,9 @@ class RankPort:
     def tick(self, now: float) -> None:
         client = self._client
         if client is not None and client.process.fileno() is None and not client.process.alive():
-            self._process(session.Happened.DIED)
-        if self._state.wake_at is not None and self._state.wake_at <= now:
-            self._process(session.Happened.WOKE)
+            self.carry_out(self.session.end())
+        if self.session.wake_at is not None and self.session.wake_at <= now:
+            self._wake()
         self._lines.check(now)
         self._refusals.check(now)
 
@@ -150,25 +142,12 @@ class RankPort:
             iteration=self._look().iteration,
             reason=reason,
         )
-        self._process(session.Condemned(verdict))
-
-    def summon(self) -> bool:
-        """Gather evidence on the rank, whatever it does; False when it has no session to ask."""
-        self._process(session.Happened.SUMMONED)
-        return self.is_looked_into
-
-    def sentence(self) -> None:
-        """End the rank: it is to blame."""
-        self._process(session.Happened.SENTENCED)
-
-    def release(self) -> None:
-        """Leave the rank to the launcher: it is not to blame."""
-        self._process(session.Happened.RELEASED)
+        self.carry_out(self.session.condemn(verdict))
 
     @property
     def is_looked_into(self) -> bool:
         """Whether evidence on the rank is being gathered, or is complete."""
-        return self._client is not None and self._state.phase in session.LOOKED_INTO
+        return self._client is not None and self.session.phase in LOOKED_INTO
 
     def testimony(self) -> Testimony | None:
         """Return what is known of the rank by now; None before it was looked at."""
@@ -176,9 +155,9 @@ class RankPort:
         if client is None or client.first_view is None or not self.is_looked_into:
             return None
         assert client.evidence is not None
-        now, timeouts = time.monotonic(), self._policy.timeouts
-        after, verdict = self._look(client), self._state.verdict
-        broken = evaluate(after, timeouts, self._state.started, now + LATE_MARGIN_S)
+        after, verdict = self._look(), self.session.verdict
+        late = time.monotonic() + LATE_MARGIN_S
+        broken = evaluate(after, self.session.policy, self.session.started, late)
         has_gone_on = (
             verdict is not None
             and not verdict.reason
@@ -194,7 +173,7 @@ class RankPort:
             broken=broken or verdict,
             has_gone_on=has_gone_on,
             signalled_at=client.signalled_at,
-            signal=int(self._policy.termination_signal),
+            signal=int(self.session.policy.termination_signal),
         )
 
     def close(self) -> None:
@@ -225,96 +204,83 @@ class RankPort:
             self._record_refusal(f"rank {hello.rank} (pid {hello.pid}) was not let in: {exc}")
             connection.channel.close()
             return
+        self._pending = _Client(connection.channel, hello, process)
         client = self._client
-        self._pending = _Client(connection, hello, process)
         is_alive = client is not None and client.process.alive()
-        self._process(session.Joined(is_alive))
+        self.carry_out(self.session.join(time.monotonic(), has_live_owner=is_alive))
 
     def _record_refusal(self, text: str) -> None:
         self._refusals.record(time.monotonic(), text)
 
     def _read_client(self) -> None:
         client = self._client
-        if client is None or client.connection.channel.is_over:
+        if client is None or client.channel.is_over:
             return
-        channel = client.connection.channel
+        channel = client.channel
         channel.flush()
         for message in channel.receive():
             self._handle(client, message)
         if channel.is_over:
             self._server.loop.unwatch(channel)
             channel.close()
-            self._process(session.Happened.CLOSED)
+            self.carry_out(self.session.close())
         else:
             self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
 
     def _handle(self, client: _Client, message: object) -> None:
-        channel = client.connection.channel
         match message:
             case messages.SetTimeouts(request, changes):
-                channel.send(messages.Answer(request, self.set_limits(changes)))
-            case messages.Ask(request):
+                client.channel.send(messages.Answer(request, self.set_limits(changes)))
+            case messages.HeldForSave(request) if self._save_word == SAVE_ASKED:
+                client.held_request = request
+            case messages.Ask(request) | messages.HeldForSave(request):
                 self._look_now()
-                channel.send(messages.Answer(request))
-            case messages.HeldForSave(request):
-                self._hold(client, request)
+                client.channel.send(messages.Answer(request))
             case _:
-                channel.is_over = True  # a second hello, or a message of the other direction
+                client.channel.is_over = True  # a second hello, or one of the other direction
 
     def save(self, word: int) -> None:
         """Put the word for `should_checkpoint` into the slot; a rank that waits for it goes on."""
         self._save_word = self.memory.words[W_SAVE] = word
         client = self._client
         if word != SAVE_ASKED and client is not None and client.held_request is not None:
-            client.connection.channel.send(messages.Answer(client.held_request))
+            client.channel.send(messages.Answer(client.held_request))
             client.held_request = None
 
-    def _hold(self, client: _Client, request: int) -> None:
-        if self._save_word == SAVE_ASKED:
-            client.held_request = request
-        else:
-            client.connection.channel.send(messages.Answer(request))
-
-    def _process(self, event: session.Event) -> None:
-        self._state, effects = session.step(self._state, event, time.monotonic(), self._policy)
+    def carry_out(self, effects: Effects) -> None:
+        """Do what the session machine has decided."""
         for effect in effects:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: session.Do) -> None:
-        match effect:
-            case session.Do.ACCEPT:
-                self._accept()
-            case session.Do.REFUSE:
-                self._refuse("another live process has the session of this rank")
-            case session.Do.END:
-                self._end()
-            case session.Do.LOOK:
-                self._process(session.Looked(self._look()))
-            case session.Do.SAVE_EVIDENCE:
-                self._save()
-            case session.Do.ACCUSE:
-                self._server.inquiries.accuse(self, self._state.verdict)
-            case session.Do.TESTIFY:
-                self._server.inquiries.testify(self)
-            case session.Do.REPORT_UNKILLABLE:
-                self._report_unkillable()
-            case _:
-                self._act_on_process(effect)
-
-    def _act_on_process(self, effect: session.Do) -> None:
+    def _carry_out(self, effect: Do) -> None:  # noqa: C901 - one for each effect
         client = self._client
-        assert client is not None
         match effect:
-            case session.Do.INSPECT:
+            case Do.ACCEPT:
+                self._accept()
+            case Do.REFUSE:
+                self._refuse("another live process has the session of this rank")
+            case Do.TESTIFY:
+                self._server.inquiries.testify(self)
+            case _ if client is None:
+                pass  # It was found dead while an effect before this one was carried out.
+            case Do.END:
+                self._end()
+            case Do.INSPECT:
                 self._inspect(client)
-            case session.Do.ASK_STACKS:
+            case Do.ASK_STACKS:
                 client.signalled_at = time.monotonic()
                 client.process.signal(client.hello.dump_signal)
-            case session.Do.TERMINATE:
+            case Do.SAVE_EVIDENCE:
+                self._save(client)
+            case Do.ACCUSE:
+                self._server.inquiries.accuse(self, self.session.verdict)
+            case Do.TERMINATE:
                 client.process.signal(signal.SIGCONT)
-                client.process.signal(self._policy.termination_signal)
-            case session.Do.KILL:
+                client.process.signal(self.session.policy.termination_signal)
+            case Do.KILL:
                 client.process.signal(signal.SIGKILL)
+            case Do.REPORT_UNKILLABLE:
+                self._report_unkillable(client)
 
     def _accept(self) -> None:
         client, self._pending = self._pending, None
@@ -327,32 +293,32 @@ class RankPort:
             # Out of descriptors, for one. Nobody would watch it: without a session it asks again.
             rank, pid = client.hello.rank, client.process.pid
             logger.error("rank %d (pid %d) cannot be watched now: %s", rank, pid, exc)  # noqa: TRY400
-            self._process(session.Happened.CLOSED)
+            self.carry_out(self.session.close())
 
     def _open_session(self, client: _Client) -> None:
+        loop, channel = self._server.loop, client.channel
         client.dump_fd, dump_write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             os.set_blocking(client.dump_fd, False)
             self._take_slot(client)
             self.memory.words[W_SAVE] = self._save_word
             accepted = messages.Accepted(
-                self._state.session_id, self._config, list(self._layout.sections)
+                self.session.session_id, self._config, list(self._layout.sections)
             )
-            channel = client.connection.channel
             channel.send(accepted, [self.memory.fd, dump_write_fd])
         finally:
             os.close(dump_write_fd)
-        self._server.loop.watch(channel, self._read_client, write=channel.wants_to_write)
-        self._server.loop.watch(client.dump_fd, self._read_dump)
+        loop.watch(channel, self._read_client, write=channel.wants_to_write)
+        loop.watch(client.dump_fd, self._read_dump)
         pidfd = client.process.fileno()
         if pidfd is not None:
-            self._server.loop.watch(pidfd, lambda: self._process(session.Happened.DIED))
+            loop.watch(pidfd, lambda: self.carry_out(self.session.end()))
         rank, pid = client.hello.rank, client.process.pid
         self._server.notify_launcher(messages.RankJoined(self.local_rank, rank, pid))
         logger.debug("rank %d (pid %d) joined its monitor", rank, pid)
 
     def _take_slot(self, client: _Client) -> None:
-        fds = client.connection.channel.take_fds(1) if client.hello.hands_back_slot else []
+        fds = client.channel.take_fds(1) if client.hello.hands_back_slot else []
         for fd in fds:
             try:
                 adopted = SlotMemory.adopt(fd, self._layout, must_be_sealed=True)
@@ -371,16 +337,16 @@ class RankPort:
         assert pending is not None
         rank, pid = pending.hello.rank, pending.process.pid
         self._record_refusal(f"rank {rank}: pid {pid} was refused: {reason}")
-        pending.connection.channel.send(messages.Refused(reason))
-        pending.connection.channel.close()
+        pending.channel.send(messages.Refused(reason))
+        pending.channel.close()
         pending.process.close()
 
     def _end(self) -> None:
+        view = self._look()
         client, self._client = self._client, None
         assert client is not None
-        view = self._look(client)
-        self._server.loop.unwatch(client.connection.channel)
-        client.connection.channel.close()
+        self._server.loop.unwatch(client.channel)
+        client.channel.close()
         pidfd = client.process.fileno()
         if pidfd is not None:
             self._server.loop.unwatch(pidfd)
@@ -391,45 +357,43 @@ class RankPort:
         self._server.inquiries.testify(self)
 
     def _look_now(self) -> None:
-        if self._state.phase is session.Phase.LIVE:
-            self._process(session.Happened.WOKE)
+        if self.session.phase is Phase.LIVE:
+            self._wake()
 
-    def _look(self, client: _Client | None = None) -> SlotView:
+    def _wake(self) -> None:
+        view = self._look()
+        self.carry_out(self.session.wake(view, time.monotonic()))
+
+    def _look(self) -> SlotView:
         """Read the slot, and pass on the first signs of life and of a step in it."""
-        client = client or self._client
+        client = self._client
         view = read_slot(self.memory.words, self._layout)
-        if client is not None and view.session_id:
-            if view.is_active:
-                self._report_life(client)
-            stepped_at = view.heartbeat_first or view.step_first_close
-            if stepped_at is not None:
-                self._report_step(client, stepped_at)
-        return view
-
-    def _report_life(self, client: _Client) -> None:
-        if not client.has_reported_life:
+        if client is None or not view.session_id:
+            return view
+        stepped_at = view.heartbeat_first or view.step_first_close
+        if not client.has_reported_life and (view.is_active or stepped_at is not None):
             client.has_reported_life = True
             self._lines.alive()
-
-    def _report_step(self, client: _Client, at: float) -> None:
-        self._report_life(client)
-        if not client.has_reported_step:
+        if not client.has_reported_step and stepped_at is not None:
             client.has_reported_step = True
-            self._server.notify_launcher(messages.FirstStep(self.local_rank, at))
+            self._server.notify_launcher(messages.FirstStep(self.local_rank, stepped_at))
+        return view
 
     def _renew_policy(self) -> None:
         asked = None if self._client is None else self._client.hello.num_warmup_iters
-        self._policy = policy_of(self._config, asked)
+        self.session.policy = Policy.from_config(self._config, asked)
 
     def _inspect(self, client: _Client) -> None:
         client.first_view = None
         if not client.process.alive():
-            self._process(session.Happened.DIED)
+            self.carry_out(self.session.end())
             return
         client.stacks, client.signalled_at = bytearray(), None
-        client.evidence = inspect_process(client.process.pid, client.hello.dump_signal)
-        client.first_view = self._look(client)
-        self._process(session.Inspected(client.evidence.can_dump))
+        pid = client.process.pid
+        client.evidence = Evidence(inspect_kernel(pid))
+        client.first_view = self._look()
+        answers = can_dump(pid, client.evidence.kernel, client.hello.dump_signal)
+        self.carry_out(self.session.inspected(time.monotonic(), can_dump=answers))
 
     def _read_dump(self) -> None:
         client = self._client
@@ -443,7 +407,7 @@ class RankPort:
         elif client.stacks is not None:
             if len(client.stacks) < MAX_STACKS_BYTES:
                 client.stacks += data
-            self._process(session.Dumped(data.endswith(b"\n")))
+            self.session.dumped(time.monotonic(), ends_line=data.endswith(b"\n"))
 
     def _close_dump(self, client: _Client) -> None:
         if client.dump_fd >= 0:
@@ -451,35 +415,28 @@ class RankPort:
             os.close(client.dump_fd)
             client.dump_fd = -1
 
-    def _save(self) -> None:
-        client, server = self._client, self._server
-        assert client is not None
-        assert client.evidence is not None
+    def _save(self, client: _Client) -> None:
+        server, evidence = self._server, client.evidence
+        assert evidence is not None
         name = f"stacks-{server.host}-c{server.cycle}-r{client.hello.rank}"
-        pid, evidence, stacks = client.process.pid, client.evidence, bytes(client.stacks or b"")
-        directory = server.record_dir
+        pid, stacks, directory = client.process.pid, bytes(client.stacks or b""), server.record_dir
 
         def done(result: tuple[int | None, str | None] | None) -> None:
             if client is self._client:
                 rss_bytes, path = result or (None, None)
                 client.evidence = replace(evidence, rss_bytes=rss_bytes, stacks_path=path)
-                self._process(session.Happened.SAVED)
+                self.carry_out(self.session.saved())
 
-        server.slow.submit(lambda: save_evidence(directory, name, pid, evidence, stacks), done)
+        kernel = evidence.kernel
+        server.slow.submit(lambda: save_evidence(directory, name, pid, kernel, stacks), done)
 
-    def _report_unkillable(self) -> None:
-        client = self._client
-        assert client is not None
+    def _report_unkillable(self, client: _Client) -> None:
         rank, pid = client.hello.rank, client.process.pid
-        look = inspect_process(pid, 0)
-        state, wchan = look.kernel.state, look.kernel.wchan
+        kernel = inspect_kernel(pid)
         self._server.notify_launcher(
-            messages.RankUnkillable(self.local_rank, rank, pid, state, wchan)
+            messages.RankUnkillable(self.local_rank, rank, pid, kernel.state, kernel.wchan)
         )
         logger.error(
             "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
-            rank,
-            pid,
-            state,
-            wchan or "an unknown place",
+            *(rank, pid, kernel.state, kernel.wchan or "an unknown place"),
         )

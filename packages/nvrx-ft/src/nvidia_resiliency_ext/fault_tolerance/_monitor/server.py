@@ -51,10 +51,9 @@ class MonitorServer:
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
         self.run_dir = start.run_dir
         self.record_dir = start.record_dir
+        self.config = start.config
         self._start = start
         self._lines = lines
-        self._restarter = restarter or self
-        self._pgids: set[int] = set()
         self._lease_until: float | None = None
         self._is_leaving = False
         self._is_told_to_leave = False
@@ -63,12 +62,16 @@ class MonitorServer:
         self.slow = WorkerThread()
         self.loop.watch(self.slow, self.slow.collect)
         self.workers = messages.WorkersChanged(start.cycle, [])
+        self._pgids: Sequence[int] = ()  # of the last workers that there were
         self.inquiries = Inquiries(self)
         self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
+        interval_s = float(start.config["restart_check_interval"])
+        # One rank speaks for its node: layered restarts follow nodes.
+        speaker = (restarter or self) if start.is_restarter_logger else None
         self.ports = [
-            RankPort(self, local_rank, path, start.config, self._restart_lines(local_rank))
-            for local_rank, path in zip(local_ranks, start.socket_paths, strict=True)
+            RankPort(self, rank, path, RestartLines(None if rank else speaker, interval_s))
+            for rank, path in zip(local_ranks, start.socket_paths, strict=True)
         ]
         for port in self.ports:
             port.save(start.save_word)
@@ -142,25 +145,10 @@ class MonitorServer:
 
         self.slow.submit(job, lambda _: None)
 
-    def _restart_lines(self, local_rank: int) -> RestartLines:
-        machine = None
-        # One rank speaks for its node: layered restarts follow nodes.
-        if self._start.is_restarter_logger and local_rank == 0:
-            from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-                RankMonitorStateMachine,
-            )
-
-            machine = RankMonitorStateMachine(self._restarter)
-        interval_s = float(self._start.config["restart_check_interval"])
-        return RestartLines(machine, interval_s)
-
     def _next_wake(self) -> float | None:
-        wakes = [at for port in self.ports if (at := port.next_wake()) is not None]
-        if (error_files_at := self.inquiries.next_wake()) is not None:
-            wakes.append(error_files_at)
-        if self._lease_until is not None:
-            wakes.append(self._lease_until)
-        return min(wakes, default=None)
+        wakes = [port.next_wake() for port in self.ports]
+        wakes += [self.inquiries.next_wake(), self._lease_until]
+        return min((at for at in wakes if at is not None), default=None)
 
     def _guard(self, callback: Callable[[], None]) -> None:
         # The loop's boundary: a defect in the care of one rank must not leave the others unwatched.
@@ -199,10 +187,10 @@ class MonitorServer:
                 self.cycle = cycle
                 # The error files of the workers before are those of another cycle.
                 self.workers = messages.WorkersChanged(cycle, [])
-                self.notify_launcher(messages.CycleAcknowledged(cycle))
+                self.notify_launcher(message)
             case messages.WorkersChanged():
                 self.cycle = message.cycle
-                self._pgids = set(message.pgids)
+                self._pgids = message.pgids
                 self.workers = message
             case messages.Examine():
                 self.inquiries.examine()
@@ -213,7 +201,7 @@ class MonitorServer:
             case messages.Save(word):
                 for port in self.ports:
                     port.save(word)
-                self.notify_launcher(messages.SaveAcknowledged(word))
+                self.notify_launcher(message)
             case messages.Leave():
                 self._is_leaving = True
                 self._is_told_to_leave = True
@@ -228,7 +216,10 @@ class MonitorServer:
             "the launcher did not renew this node's lease: the workers are killed before the other"
             " nodes replace them"
         )
-        left = sweep(self._start.run_id, self._pgids, spared={os.getppid()})
+        self._sweep({os.getppid()})
+
+    def _sweep(self, spared: set[int]) -> None:
+        left = sweep(self._start.run_id, self._pgids, spared=spared)
         if left:
             logger.error("still there after SIGKILL: %s", left)
 
@@ -237,10 +228,7 @@ class MonitorServer:
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
         if self._is_to_sweep():
-            spared = {os.getppid()} if self._is_told_to_leave else set()
-            left = sweep(self._start.run_id, self._pgids, spared=spared)
-            if left:
-                logger.error("still there after SIGKILL: %s", left)
+            self._sweep({os.getppid()} if self._is_told_to_leave else set())
         self._pass_on_lines()
         self.loop.unwatch(self.slow)
         self.slow.close()
@@ -255,4 +243,4 @@ class MonitorServer:
             return False
         if self._is_told_to_leave:
             return True
-        return self._is_launcher_gone and self._start.config["orphan_workers"] != "keep"
+        return self._is_launcher_gone and self.config["orphan_workers"] != "keep"

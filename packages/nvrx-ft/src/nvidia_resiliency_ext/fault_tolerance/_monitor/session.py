@@ -3,30 +3,37 @@
 
 from __future__ import annotations
 
-import math
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from .timeout_rules import Timeouts, Verdict, evaluate, next_look
+from .timeout_rules import evaluate, next_look
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
-
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RankMonitorStateMachine,
+        RestarterEventLogger,
     )
 
     from .slot import SlotView
+    from .timeout_rules import Policy, Verdict
 
 
 class RestartLines:
-    """The layered-restart lines of one rank; none without a state machine."""
+    """The layered-restart lines of one rank, while a restart lasts one in `interval_s` seconds.
 
-    def __init__(self, machine: RankMonitorStateMachine | None, interval_s: float) -> None:
-        """Write lines with `machine`, while a restart lasts one every `interval_s` seconds."""
-        self._machine = machine
+    Without a logger there are none.
+    """
+
+    def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
+        self._machine: RankMonitorStateMachine | None = None
+        if restarter is not None:
+            from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
+                RankMonitorStateMachine,
+            )
+
+            self._machine = RankMonitorStateMachine(restarter)
         self._interval_s = interval_s
         self.next_check: float | None = None
         """When `check` is due, on the monotonic clock."""
@@ -82,91 +89,21 @@ class Phase(Enum):
     STUCK = "stuck"
 
 
+_WATCHED = frozenset({Phase.LIVE, Phase.SUSPECT})
 _CONDEMNED = frozenset({Phase.ENDING, Phase.KILLING, Phase.STUCK})
 LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.RECEIVED})
 """Phases in which evidence on the rank is gathered or complete."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """What the configuration says about judging and killing."""
-
-    timeouts: Timeouts
-    longest_pause_s: float
-    evidence_timeout_s: float
-    termination_signal: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionState:
-    """One rank as the monitor knows it; `wake_at` is when the machine wants `Woke`."""
-
-    phase: Phase = Phase.IDLE
-    session_id: int = 0
-    started: float = 0.0
-    wake_at: float | None = None
-    give_up_at: float = 0.0
-    woke_late: bool = False
-    verdict: Verdict | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A process asks for the session; whether the one that has it, if any, still lives."""
-
-    has_live_owner: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """The slot was read."""
-
-    view: SlotView
-
-
-@dataclass(frozen=True, slots=True)
-class Condemned:
-    """The rank must end for a reason that is not in its slot: its device is unfit."""
-
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Inspected:
-    """The kernel was asked about the process; whether it can dump its stacks."""
-
-    can_dump: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Dumped:
-    """A piece of the stacks came; whether it ended with a line."""
-
-    ends_line: bool
-
-
-class Happened(Enum):
-    """An event without further content."""
-
-    CLOSED = "the session's connection ended"
-    DIED = "the process that has the session ended"
-    WOKE = "`wake_at` passed, or the limits changed"
-    SUMMONED = "another rank of the node broke a rule: the state of this one is evidence"
-    SENTENCED = "the rank is to blame, and must end"
-    RELEASED = "the rank is not to blame"
-    SAVED = "the evidence is on disk, or could not be written"
-
-
 class Do(Enum):
-    """An effect without further content."""
+    """An effect, in the order in which they are returned."""
 
     ACCEPT = "open the session for the process that asks"
     REFUSE = "tell the process that asks that another one has the session"
-    LOOK = "read the slot and report `Looked`"
     ACCUSE = "look at all ranks of the node: this one broke a rule"
-    INSPECT = "ask the kernel about the process and report `Inspected`"
+    INSPECT = "ask the kernel about the process, then call `inspected`"
     ASK_STACKS = "send the signal that makes the process write its stacks"
-    SAVE_EVIDENCE = "write the evidence without waiting for it; report SAVED when done"
+    SAVE_EVIDENCE = "write the evidence without waiting for it, then call `saved`"
     TESTIFY = "report that the evidence on this rank is complete"
     TERMINATE = "send SIGCONT, then the configured signal"
     KILL = "send SIGKILL"
@@ -174,172 +111,133 @@ class Do(Enum):
     END = "close the session's connection and forget the rank"
 
 
-Event: TypeAlias = Joined | Looked | Condemned | Inspected | Dumped | Happened
-Result: TypeAlias = tuple[SessionState, tuple[Do, ...]]
+Effects: TypeAlias = tuple[Do, ...]
 
 
-def step(  # noqa: C901, PLR0911, PLR0912 - one branch per row of the table
-    state: SessionState, event: Event, now: float, policy: Policy
-) -> Result:
-    """Return the next state and the effects; events that do not fit the phase change nothing."""
-    match event:
-        case Joined(has_live_owner):
-            return _join(state, now, has_live_owner=has_live_owner)
-        # A condemned one gave up its session but not its life: the escalation goes on.
-        case Happened.CLOSED if state.phase not in _CONDEMNED:
-            return _end(state)
-        case Happened.DIED:
-            return _end(state)
-        case Happened.WOKE:
-            return _wake(state, now)
-        case Looked(view):
-            return _look(state, view, now, policy)
-        case Condemned(verdict) if state.phase in (Phase.LIVE, Phase.SUSPECT):
-            return _accused(state, verdict)
-        case Happened.SUMMONED if state.phase in (Phase.LIVE, Phase.SUSPECT):
-            return replace(state, phase=Phase.ASKING, verdict=None, wake_at=None), (Do.INSPECT,)
-        case Happened.SENTENCED if state.phase in LOOKED_INTO:
-            return _condemn(state, now, policy)
-        case Happened.RELEASED if state.phase is Phase.RECEIVED:
-            return replace(state, phase=Phase.FREE, wake_at=now + AFTERMATH_S), ()
-        case Inspected(can_dump) if state.phase is Phase.ASKING:
-            if not can_dump or policy.evidence_timeout_s <= 0:
-                return _save(state, now)
-            until = now + policy.evidence_timeout_s
-            dumping = replace(state, phase=Phase.DUMPING, wake_at=until, give_up_at=until)
-            return dumping, (Do.ASK_STACKS,)
-        case Dumped(ends_line) if state.phase is Phase.DUMPING:
-            quiet_at = now + DUMP_QUIET_S if ends_line else state.give_up_at
-            return replace(state, wake_at=min(quiet_at, state.give_up_at)), ()
-        case Happened.SAVED if state.phase is Phase.SAVING:
-            return _received(state)
-        case _:
-            return state, ()
+@dataclass
+class Session:
+    """One rank as the monitor knows it.
 
-
-def _join(state: SessionState, now: float, *, has_live_owner: bool) -> Result:
-    if state.phase is not Phase.IDLE and has_live_owner:
-        return state, (Do.REFUSE,)
-    _, before = _end(state)
-    number = state.session_id + 1
-    joined = SessionState(phase=Phase.LIVE, session_id=number, started=now, wake_at=now)
-    return joined, (*before, Do.ACCEPT)
-
-
-def _end(state: SessionState) -> Result:
-    if state.phase is Phase.IDLE:
-        return state, ()
-    return SessionState(session_id=state.session_id), (Do.END,)
-
-
-def _wake(state: SessionState, now: float) -> Result:
-    match state.phase:
-        case Phase.LIVE | Phase.SUSPECT:
-            late = state.wake_at is not None and now - state.wake_at > FROZEN_S
-            return replace(state, woke_late=late), (Do.LOOK,)
-        case Phase.DUMPING:
-            return _save(state, now)
-        case Phase.SAVING:
-            return _received(state)
-        case Phase.FREE:
-            return replace(state, phase=Phase.LIVE, verdict=None, wake_at=now), ()
-        case Phase.ENDING:
-            killing = replace(state, phase=Phase.KILLING, wake_at=now + ESCALATION_S)
-            return killing, (Do.KILL,)
-        case Phase.KILLING:
-            return replace(state, phase=Phase.STUCK, wake_at=None), (Do.REPORT_UNKILLABLE,)
-        case _:
-            return replace(state, wake_at=None), ()
-
-
-def _look(state: SessionState, view: SlotView, now: float, policy: Policy) -> Result:
-    if state.phase not in (Phase.LIVE, Phase.SUSPECT):
-        return state, ()
-    verdict = evaluate(view, policy.timeouts, state.started, now)
-    if verdict is None:
-        at = next_look(view, policy.timeouts, state.started, now, policy.longest_pause_s)
-        return replace(state, phase=Phase.LIVE, verdict=None, wake_at=at), ()
-    if state.phase is Phase.SUSPECT and not state.woke_late and _is_same(verdict, state.verdict):
-        return _accused(state, verdict)
-    pause = FROZEN_S if state.woke_late else SECOND_LOOK_S
-    return replace(state, phase=Phase.SUSPECT, verdict=verdict, wake_at=now + pause), ()
-
-
-def _is_same(verdict: Verdict, before: Verdict | None) -> bool:
-    return before is not None and (verdict.rule, verdict.section, verdict.since) == (
-        before.rule,
-        before.section,
-        before.since,
-    )
-
-
-def _accused(state: SessionState, verdict: Verdict) -> Result:
-    asking = replace(state, phase=Phase.ASKING, verdict=verdict, wake_at=None)
-    return asking, (Do.INSPECT, Do.ACCUSE)
-
-
-def _save(state: SessionState, now: float) -> Result:
-    return replace(state, phase=Phase.SAVING, wake_at=now + SAVE_LIMIT_S), (Do.SAVE_EVIDENCE,)
-
-
-def _received(state: SessionState) -> Result:
-    return replace(state, phase=Phase.RECEIVED, wake_at=None), (Do.TESTIFY,)
-
-
-def _condemn(state: SessionState, now: float, policy: Policy) -> Result:
-    is_final = policy.termination_signal == signal.SIGKILL
-    phase = Phase.KILLING if is_final else Phase.ENDING
-    return replace(state, phase=phase, wake_at=now + ESCALATION_S), (Do.TERMINATE,)
-
-
-_PLAIN_LIMITS = frozenset(
-    {"initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"}
-)
-_SECTIONS = "rank_section_timeouts"
-
-
-def policy_of(config: Mapping[str, Any], num_warmup_iters: int | None = None) -> Policy:
-    """Return the rules of a configuration; a rank may give its own number of warm-up steps."""
-    settings = dict(config)
-    if num_warmup_iters is not None:
-        settings["num_warmup_iterations"] = num_warmup_iters
-    return Policy(
-        timeouts=Timeouts.from_config(settings),
-        longest_pause_s=float(settings["workload_check_interval"]),
-        evidence_timeout_s=float(settings["hang_evidence_timeout"]),
-        termination_signal=_signal_number(settings["rank_termination_signal"]),
-    )
-
-
-def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change timeouts of a configuration in place, or return what is wrong with them.
-
-    A section that is not in `config` has no word in the slot and is passed over.
+    A method takes an event and returns what to do; one that does not fit the phase changes nothing.
+    `wake_at` is when `wake` is due (monotonic s), `started` when the session began.
     """
-    sections = changes.get(_SECTIONS) or {}
-    unknown = sorted(changes.keys() - _PLAIN_LIMITS - {_SECTIONS})
-    if unknown:
-        return f"these are not limits: {', '.join(unknown)}"
-    if not isinstance(sections, dict):
-        return f"{_SECTIONS} must be a mapping"
-    plain = {name: value for name, value in changes.items() if name != _SECTIONS}
-    for name, value in (*plain.items(), *sections.items()):
-        if not _is_limit(value):
-            return f"{name}: {value!r} is no number of seconds"
-    limits = dict(config[_SECTIONS])
-    limits.update({name: value for name, value in sections.items() if name in limits})
-    config.update(plain)
-    config[_SECTIONS] = limits
-    return None
 
+    policy: Policy
+    phase: Phase = Phase.IDLE
+    session_id: int = 0
+    started: float = 0.0
+    wake_at: float | None = None
+    give_up_at: float = 0.0
+    verdict: Verdict | None = None
 
-def _is_limit(value: object) -> bool:
-    if value is None:
-        return True
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= 0
+    def join(self, now: float, *, has_live_owner: bool) -> Effects:
+        """Let a process in that asks for the session, unless the one that has it still lives."""
+        if self.phase is not Phase.IDLE and has_live_owner:
+            return (Do.REFUSE,)
+        before = self.end()
+        self.session_id += 1
+        self.phase, self.started, self.wake_at = Phase.LIVE, now, now
+        return (*before, Do.ACCEPT)
 
+    def close(self) -> Effects:
+        """End the session, whose connection has ended."""
+        # A condemned one gave up its session but not its life: the escalation goes on.
+        return () if self.phase in _CONDEMNED else self.end()
 
-def _signal_number(value: str | int) -> int:
-    return signal.Signals[value].value if isinstance(value, str) else int(value)
+    def end(self) -> Effects:
+        """End the session, whose process is gone."""
+        if self.phase is Phase.IDLE:
+            return ()
+        self.phase, self.wake_at, self.verdict = Phase.IDLE, None, None
+        return (Do.END,)
+
+    def wake(self, view: SlotView, now: float) -> Effects:
+        """Do what is due at `wake_at`, or because limits changed; `view` is the slot as it is."""
+        match self.phase:
+            case Phase.LIVE | Phase.SUSPECT:
+                return self._look(view, now)
+            case Phase.DUMPING:
+                return self._save(now)
+            case Phase.SAVING:
+                return self.saved()
+            case Phase.FREE:
+                self.phase, self.verdict, self.wake_at = Phase.LIVE, None, now
+            case Phase.ENDING:
+                self.phase, self.wake_at = Phase.KILLING, now + ESCALATION_S
+                return (Do.KILL,)
+            case Phase.KILLING:
+                self.phase, self.wake_at = Phase.STUCK, None
+                return (Do.REPORT_UNKILLABLE,)
+            case _:
+                self.wake_at = None
+        return ()
+
+    def condemn(self, verdict: Verdict) -> Effects:
+        """Gather evidence on a rank that must end: it broke a rule, or its device is unfit."""
+        if self.phase not in _WATCHED:
+            return ()
+        self.phase, self.verdict, self.wake_at = Phase.ASKING, verdict, None
+        return (Do.INSPECT, Do.ACCUSE)
+
+    def summon(self) -> Effects:
+        """Gather evidence: another rank of the node broke a rule."""
+        if self.phase not in _WATCHED:
+            return ()
+        self.phase, self.verdict, self.wake_at = Phase.ASKING, None, None
+        return (Do.INSPECT,)
+
+    def inspected(self, now: float, *, can_dump: bool) -> Effects:
+        """Take whether the process can dump its stacks, as the kernel knows."""
+        if self.phase is not Phase.ASKING:
+            return ()
+        if not can_dump or self.policy.evidence_timeout_s <= 0:
+            return self._save(now)
+        self.phase = Phase.DUMPING
+        self.wake_at = self.give_up_at = now + self.policy.evidence_timeout_s
+        return (Do.ASK_STACKS,)
+
+    def dumped(self, now: float, *, ends_line: bool) -> Effects:
+        """Record that a piece of the stacks came."""
+        if self.phase is Phase.DUMPING:
+            quiet_at = now + DUMP_QUIET_S if ends_line else self.give_up_at
+            self.wake_at = min(quiet_at, self.give_up_at)
+        return ()
+
+    def saved(self) -> Effects:
+        """Record that the evidence is on disk, or could not be written."""
+        if self.phase is not Phase.SAVING:
+            return ()
+        self.phase, self.wake_at = Phase.RECEIVED, None
+        return (Do.TESTIFY,)
+
+    def sentence(self, now: float) -> Effects:
+        """End the rank: it is to blame."""
+        if self.phase not in LOOKED_INTO:
+            return ()
+        is_final = self.policy.termination_signal == signal.SIGKILL
+        self.phase = Phase.KILLING if is_final else Phase.ENDING
+        self.wake_at = now + ESCALATION_S
+        return (Do.TERMINATE,)
+
+    def release(self, now: float) -> Effects:
+        """Leave the rank to the launcher: it is not to blame."""
+        if self.phase is Phase.RECEIVED:
+            self.phase, self.wake_at = Phase.FREE, now + AFTERMATH_S
+        return ()
+
+    def _look(self, view: SlotView, now: float) -> Effects:
+        verdict, before = evaluate(view, self.policy, self.started, now), self.verdict
+        if verdict is None:
+            self.phase, self.verdict = Phase.LIVE, None
+            self.wake_at = next_look(view, self.policy, self.started, now)
+            return ()
+        is_late = self.wake_at is not None and now - self.wake_at > FROZEN_S
+        if before is not None and not is_late and verdict.is_same(before):
+            return self.condemn(verdict)
+        self.phase, self.verdict = Phase.SUSPECT, verdict
+        self.wake_at = now + (FROZEN_S if is_late else SECOND_LOOK_S)
+        return ()
+
+    def _save(self, now: float) -> Effects:
+        self.phase, self.wake_at = Phase.SAVING, now + SAVE_LIMIT_S
+        return (Do.SAVE_EVIDENCE,)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import (
     worker_command,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
-from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
@@ -396,10 +395,10 @@ def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
 
 def _numa(
     args: argparse.Namespace, nproc: int, config: FaultToleranceConfig, environ: Mapping[str, str]
-) -> Binding | None:
+) -> Sequence[tuple[str, ...]]:
     if args.numa_binding is not None:
         return cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
-    return numa_binding(environ, is_strict=config.numa_bind_strict)
+    return numa_binding(nproc, environ, is_strict=config.numa_bind_strict)
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:

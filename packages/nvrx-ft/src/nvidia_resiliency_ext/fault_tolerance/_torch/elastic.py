@@ -61,7 +61,6 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import Specs
-    from nvidia_resiliency_ext.fault_tolerance._workers.numa import Binding
 
 _KINDS: Mapping[str, v.Kind] = {
     "nproc_per_node": v.integer_in(1, MOST_WORKERS),
@@ -294,7 +293,9 @@ def launch_agent(
         argv = (entrypoint, *(str(arg) for arg in args))
         given: FaultToleranceConfig | None = config.fault_tol_cfg
         numa = _binding(config) or numa_binding(
-            os.environ, is_strict=given is None or given.numa_bind_strict
+            config.nproc_per_node,
+            os.environ,
+            is_strict=given is None or given.numa_bind_strict,
         )
         command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False, numa=numa)
         plan = plan_from_config(config, command, os.environ)
@@ -312,11 +313,11 @@ def launch_agent(
         run_dir.remove()
 
 
-def _binding(config: LaunchConfig) -> Binding | None:
+def _binding(config: LaunchConfig) -> Sequence[tuple[str, ...]]:
     """Return what `numa_options` asks for: torch's object or the name of a mode."""
     options = config.numa_options
     if options is None:
-        return None
+        return ()
     mode = getattr(options, "affinity_mode", options)
     text = str(getattr(mode, "value", mode))
     return cpu_binding(text, config.nproc_per_node, os.environ, visible_gpus(os.environ))

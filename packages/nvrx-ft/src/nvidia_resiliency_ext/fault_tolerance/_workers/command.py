@@ -17,9 +17,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
-from .numa import NUMACTL, Binding, CpuBinding, MachineTopology, NumaBinding, cpus_near
+from .numa import MachineTopology, cpus_near
 
 _RUN_PATH_MODULE = "nvidia_resiliency_ext.fault_tolerance._workers.run_path"
+_NUMACTL = "numactl"
 _LOOK_S = 10.0
 
 
@@ -32,31 +33,27 @@ class WorkerCommand:
         entry: The script's path, the module's name or the program.
         is_module: Whether `entry` is a module run with `-m`.
         is_python: Whether a Python interpreter runs it.
-        numa: How the worker is bound near its GPU; None binds nothing.
+        numa: For each local rank the words that bind it near its GPU; empty binds nothing.
     """
 
     argv: tuple[str, ...]
     entry: str
     is_module: bool
     is_python: bool
-    numa: Binding | None = None
+    numa: Sequence[tuple[str, ...]] = ()
 
     def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
         """Return the command of one worker, as torchrun substitutes the macro.
 
-        The interpreter is left alone. As in torchrun, `$$` becomes `$`. What binds the worker goes
-        before all.
+        The interpreter is left alone. As in torchrun, `$$` becomes `$`.
         """
-        own = self._own_words(local_rank)
-        return own if self.numa is None else (*self.numa.words(local_rank), *own)
+        own = self.argv
+        if any("$" in word for word in own[1:]):
+            from string import Template
 
-    def _own_words(self, local_rank: int) -> tuple[str, ...]:
-        if not any("$" in word for word in self.argv[1:]):
-            return self.argv
-        from string import Template
-
-        rest = (Template(word).safe_substitute(local_rank=local_rank) for word in self.argv[1:])
-        return (self.argv[0], *rest)
+            rest = (Template(word).safe_substitute(local_rank=local_rank) for word in own[1:])
+            own = (own[0], *rest)
+        return (*self.numa[local_rank], *own) if self.numa else own
 
 
 def worker_command(
@@ -79,20 +76,29 @@ def worker_command(
     return WorkerCommand(argv, script, is_module=is_module, is_python=True)
 
 
-def numa_binding(environ: Mapping[str, str], *, is_strict: bool) -> NumaBinding | None:
-    """Return how workers are bound to NUMA nodes, or None where nobody asks for it."""
+def numa_binding(
+    nproc: int, environ: Mapping[str, str], *, is_strict: bool
+) -> Sequence[tuple[str, ...]]:
+    """Return the words that bind each worker to a NUMA node; none where nobody asks for it.
+
+    With `is_strict` memory must come from that node, instead of from where the worker runs.
+    """
     raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
     if not raw:
-        return None
+        return ()
     if not raw.isascii() or not raw.isdigit() or int(raw) < 1:
         raise ValueError(f"{_env.GPUS_PER_NUMA}: {raw!r} is not a number of GPUs >= 1")
-    program = find_program(NUMACTL, environ)
+    program = find_program(_NUMACTL, environ)
     if program is None:
         raise ValueError(
-            f"{_env.GPUS_PER_NUMA}={raw} needs the program {NUMACTL!r}, which is not on PATH; "
+            f"{_env.GPUS_PER_NUMA}={raw} needs the program {_NUMACTL!r}, which is not on PATH; "
             "install it, or unset the variable"
         )
-    return NumaBinding(program, int(raw), is_strict)
+    nodes = [str(rank // int(raw)) for rank in range(nproc)]
+    return [
+        (program, "--cpunodebind", node, *(("--membind", node) if is_strict else ("--localalloc",)))
+        for node in nodes
+    ]
 
 
 def cpu_binding(
@@ -101,16 +107,16 @@ def cpu_binding(
     environ: Mapping[str, str],
     gpus: Sequence[str | None],
     topology: MachineTopology | None = None,
-) -> CpuBinding:
-    """Return how `--numa-binding` binds workers."""
+) -> Sequence[tuple[str, ...]]:
+    """Return the words by which `--numa-binding` binds each worker."""
     flag = f"--numa-binding {mode}"
     if mode not in NUMA_MODES:
         raise ValueError(f"{flag}: is not one of {', '.join(NUMA_MODES)}")
     if environ.get(_env.GPUS_PER_NUMA, "").strip():
         raise ValueError(f"{flag} and {_env.GPUS_PER_NUMA} exclude each other: give one of them")
-    program = find_program(NUMACTL, environ)
+    program = find_program(_NUMACTL, environ)
     if program is None:
-        raise ValueError(f"{flag} needs the program {NUMACTL!r}, which is not on PATH; install it")
+        raise ValueError(f"{flag} needs the program {_NUMACTL!r}, which is not on PATH; install it")
     addresses = [address for address in gpus if address is not None]
     if len(addresses) < len(gpus):
         raise ValueError(f"{flag}: the driver does not tell where all GPUs sit")
@@ -120,15 +126,16 @@ def cpu_binding(
             f" check {_env.CUDA_VISIBLE_DEVICES} and the driver, or leave the flag out"
         )
     machine = MachineTopology() if topology is None else topology
-    cpus = []
+    words = []
     for rank in range(nproc):
         try:
-            cpus.append(format_ranks(cpus_near(mode, addresses, rank, machine)))
+            cpus = format_ranks(cpus_near(mode, addresses, rank, machine))
         except ValueError as error:
             raise ValueError(
                 f"{flag}: GPU {addresses[rank]} of local rank {rank}: {error}"
             ) from None
-    return CpuBinding(mode, program, tuple(cpus))
+        words.append((program, f"--physcpubind={cpus}"))
+    return words
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Sequence[str | None]:
@@ -249,12 +256,10 @@ def missing_program(name: str, environ: Mapping[str, str]) -> str:
 
 # A launcher that is itself a rank's child must not hand these on where it sets none of its own.
 OF_AN_OUTER_RANK = frozenset(
-    (
-        _env.CURRENT_CYCLE_INFO,
-        _env.FT_RANK_MONITOR_IPC_SOCKET,
-        "NVRX_CYCLE_START_TIME",
-        "NVRX_INFRA_RANK",
-    )
+    {
+        _env.CURRENT_CYCLE_INFO, _env.FT_RANK_MONITOR_IPC_SOCKET,
+        "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK",
+    }
 )  # fmt: skip
 
 
@@ -302,22 +307,25 @@ def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[
     return added
 
 
-@dataclass(frozen=True, slots=True)
-class CycleStamp:
-    """When a cycle started (unix s), and the rank that the scheduler gave this node, if any.
+def cycle_variables(
+    launch_time: float, cycle_start_time: float | None = None, infra_rank: int | None = None
+) -> dict[str, str]:
+    """Return when a cycle started (unix s), and the rank that the scheduler gave this node, if any.
 
     `cycle_start_time` is the beginning of the cycle's rendezvous, from cycle 1 on.
     """
-
-    launch_time: float
-    cycle_start_time: float | None = None
-    infra_rank: int | None = None
+    variables = {"NVRX_LAUNCH_TIME": repr(launch_time)}
+    if cycle_start_time is not None:
+        variables["NVRX_CYCLE_START_TIME"] = repr(cycle_start_time)
+    if infra_rank is not None and infra_rank >= 0:
+        variables["NVRX_INFRA_RANK"] = str(infra_rank)
+    return variables
 
 
 def rank_variables(
-    job: JobEnvironment, assignment: Assignment, local_rank: int, stamp: CycleStamp, error_file: str
+    job: JobEnvironment, assignment: Assignment, local_rank: int, error_file: str
 ) -> dict[str, str]:
-    """Return what differs between workers and cycles; `@record` writes to `error_file`."""
+    """Return what differs between workers and rounds; `@record` writes to `error_file`."""
     rank = assignment.rank_offset + local_rank
     world_size = str(assignment.world_size)
     variables = {
@@ -333,17 +341,12 @@ def rank_variables(
         "TORCHELASTIC_RESTART_COUNT": str(assignment.cycle),
         "TORCHELASTIC_ERROR_FILE": error_file,
         "NVRX_CYCLE": str(assignment.cycle),
-        "NVRX_LAUNCH_TIME": repr(stamp.launch_time),
     }
     if job.virtual_devices is not None:
         variables["LOCAL_RANK"] = "0"
         variables["CUDA_VISIBLE_DEVICES"] = job.virtual_devices[local_rank]
     if job.monitor_sockets:
         variables[_env.FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
-    if stamp.cycle_start_time is not None:
-        variables["NVRX_CYCLE_START_TIME"] = repr(stamp.cycle_start_time)
-    if stamp.infra_rank is not None and stamp.infra_rank >= 0:
-        variables["NVRX_INFRA_RANK"] = str(stamp.infra_rank)
     return variables
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -59,35 +58,21 @@ def is_import_time(name: str) -> bool:
     return name in IMPORT_TIME_NAMES or name.startswith(IMPORT_TIME_PREFIXES)
 
 
-def changed_import_time(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the import-time variables that differ between two environments, sorted."""
-    names = {*old, *new}
-    return sorted(n for n in names if old.get(n) != new.get(n) and is_import_time(n))
-
-
 def set_in_text(text: str) -> str | None:
     """Return the first import-time variable that a script's text seems to set, or None.
 
-    It is a plain search of lines that speak of the environment. Reading a variable there looks
-    the same as setting it; that costs a warm start, and the other mistake would cost the value.
-    """
-    for line in _environment_lines(text):
-        for name in _NAME.findall(line):
-            if is_import_time(name):
-                return str(name)
-    return None
-
-
-def _environment_lines(text: str) -> Iterable[str]:
-    """Yield the lines that name the environment, each with the two that follow it.
-
-    A call such as `os.environ.update({...})` names its variables on the lines after its own.
+    It is a plain search of the lines that name the environment, and of the two after each: a call
+    such as `os.environ.update({...})` goes on there. Reading a variable looks the same as setting
+    it; that costs a warm start, and the other mistake would cost the value.
     """
     lines = text.splitlines()
     for number, line in enumerate(lines):
         code = line.lstrip()
         if not code.startswith("#") and ("environ" in code or "putenv" in code):
-            yield "\n".join(lines[number : number + 3])
+            for name in _NAME.findall("\n".join(lines[number : number + 3])):
+                if is_import_time(name):
+                    return str(name)
+    return None
 
 
 def watch_list() -> dict[str, list[str]]:
@@ -100,10 +85,6 @@ def watch_list() -> dict[str, list[str]]:
     }
 
 
-# Flags after which the hook is off, or which show the user what the interpreter imports.
-_LOOKING_FLAGS = frozenset("EISiv")
-_FLAGS_WITH_VALUE = frozenset("WX")
-_LOOKING_OPTIONS = ("importtime", "tracemalloc")
 _LOOKING_VARIABLES = (
     "PYTHONINSPECT",
     "PYTHONPROFILEIMPORTTIME",
@@ -114,115 +95,32 @@ _LARGEST_ENTRY_BYTES = 4 << 20
 _LIBTORCH = "libtorch_cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """The interpreter in a command line: what comes before the entry, and what kind that is."""
-
-    flags: tuple[str, ...]
-    entry_kind: str
-
-
-def cold_reason(
-    command: WorkerCommand,
-    env: Mapping[str, str],
-    local_envs: Sequence[Mapping[str, str]],
-    prewarm: str,
-) -> str | None:
+def cold_reason(command: WorkerCommand, env: Mapping[str, str], prewarm: str) -> str | None:
     """Return why workers of this command must start cold, or None; `prewarm` is the option."""
     if prewarm == "off":
         return "--ft-prewarm off"
-    return (
-        _command_reason(command)
-        or _environment_reason(env)
-        or _entry_reason(command)
-        or _rank_reason(env, local_envs)
-    )
-
-
-def go_reason(prewarmed_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
-    """Return why a prewarmed worker cannot take over a worker's environment, or None."""
-    changed = changed_import_time(prewarmed_env, worker_env)
-    if changed:
-        return f"{changed[0]} is read at import and differs from the standby's"
-    return None
-
-
-def _command_reason(command: WorkerCommand) -> str | None:
     if not command.is_python:
         return "the command is not a Python script or module"
-    interpreter = find_interpreter(command.argv)
-    if interpreter is None:
+    if not _is_this_python(command.argv[0]):
         return f"the workers' interpreter is not {sys.executable}"
-    if interpreter.entry_kind == "code":
-        return "the command is not a Python script or module"
-    for flag in interpreter.flags:
-        if flag.startswith("-X"):
-            if flag[2:].strip().partition("=")[0] in _LOOKING_OPTIONS:
-                return f"the interpreter's flag {flag}"
-        elif not flag.startswith(("--", "-W")) and _LOOKING_FLAGS & set(flag):
-            return f"the interpreter's flag {flag}"
-    return None
-
-
-def _environment_reason(env: Mapping[str, str]) -> str | None:
-    executable = env.get("PYTHON_EXEC")
-    if executable and not _is_this_python(executable):
-        return f"PYTHON_EXEC={executable} is not {sys.executable}"
-    for name in _LOOKING_VARIABLES:
-        if env.get(name):
-            return f"{name} is set"
+    for variable in _LOOKING_VARIABLES:
+        if env.get(variable):
+            return f"{variable} is set"
     if os.pathsep in os.path.dirname(__file__):
         return "the installation folder has a colon in its name"
-    return None
-
-
-def _entry_reason(command: WorkerCommand) -> str | None:
-    text = _entry_text(command)
+    path = entry_file(command)
+    text = None if path is None else read_text(path)
     name = set_in_text(text) if text is not None else None
     if name is not None:
         return f"{command.entry} names {name}, which is read at import"
     return None
 
 
-def _rank_reason(env: Mapping[str, str], local_envs: Sequence[Mapping[str, str]]) -> str | None:
-    for local_env in local_envs:
-        reason = go_reason(env, local_env)
-        if reason is not None:
-            return reason
-    return None
-
-
-def find_interpreter(argv: Sequence[str]) -> Interpreter | None:
-    """Return how a command line runs this Python, or None when it does not.
-
-    The entry kind is `script`, `module` or `code` (`-c`, `-` or no entry).
-    """
-    index = next((i for i, word in enumerate(argv) if _is_this_python(word)), None)
-    if index is None:
-        return None
-    flags: list[str] = []
-    words = iter(argv[index + 1 :])
-    for word in words:
-        if word == "-" or not word.startswith("-"):
-            return Interpreter(tuple(flags), "code" if word == "-" else "script")
-        if word.startswith("--"):
-            flags.append(word)
-            if word == "--check-hash-based-pycs":
-                next(words, None)
-            continue
-        position = next(
-            (i for i, c in enumerate(word) if c in "cm" or c in _FLAGS_WITH_VALUE), None
-        )
-        if position is None:
-            flags.append(word)
-            continue
-        if position > 1:
-            flags.append(word[:position])
-        if word[position] in "cm":
-            return Interpreter(tuple(flags), "module" if word[position] == "m" else "code")
-        value = word[position + 1 :] or next(words, "")
-        flags.append(f"-{word[position]}{value}")
-    return Interpreter(tuple(flags), "code")
+def go_reason(prewarmed_env: Mapping[str, str], worker_env: Mapping[str, str]) -> str | None:
+    """Return why a prewarmed worker cannot take over a worker's environment, or None."""
+    old, new = prewarmed_env, worker_env
+    names = [n for n in {*old, *new} if old.get(n) != new.get(n) and is_import_time(n)]
+    return f"{min(names)} is read at import and differs from the standby's" if names else None
 
 
 def _is_this_python(word: str) -> bool:
@@ -233,22 +131,18 @@ def _is_this_python(word: str) -> bool:
     return same_folder and os.path.realpath(word) == os.path.realpath(sys.executable)
 
 
-def _entry_text(command: WorkerCommand) -> str | None:
-    path = module_file(command.entry) if command.is_module else command.entry
-    if path is not None and os.path.isdir(path):
-        path = os.path.join(path, "__main__.py")
-    return None if path is None else read_text(path)
+def entry_file(command: WorkerCommand) -> str | None:
+    """Return the source file that a command runs, or None; nothing is imported.
 
-
-def module_file(name: str) -> str | None:
-    """Return the source file that `-m name` runs, without importing anything.
-
-    Only plain files in the working directory and on this interpreter's path are found.
+    Of modules only plain files in the working directory and on this interpreter's path are found.
     """
-    parts = name.split(".")
-    for folder in ["", *sys.path]:
-        base = os.path.join(folder, *parts)
-        for path in (f"{base}.py", os.path.join(base, "__main__.py")):
+    bases = [command.entry]
+    if command.is_module:
+        parts = command.entry.split(".")
+        bases = [os.path.join(folder, *parts) for folder in ("", *sys.path)]
+    for base in bases:
+        plain = f"{base}.py" if command.is_module else base
+        for path in (plain, os.path.join(base, "__main__.py")):
             if os.path.isfile(path):
                 return path
     return None
@@ -308,13 +202,12 @@ IMPORTS_TORCH = frozenset(
 _DEPTH = 2
 _SIBLINGS = 8
 _LARGEST_PARSED_CHARACTERS = 200_000
+_MAIN_GUARDS = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 def should_hold_first_cycle(command: WorkerCommand, prewarm_imports: tuple[str, ...] = ()) -> bool:
     """Return whether the entry file is certain to import what prewarmed workers import."""
-    if not command.is_python:
-        return False
-    path = module_file(command.entry) if command.is_module else command.entry
+    path = entry_file(command) if command.is_python else None
     if path is None:
         return False
     heavy = IMPORTS_TORCH | {name.partition(".")[0] for name in prewarm_imports}
@@ -352,17 +245,6 @@ def _certain_imports(text: str) -> Iterator[str]:
         elif isinstance(statement, ast.ImportFrom):
             yield (statement.module or "") if statement.level <= 1 else ""
         elif isinstance(statement, (ast.Try, ast.With)) or (
-            isinstance(statement, ast.If) and _is_main_guard(statement.test)
+            isinstance(statement, ast.If) and ast.unparse(statement.test) in _MAIN_GUARDS
         ):
             todo.extend(reversed(statement.body))
-
-
-def _is_main_guard(test: object) -> bool:
-    import ast
-
-    if not isinstance(test, ast.Compare) or len(test.comparators) != 1:
-        return False
-    sides = (test.left, test.comparators[0])
-    has_name = any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
-    has_main = any(isinstance(side, ast.Constant) and side.value == "__main__" for side in sides)
-    return has_name and has_main and isinstance(test.ops[0], ast.Eq)

@@ -7,6 +7,7 @@ named pipe, one JSON object a line. Only processes of this node's workers can be
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -44,13 +45,16 @@ def parse_request(line: bytes) -> TimerRequest | None:
         found = TimerRequest(
             raw["pid"], raw["scope_id"], float(raw["expiration_time"]), raw["signal"]
         )
-        numbers_fit = 1 < found.pid < 2**31 and 0 <= found.signum < signal.NSIG
-        # A NaN compares with nothing, and the loop could not wait without end.
-        numbers_fit = numbers_fit and abs(found.expires) < 2**53
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    is_typed = type(found.pid) is int and type(found.signum) is int and type(found.scope) is str
-    return found if is_typed and numbers_fit else None
+    # A NaN compares with nothing, and the loop could not wait without end.
+    is_good = (
+        tuple(map(type, found)) == (int, str, float, int)
+        and 1 < found.pid < 2**31
+        and 0 <= found.signum < signal.NSIG
+        and abs(found.expires) < 2**53
+    )
+    return found if is_good else None
 
 
 @dataclass(eq=False)
@@ -77,10 +81,8 @@ class FileTimers:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        try:
+        with contextlib.suppress(OSError):  # It may be gone with its directory.
             os.unlink(self.path)
-        except OSError:
-            return  # gone with its directory
 
     def _receive(self) -> None:
         try:
@@ -113,18 +115,13 @@ class FileTimers:
 
     def _expired(self, request: TimerRequest) -> None:
         self._timers.pop((request.pid, request.scope), None)
-        try:
-            is_ours = os.getsid(request.pid) in self.worker_pids()
-        except ProcessLookupError:
-            return
-        if not is_ours or request.signum == 0:
-            return
-        text = "timer %r of process %d expired; it gets signal %d"
-        logger.error(text, request.scope, request.pid, request.signum)
-        try:
-            os.kill(request.pid, request.signum)
-        except ProcessLookupError:
-            return
+        with contextlib.suppress(ProcessLookupError):
+            if request.signum and os.getsid(request.pid) in self.worker_pids():
+                logger.error(
+                    "timer %r of process %d expired; it gets signal %d",
+                    *(request.scope, request.pid, request.signum),
+                )
+                os.kill(request.pid, request.signum)
 
 
 def _make_pipe(path: str) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 from nvidia_resiliency_ext.shared_utils.rank_sets import parse_ranks
 
@@ -87,50 +85,6 @@ def read_ranges(text: str) -> frozenset[int]:
         return frozenset(parse_ranks(text))
     except ValueError:
         raise ValueError(f"{text[:80]!r} is no list of CPUs or NUMA nodes") from None
-
-
-NUMACTL = "numactl"
-
-
-@dataclass(frozen=True, slots=True)
-class NumaBinding:
-    """Workers on NUMA nodes, by local rank alone.
-
-    Attributes:
-        numactl: Path of the program that binds, and then becomes the worker.
-        gpus_per_node: So many local ranks in a row share a NUMA node.
-        is_strict: Whether memory must come from that node, instead of from where the worker runs.
-    """
-
-    numactl: str
-    gpus_per_node: int
-    is_strict: bool
-
-    def words(self, local_rank: int) -> tuple[str, ...]:
-        node = str(local_rank // self.gpus_per_node)
-        memory = ("--membind", node) if self.is_strict else ("--localalloc",)
-        return (self.numactl, "--cpunodebind", node, *memory)
-
-
-@dataclass(frozen=True, slots=True)
-class CpuBinding:
-    """Workers on CPUs near their GPUs.
-
-    Attributes:
-        mode: How these were chosen.
-        numactl: Path of the program that binds, and then becomes the worker.
-        cpus: The CPUs of each local rank, as `numactl` reads them.
-    """
-
-    mode: str
-    numactl: str
-    cpus: tuple[str, ...]
-
-    def words(self, local_rank: int) -> tuple[str, ...]:
-        return (self.numactl, f"--physcpubind={self.cpus[local_rank]}")
-
-
-Binding: TypeAlias = NumaBinding | CpuBinding
 
 
 def cpus_near(

@@ -214,15 +214,6 @@ def open_target(target: Target) -> int | None:
         raise LogDirectoryError(target.path, error) from None
 
 
-def _write_text(stream: object, data: bytes) -> int:
-    """Write to a stream without descriptor, such as a notebook's."""
-    write = getattr(stream, "write", None)
-    if write is not None:
-        with contextlib.suppress(OSError, ValueError):
-            write(data.decode("utf-8", "replace"))
-    return len(data)
-
-
 class ConsoleStream:
     """One of the launcher's own streams, which takes every line."""
 
@@ -242,7 +233,10 @@ class ConsoleStream:
         try:
             fd = stream.fileno()
         except (OSError, ValueError, AttributeError):
-            return _write_text(stream, lines)
+            # Without a descriptor, such as a notebook's.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.write(lines.decode("utf-8", "replace"))
+            return len(lines)
         deadline = time.monotonic() + wait_s
         poller = select.poll()
         poller.register(fd, select.POLLOUT)
@@ -397,22 +391,13 @@ class Tee:
     def look(self) -> float | None:
         """Copy what is new; return seconds after which to look again, None: when a file grew."""
         self._notices.clear()
-        waits = [self._copy_ended(followed) for followed in list(self._ended)]
+        waits = [self._copy(followed, is_ended=True) for followed in list(self._ended)]
         # What ranks wrote before a restart comes before what they wrote after it.
         held = {followed.sink for followed in self._ended}
         waits += [self._copy(f) for f in self._followed if f.sink not in held]
         if self._has_unnoticed:
             waits.append(LOOK_INTERVAL_S)
         return min((wait for wait in waits if wait is not None), default=None)
-
-    def _copy_ended(self, followed: _Followed) -> float | None:
-        wait_s = self._copy(followed)
-        if wait_s is None:
-            followed.end_line()
-            if not followed.show(0.0):
-                return LOOK_INTERVAL_S
-            self._forget(followed)
-        return wait_s
 
     def _forget(self, followed: _Followed) -> None:
         self._ended.remove(followed)
@@ -421,13 +406,19 @@ class Tee:
         for copy in [copy for copy in self._copies.values() if copy not in sinks]:
             self._copies.pop(copy.path).close()
 
-    def _copy(self, followed: _Followed) -> float | None:
+    def _copy(self, followed: _Followed, *, is_ended: bool = False) -> float | None:
         # Bounded, so that a worker that writes without end cannot keep the launcher here.
         for _ in range(MAX_READS):
             if not followed.show(0.0):
                 return LOOK_INTERVAL_S
-            if not followed.read():
-                return None
+            if followed.read():
+                continue
+            if is_ended:
+                followed.end_line()
+                if not followed.show(0.0):
+                    return LOOK_INTERVAL_S
+                self._forget(followed)
+            return None
         return 0.0
 
     def end_cycle(self) -> None:
@@ -457,35 +448,29 @@ class Tee:
         self._has_unnoticed = False
 
     def _complete(self, deadline: float) -> None:
-        """Copy what is left of ended files until the deadline, and let go of them."""
+        """Copy what the console takes of ended files until the deadline, and let go of them."""
         missing = {}
         for followed in list(self._ended):
-            missing[followed.path] = self._copy_rest(followed, deadline)
+            while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():
+                if time.monotonic() > deadline:
+                    break
+            left = followed.unread()
+            if not left:
+                followed.end_line()
+            followed.show(max(0.0, deadline - time.monotonic()))
+            missing[followed.path] = left + len(followed.unshown)
             self._forget(followed)
         paths = [path for path, count in missing.items() if count]
         if paths:
+            count = sum(missing.values())
+            size = f"{count / 1e6:.1f} MB" if count >= MEGABYTE else f"{count} bytes"
             logger.warning(
                 "the console is slower than the workers: it lacks %s of what they wrote;"
                 " all of it stands in %s",
-                *(_size_text(sum(missing.values())), ", ".join(paths)),
+                *(size, ", ".join(paths)),
             )
-
-    def _copy_rest(self, followed: _Followed, deadline: float) -> int:
-        """Copy what the console takes until the deadline, and return how many bytes it lacks."""
-        while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():
-            if time.monotonic() > deadline:
-                break
-        left = followed.unread()
-        if not left:
-            followed.end_line()
-        followed.show(max(0.0, deadline - time.monotonic()))
-        return left + len(followed.unshown)
 
     def close(self) -> None:
         """Copy the rest and release the descriptors."""
         self.finish()
         self._notices.close()
-
-
-def _size_text(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= MEGABYTE else f"{count} bytes"

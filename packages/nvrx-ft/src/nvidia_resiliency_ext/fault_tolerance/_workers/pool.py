@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When prewarmed workers are started, replaced and given up. Pure; it starts nothing itself.
+"""When prewarmed workers are started, replaced and given up. It starts nothing itself.
 
 Slots, one per local rank:
 
 | state | event | next | effect |
 | --- | --- | --- | --- |
 | empty | the pool may fill | warming | `StartPrewarm` |
-| warming | `PrewarmReady` | ready | |
-| warming, ready | `PrewarmFailed` | failed | counts against the pool |
-| warming, ready | `Gone` (activated) | activated | |
-| ready | `Stale` (its files changed on disk) | empty | `EndPrewarm` |
-| activated | `Begun` (it runs its program) | activated | |
-| activated | `Ended` (its process is gone, and it is no failure) | empty | |
-| activated | `RANKS_STARTING` (of the next cycle) | empty | |
+| warming | `ready` | ready | |
+| warming, ready, activated | `fail` | failed | counts against the pool |
+| warming, ready | `activate` | activated | |
+| warming, ready | `renew` (its files changed on disk) | empty | `EndPrewarm` |
+| activated | `begin` (it runs its program) | activated | |
+| activated | `end` (its process is gone, and it is no failure) | empty | |
+| activated | `start_ranks` (of the next cycle) | empty | |
 | activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
 | any but activated | the pool is disabled or released | empty | `EndPrewarm` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
-but never while ranks start: between `RANKS_STARTING` and `RANKS_STARTED`, until each worker that
+but never while ranks start: between `start_ranks` and `ranks_started`, until each worker that
 was activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
 that started cold are given the time that the imports of such workers took. At most `width` warm up
 at a time, or as many as there are processors that nothing else uses; before the first cycle all are
@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 FILL_DELAY_S = 2.0
 # Wrapping the first model imports about as much again as `import torch`, before the first step.
@@ -53,152 +54,7 @@ class SlotState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The prewarmed workers of one node.
-
-    Attributes:
-        slots: State by local rank.
-        width: How many may warm up at the same time next to running ranks.
-        idle_width: How many may because nothing else uses the processors, as last reported.
-        disabled: Why workers start cold for now, or None.
-        wanted: Whether the workers gain from prewarmed workers at all.
-        refused: The command can never be started warm.
-        first: No "go" has been given yet: nothing runs that a fill could disturb.
-        ranks_starting: Workers are starting; they need the processors.
-        importing: Slots that were activated and import still; they need the processors, too.
-        import_s: The longest that workers took to begin which were activated while importing.
-        activated_at: When the last "go" was given.
-        is_warm: All workers of this cycle were prewarmed; when these have begun, none imports.
-        has_stepped: A rank of this cycle has shown a sign of a running step.
-        fill_at: Earliest time of the next fill; None = not before a sign of a running step.
-        last_failure: When a prewarmed worker failed last.
-        prewarmed_bytes: Private memory of one prewarmed worker, as the last one reported.
-        free_bytes: Memory that the node could still give, as last reported.
-    """
-
-    slots: tuple[SlotState, ...]
-    width: int
-    idle_width: int = 0
-    disabled: str | None = None
-    wanted: bool = True
-    refused: bool = False
-    first: bool = True
-    ranks_starting: bool = False
-    importing: frozenset[int] = frozenset()
-    import_s: float = 0.0
-    activated_at: float = 0.0
-    is_warm: bool = False
-    has_stepped: bool = False
-    fill_at: float | None = None
-    last_failure: float | None = None
-    prewarmed_bytes: int = EXPECTED_PREWARMED_BYTES
-    free_bytes: int | None = None
-
-    @classmethod
-    def of(cls, slots: int, cores: int) -> Pool:
-        """Return the pool of a node before its first cycle."""
-        return cls((SlotState.EMPTY,) * slots, max(1, cores // 2))
-
-    @property
-    def is_missing_some(self) -> bool:
-        """Whether prewarmed workers could be started that are not."""
-        return self.may_fill and bool(_unheld(self))
-
-    @property
-    def may_fill(self) -> bool:
-        """Whether prewarmed workers may be started, as far as it is not a question of time."""
-        starting = self.ranks_starting or bool(self.importing)
-        blocked = self.refused or self.disabled is not None or starting
-        return self.wanted and not blocked
-
-
-class Happened(enum.Enum):
-    """An event without further content."""
-
-    PREPARE = "the launcher has just started: start standbys for the first cycle, all at once"
-    TICK = "time has passed"
-    RANKS_STARTING = "the launcher begins to start workers of a cycle"
-    RANKS_STARTED = "all workers of the cycle have been started or activated"
-    GOOD_STEP = "a rank sent its first heartbeat or closed its first section; once a cycle"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Whether the running workers use what prewarmed workers import."""
-
-    wanted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The node's available memory in bytes; it fills nothing itself."""
-
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """How many processors had nothing to do since the last look; it fills nothing itself."""
-
-    cores: float
-
-
-@dataclass(frozen=True, slots=True)
-class PrewarmReady:
-    """The imports of a slot's prewarmed worker are done."""
-
-    slot: int
-    private_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrewarmFailed:
-    """A slot's prewarmed worker failed, died or must not be used."""
-
-    slot: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A slot's prewarmed worker was activated: it is a worker now, or will be."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The worker that came from a slot's prewarmed worker runs its program."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The process that came from a slot's standby is gone, and no failure of the standby."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stale:
-    """The interpreter or a package changed on disk since a slot's prewarmed worker was started."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Standbys cannot be used from now on, for a reason that a good step does not change."""
-
-    reason: str
-
-
-Event = (
-    Happened | Wanted | Memory | Idle | PrewarmReady
-    | PrewarmFailed | Gone | Begun | Ended | Stale | Refused
-)  # fmt: skip
+_HELD = (SlotState.WARMING, SlotState.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,164 +78,196 @@ class Disable:
     reason: str
 
 
-Effect = StartPrewarm | EndPrewarm | Disable
-
-_HELD = (SlotState.WARMING, SlotState.READY)
+Effects: TypeAlias = list[StartPrewarm | EndPrewarm | Disable]
 
 
-@dataclass(slots=True)
-class _Draft:
-    pool: Pool
-    effects: list[Effect] = field(default_factory=list)
+@dataclass(eq=False)
+class Pool:
+    """The prewarmed workers of one node.
 
-    def set_slot(self, slot: int, state: SlotState) -> None:
-        slots = list(self.pool.slots)
-        slots[slot] = state
-        self.pool = replace(self.pool, slots=tuple(slots))
+    A method takes an event at `now` (monotonic s) and returns what to do. One that does not fit the
+    slot's state, such as a message of a standby that was ended meanwhile, changes nothing.
 
-    def change(self, **values: object) -> None:
-        self.pool = replace(self.pool, **values)  # type: ignore[arg-type]
+    Attributes:
+        slots: State by local rank.
+        width: How many may warm up at the same time next to running ranks.
+        idle_width: How many may because nothing else uses the processors, as last reported.
+        free_bytes: Memory that the node could still give, as last reported.
+        disabled: Why workers start cold for now, or None.
+        wanted: Whether the workers gain from prewarmed workers at all.
+        refused: The command can never be started warm.
+        first: No "go" has been given yet: nothing runs that a fill could disturb.
+        is_starting: Workers are starting; they need the processors.
+        importing: Slots that were activated and import still; they need the processors, too.
+        import_s: The longest that workers took to begin which were activated while importing.
+        activated_at: When the last "go" was given.
+        is_warm: All workers of this cycle were prewarmed; when these have begun, none imports.
+        has_stepped: A rank of this cycle has shown a sign of a running step.
+        fill_at: Earliest time of the next fill; None = not before a sign of a running step.
+        last_failure: When a prewarmed worker failed last.
+        prewarmed_bytes: Private memory of one prewarmed worker, as the last one reported.
+    """
 
-    def end_all(self) -> None:
-        for slot, state in enumerate(self.pool.slots):
-            if state in _HELD:
-                self.set_slot(slot, SlotState.EMPTY)
-                self.effects.append(EndPrewarm(slot))
+    slots: list[SlotState]
+    width: int
+    idle_width: int = 0
+    free_bytes: int | None = None
+    disabled: str | None = None
+    wanted: bool = True
+    refused: bool = False
+    first: bool = True
+    is_starting: bool = False
+    importing: set[int] = field(default_factory=set)
+    import_s: float = 0.0
+    activated_at: float = 0.0
+    is_warm: bool = False
+    has_stepped: bool = False
+    fill_at: float | None = None
+    last_failure: float | None = None
+    prewarmed_bytes: int = EXPECTED_PREWARMED_BYTES
 
-    def disable(self, reason: str) -> None:
-        if self.pool.disabled is None:
-            self.effects.append(Disable(reason))
-            self.change(disabled=reason)
-        self.end_all()
+    @classmethod
+    def of(cls, slots: int, cores: int) -> Pool:
+        """Return the pool of a node before its first cycle."""
+        return cls([SlotState.EMPTY] * slots, max(1, cores // 2))
 
+    @property
+    def may_fill(self) -> bool:
+        """Whether prewarmed workers may be started, as far as it is not a question of time."""
+        is_enabled = self.wanted and not self.refused and self.disabled is None
+        return is_enabled and not self.is_starting and not self.importing
 
-def step(pool: Pool, event: Event, now: float) -> tuple[Pool, tuple[Effect, ...]]:
-    """Return the pool after an event, and what to do."""
-    draft = _Draft(pool)
-    match event:
-        case PrewarmReady() | PrewarmFailed() | Gone() | Begun() | Ended() | Stale():
-            _slot_event(draft, event, now)
-        case Refused(reason):
-            draft.change(refused=True)
-            draft.disable(reason)
-        case Wanted(wanted):
-            draft.change(wanted=wanted)
-            if not wanted:
-                draft.end_all()
-        case Happened.GOOD_STEP:
-            draft.change(disabled=None, fill_at=now, has_stepped=True)
-        case Happened.RANKS_STARTING:
-            draft.change(
-                ranks_starting=True, importing=frozenset(), has_stepped=False, idle_width=0
-            )
-            for slot, state in enumerate(pool.slots):
-                if state is SlotState.ACTIVATED:
-                    draft.set_slot(slot, SlotState.EMPTY)
-        case Happened.RANKS_STARTED:
-            is_warm = all(state is SlotState.ACTIVATED for state in pool.slots)
-            import_s = 0.0 if is_warm else pool.import_s
-            fill_at = now + import_s + _pause_s(import_s)
-            draft.change(ranks_starting=False, first=False, is_warm=is_warm, fill_at=fill_at)
-        case Memory() | Idle():
-            return _with_machine(pool, event), ()
-        case Happened.PREPARE | Happened.TICK:
-            pass
-    _fill(draft, now, prepare=event is Happened.PREPARE)
-    return draft.pool, tuple(draft.effects)
+    @property
+    def unheld(self) -> Sequence[int]:
+        """Slots without a prewarmed worker."""
+        return [slot for slot, state in enumerate(self.slots) if state not in _HELD]
 
+    def prepare(self, now: float) -> Effects:
+        """Start standbys for the first cycle, all at once: the launcher has just started."""
+        return self._fill(now, self.unheld)
 
-def _with_machine(pool: Pool, event: Memory | Idle) -> Pool:
-    if isinstance(event, Memory):
-        return replace(pool, free_bytes=event.free_bytes)
-    # Each that warms up has one processor, and would leave it idle, too.
-    return replace(pool, idle_width=int(event.cores + _warming(pool) + _IDLE_SLACK))
+    def tick(self, now: float) -> Effects:
+        """Fill what it is time for."""
+        return self._fill(now)
 
+    def idle(self, cores: float) -> None:
+        """Take how many processors had nothing to do since the last look."""
+        # Each that warms up has one processor, and would leave it idle, too.
+        self.idle_width = int(cores + self.slots.count(SlotState.WARMING) + _IDLE_SLACK)
 
-def _slot_event(
-    draft: _Draft, event: PrewarmReady | PrewarmFailed | Gone | Begun | Ended | Stale, now: float
-) -> None:
-    state = draft.pool.slots[event.slot]
-    match event:
-        case PrewarmReady(slot, private_bytes) if state is SlotState.WARMING:
-            draft.set_slot(slot, SlotState.READY)
-            if private_bytes:
-                draft.change(prewarmed_bytes=private_bytes)
-        case PrewarmFailed(slot, reason) if state in _HELD or state is SlotState.ACTIVATED:
+    def want(self, wanted: bool, now: float) -> Effects:
+        """Take whether the running workers use what prewarmed workers import."""
+        self.wanted = wanted
+        return self._fill(now) if wanted else self._end_all()
+
+    def refuse(self, reason: str) -> Effects:
+        """Use no standbys from now on, for a reason that a good step does not change."""
+        self.refused = True
+        return self._disable(reason)
+
+    def start_ranks(self) -> None:
+        """Leave the processors to the workers of a cycle, which are about to start."""
+        self.is_starting, self.has_stepped, self.idle_width = True, False, 0
+        self.importing.clear()
+        is_gone = SlotState.ACTIVATED
+        self.slots = [SlotState.EMPTY if state is is_gone else state for state in self.slots]
+
+    def ranks_started(self, now: float) -> Effects:
+        """Record that all workers of the cycle have been started or activated."""
+        self.is_starting = self.first = False
+        self.is_warm = all(state is SlotState.ACTIVATED for state in self.slots)
+        import_s = 0.0 if self.is_warm else self.import_s
+        self.fill_at = now + import_s + _pause_s(import_s)
+        return self._fill(now)
+
+    def good_step(self, now: float) -> Effects:
+        """Record that a rank sent a heartbeat or closed a section: the first of a cycle."""
+        self.disabled, self.fill_at, self.has_stepped = None, now, True
+        return self._fill(now)
+
+    def ready(self, slot: int, private_bytes: int, now: float) -> Effects:
+        """Record that the imports of a slot's prewarmed worker are done."""
+        if self.slots[slot] is SlotState.WARMING:
+            self.slots[slot] = SlotState.READY
+            self.prewarmed_bytes = private_bytes or self.prewarmed_bytes
+        return self._fill(now)
+
+    def fail(self, slot: int, reason: str, now: float) -> Effects:
+        """Record that a slot's prewarmed worker failed, died or must not be used."""
+        if self.slots[slot] in (*_HELD, SlotState.ACTIVATED):
             # One that was activated while warming has no process any more either way.
-            draft.set_slot(slot, SlotState.FAILED)
-            draft.change(importing=draft.pool.importing - {slot})
-            last = draft.pool.last_failure
-            draft.change(last_failure=now)
+            self.slots[slot] = SlotState.FAILED
+            self.importing.discard(slot)
+            last, self.last_failure = self.last_failure, now
             if last is not None and now - last <= FAILURE_WINDOW_S:
-                draft.disable(f"standby workers failed twice within a minute: {reason}")
-        case Gone(slot) if state in _HELD:
-            draft.set_slot(slot, SlotState.ACTIVATED)
-            if state is SlotState.WARMING:
-                draft.change(importing=draft.pool.importing | {slot})
-            draft.change(activated_at=now, fill_at=now + FILL_DELAY_S, first=False)
-        case Begun(slot) if slot in draft.pool.importing:
-            import_s = now - draft.pool.activated_at
-            draft.change(
-                importing=draft.pool.importing - {slot}, import_s=max(import_s, draft.pool.import_s)
+                return self._disable(f"standby workers failed twice within a minute: {reason}")
+        return self._fill(now)
+
+    def activate(self, slot: int, now: float) -> Effects:
+        """Record that a slot's prewarmed worker was told to go: it is a worker, or will be."""
+        if self.slots[slot] in _HELD:
+            if self.slots[slot] is SlotState.WARMING:
+                self.importing.add(slot)
+            self.slots[slot] = SlotState.ACTIVATED
+            self.activated_at, self.fill_at, self.first = now, now + FILL_DELAY_S, False
+        return self._fill(now)
+
+    def begin(self, slot: int, now: float) -> Effects:
+        """Record that the worker from a slot's prewarmed worker runs its program."""
+        if slot in self.importing:
+            self.importing.discard(slot)
+            import_s = now - self.activated_at
+            self.import_s = max(import_s, self.import_s)
+            if not self.has_stepped:
+                self.fill_at = now + _pause_s(import_s)
+        return self._fill(now)
+
+    def end(self, slot: int, now: float) -> Effects:
+        """Record that the process from a slot's standby is gone; the standby did not fail."""
+        if self.slots[slot] is SlotState.ACTIVATED:
+            self.slots[slot] = SlotState.EMPTY
+            self.importing.discard(slot)
+        return self._fill(now)
+
+    def renew(self, slot: int, now: float) -> Effects:
+        """Give up a slot's prewarmed worker whose files have changed on disk."""
+        effects = self._end(slot) if self.slots[slot] in _HELD else []
+        return effects + self._fill(now)
+
+    def _end(self, slot: int) -> Effects:
+        self.slots[slot] = SlotState.EMPTY
+        return [EndPrewarm(slot)]
+
+    def _end_all(self) -> Effects:
+        held = [slot for slot, state in enumerate(self.slots) if state in _HELD]
+        return [effect for slot in held for effect in self._end(slot)]
+
+    def _disable(self, reason: str) -> Effects:
+        effects: Effects = [] if self.disabled is not None else [Disable(reason)]
+        self.disabled = self.disabled or reason
+        return effects + self._end_all()
+
+    def _fill(self, now: float, slots: Sequence[int] | None = None) -> Effects:
+        """Start prewarmed workers for the slots, or for those whose time has come."""
+        if not self.may_fill or (slots is None and self.first):
+            return []
+        if slots is None:
+            is_time = self.fill_at is not None and now >= self.fill_at
+            width = self.idle_width if is_time or self.is_warm else 0
+            width = max(width, self.width) if is_time else width
+            slots = self.unheld[: max(0, width - self.slots.count(SlotState.WARMING))]
+        # What is held already is no longer free, so only the rest has to fit.
+        needed = MEMORY_FACTOR * self.prewarmed_bytes * len(self.unheld)
+        if slots and self.free_bytes is not None and self.free_bytes < needed:
+            return self._disable(
+                f"too little memory for standby workers: {self.free_bytes >> 20} MB free, "
+                f"{needed >> 20} MB wanted"
             )
-            if not draft.pool.has_stepped:
-                draft.change(fill_at=now + _pause_s(import_s))
-        case Ended(slot) if state is SlotState.ACTIVATED:
-            draft.set_slot(slot, SlotState.EMPTY)
-            draft.change(importing=draft.pool.importing - {slot})
-        case Stale(slot) if state in _HELD:
-            draft.set_slot(slot, SlotState.EMPTY)
-            draft.effects.append(EndPrewarm(slot))
-        case _:
-            pass  # A message of a standby that was ended meanwhile.
+        for slot in slots:
+            self.slots[slot] = SlotState.WARMING
+        return [StartPrewarm(slot) for slot in slots]
 
 
 def _pause_s(import_s: float) -> float:
     """Return how long workers that have imported are left alone."""
     return max(FILL_DELAY_S, FIRST_STEP_FACTOR * import_s)
-
-
-def _check_memory(draft: _Draft) -> None:
-    pool = draft.pool
-    # What is held already is no longer free, so only the rest has to fit.
-    missing = sum(state not in _HELD for state in pool.slots)
-    needed = MEMORY_FACTOR * pool.prewarmed_bytes * missing
-    if pool.free_bytes is not None and pool.free_bytes < needed:
-        draft.disable(
-            f"too little memory for standby workers: {pool.free_bytes >> 20} MB free, "
-            f"{needed >> 20} MB wanted"
-        )
-
-
-def _next_slots(pool: Pool, width: int) -> Sequence[int]:
-    free_width = max(width, pool.idle_width) - _warming(pool)
-    return _unheld(pool)[: max(0, free_width)]
-
-
-def _warming(pool: Pool) -> int:
-    return sum(state is SlotState.WARMING for state in pool.slots)
-
-
-def _unheld(pool: Pool) -> Sequence[int]:
-    return [slot for slot, state in enumerate(pool.slots) if state not in _HELD]
-
-
-def _fill(draft: _Draft, now: float, *, prepare: bool) -> None:
-    pool = draft.pool
-    if not pool.may_fill:
-        return
-    if prepare:
-        chosen = _unheld(pool)
-    elif pool.first:
-        return
-    elif pool.fill_at is not None and now >= pool.fill_at:
-        chosen = _next_slots(pool, pool.width)
-    else:
-        chosen = _next_slots(pool, 0) if pool.is_warm else ()
-    if not chosen:
-        return
-    _check_memory(draft)
-    if draft.pool.disabled is None:
-        for slot in chosen:
-            draft.set_slot(slot, SlotState.WARMING)
-            draft.effects.append(StartPrewarm(slot))

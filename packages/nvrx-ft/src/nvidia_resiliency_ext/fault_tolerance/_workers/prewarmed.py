@@ -6,14 +6,13 @@ launcher's loop, and none but `end` waits. Start prewarmed workers from a thread
 as the launcher: the kernel ties their lives to the thread.
 
     standby = PrewarmedWorker.start(command, env, slot=0)
-    loop.watch(standby.fileno(), ...)       # receive() -> Ready(...)
-    standby.go(GoOrder(env=worker_env))     # receive() -> Begun(...) or Failed(...)
+    loop.watch(standby.fileno(), ...)   # receive() -> Ready(...)
+    standby.go(worker_env)              # receive() -> Begun(...) or Failed(...)
     child = standby.release()
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import logging
@@ -25,14 +24,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
+from nvidia_resiliency_ext.shared_utils.wire import rights
 
-from .conditions import DEFAULT_IMPORTS, find_interpreter, watch_list, with_optional
+from .conditions import DEFAULT_IMPORTS, watch_list, with_optional
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 
 logger = logging.getLogger("nvrx")
@@ -52,33 +51,18 @@ class PrewarmError(NvrxError):
 
 
 @dataclass(frozen=True, slots=True)
-class FileStamp:
-    """A file that a prewarmed worker imported, as it was then."""
-
-    path: str
-    size_bytes: int
-    modified_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """The imports are done and the prewarmed worker waits.
 
     Attributes:
-        pid: Its process.
-        modules: How many modules it has.
         seconds: How long the imports took.
         private_bytes: Memory that it alone holds, or None where the kernel does not say.
         problem: Why it must not become a worker, or None.
-        files: What must not change on disk while it waits.
     """
 
-    pid: int
-    modules: int
     seconds: float
     private_bytes: int | None
     problem: str | None
-    files: tuple[FileStamp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +79,9 @@ class Failed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class GoOrder:
-    """What a prewarmed worker needs to become a worker.
-
-    Attributes:
-        env: The worker's whole environment.
-        stdio_fds: Its three streams; None keeps the one that it has. They stay the caller's.
-        not_before: Monotonic seconds before which it must not run the script; None: at once.
-    """
-
-    env: Mapping[str, str]
-    stdio_fds: tuple[int | None, int | None, int | None] = (None, None, None)
-    not_before: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stdio:
-    """What the worker's output will be; None means the launcher's own stream.
-
-    Python chooses buffers when a stream is opened, so a prewarmed worker gets another file of the
-    same kind until "go": a file in memory for a path, the null device for that, a pipe for a pipe.
-    """
-
-    stdout: str | None = None
-    stderr: str | None = None
-    is_piped: bool = False
-
-
-INHERITED = Stdio()
-PIPED = Stdio(is_piped=True)
+_MESSAGES: dict[str, type[Ready | Begun | Failed]] = {
+    "ready": Ready, "begun": Begun, "failed": Failed
+}  # fmt: skip
 
 
 class PrewarmedWorker:
@@ -149,7 +106,7 @@ class PrewarmedWorker:
         self.child = child
         self._control_socket = control_socket
         self._outputs = outputs
-        self._files: tuple[FileStamp, ...] = (file_stamp(os.path.realpath(child.argv[0])),)
+        self._files = [file_stamp(os.path.realpath(child.argv[0]))]
         self._is_activated = False
 
     @classmethod
@@ -158,46 +115,48 @@ class PrewarmedWorker:
         command: WorkerCommand,
         env: Mapping[str, str],
         slot: int,
-        stdio: Stdio = INHERITED,
         *,
-        argv: Sequence[str] | None = None,
+        paths: Sequence[str | None] = (None, None),
+        is_piped: bool = False,
         imports: Sequence[str] = DEFAULT_IMPORTS,
         hook_folder: str = HOOK_FOLDER,
     ) -> PrewarmedWorker:
         """Start the command of a worker, held until a cycle needs it.
+
+        Python chooses buffers when a stream is opened, so until "go" stdout and stderr are another
+        file of the worker's kind: a file in memory for one of `paths`, the null device for that,
+        a pipe with `is_piped`, and the launcher's own stream for None.
 
         Raises:
             ChildStartError: The command cannot be run.
             PrewarmError: There are too many modules to name, or the kernel does not give what a
                 prewarmed worker needs, such as files in memory.
         """
-        words = tuple(argv) if argv is not None else command.for_local_rank(slot)
         outputs: list[int | None] = []
         kept: list[int] = []
-        with contextlib.ExitStack() as on_failure:
+        with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
             try:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 on_failure.callback(ours.close)
-                on_failure.callback(theirs.close)
-                if stdio.is_piped:
+                always.callback(theirs.close)
+                if is_piped:
                     reading, writing = _placeholder_pipe()
                     on_failure.callback(os.close, reading)
-                    on_failure.callback(os.close, writing)
+                    always.callback(os.close, writing)
                     outputs += (writing, writing)
                     kept.append(reading)
                 else:
-                    for path in (stdio.stdout, stdio.stderr):
-                        fd = _placeholder(path)
-                        outputs.append(fd)
+                    for path in paths:
+                        outputs.append(fd := _placeholder(path))
                         if fd is not None:
                             on_failure.callback(os.close, fd)
                             kept.append(fd)
             except (OSError, AttributeError) as error:  # the latter: a libc without memfd
                 raise PrewarmError(f"it cannot be prepared: {error}") from error
             ours.setblocking(False)
-            _send(ours, _first_message(words, command.entry, env, imports))
+            _send(ours, _first_message(command, env, imports))
             child = start_child(
-                words,
+                command.for_local_rank(slot),
                 env=_prewarm_env(env, theirs.fileno(), hook_folder),
                 stdout=outputs[0],
                 stderr=outputs[1],
@@ -206,9 +165,6 @@ class PrewarmedWorker:
                 die_with_parent=True,
             )
             on_failure.pop_all()
-        theirs.close()
-        if stdio.is_piped:
-            os.close(writing)
         return cls(slot, env, child, ours, tuple(kept))
 
     def fileno(self) -> int:
@@ -231,35 +187,47 @@ class PrewarmedWorker:
         if not data:
             return Failed(self._describe_end())
         try:
-            message = _parse(json.loads(data))
+            fields = json.loads(data)
+            kind = fields.pop("kind")
+            if kind == "ready":
+                self._files += [file_stamp(path) for path in fields.pop("files")]
+                memory = procfs.memory(self.child.pid)
+                fields["private_bytes"] = None if memory is None else memory.uss
+            message = _MESSAGES[kind](**fields)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             return Failed(f"it sent an unreadable message ({type(error).__name__})")
-        if isinstance(message, Ready):
-            self._files += message.files
         if not isinstance(message, Begun):
             self._log_output()
         return message
 
-    def go(self, order: GoOrder) -> None:
-        """Tell it to become the worker; it may still be importing, and then goes on when it can."""
-        streams = [i for i, fd in enumerate(order.stdio_fds) if fd is not None]
+    def go(
+        self,
+        env: Mapping[str, str],
+        stdio_fds: Sequence[int | None] = (None, None, None),
+        not_before: float | None = None,
+    ) -> None:
+        """Tell it to become the worker; it may still be importing, and then goes on when it can.
+
+        Args:
+            env: The worker's whole environment.
+            stdio_fds: Its three streams; None keeps the one that it has. They stay the caller's.
+            not_before: Monotonic seconds before which it must not run the script; None: at once.
+        """
+        streams = {i: fd for i, fd in enumerate(stdio_fds) if fd is not None}
         message = {
-            "set": {k: v for k, v in order.env.items() if self.env.get(k) != v},
-            "unset": [k for k in self.env if k not in order.env],
-            "streams": streams,
-            "not_before": order.not_before,
+            "set": {k: v for k, v in env.items() if self.env.get(k) != v},
+            "unset": [k for k in self.env if k not in env],
+            "streams": list(streams),
+            "not_before": not_before,
         }
-        _send(self._control_socket, message, [fd for fd in order.stdio_fds if fd is not None])
+        _send(self._control_socket, message, list(streams.values()))
         self._is_activated = True
         # Whoever stopped it while it waited did not mean the worker that it is now.
         self.child.signal(signal.SIGCONT)
 
     def stale_file(self) -> str | None:
         """Return a file that changed since the prewarmed worker imported it, or None."""
-        for stamp in self._files:
-            if file_stamp(stamp.path) != stamp:
-                return stamp.path
-        return None
+        return next((stamp[0] for stamp in self._files if file_stamp(stamp[0]) != stamp), None)
 
     def release(self) -> Child:
         """Hand the process over: it is a worker now. The socket is closed."""
@@ -292,13 +260,13 @@ class PrewarmedWorker:
                 logger.info("standby %d wrote while it imported: %s", self.slot, text)
 
 
-def file_stamp(path: str) -> FileStamp:
-    """Return a file's size and time of change; -1 for both when it is gone."""
+def file_stamp(path: str) -> tuple[str, int, int]:
+    """Return a file's path, size and time of change (ns); -1 for both when it is gone."""
     try:
         status = os.stat(path)
     except OSError:
-        return FileStamp(path, -1, -1)
-    return FileStamp(path, status.st_size, status.st_mtime_ns)
+        return path, -1, -1
+    return path, status.st_size, status.st_mtime_ns
 
 
 def _prewarm_env(env: Mapping[str, str], fd: int, hook_folder: str) -> dict[str, str]:
@@ -312,30 +280,22 @@ def _prewarm_env(env: Mapping[str, str], fd: int, hook_folder: str) -> dict[str,
 
 
 def _first_message(
-    words: Sequence[str], entry: str, env: Mapping[str, str], imports: Sequence[str]
+    command: WorkerCommand, env: Mapping[str, str], imports: Sequence[str]
 ) -> dict[str, Any]:
-    interpreter = find_interpreter(words)
-    if interpreter is None:
-        raise PrewarmError("the command does not run this Python")
-    path_dirs = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
+    # The folder that Python searches first; `--run-path` runs a module of ours.
+    entry = os.path.realpath(command.entry)
+    folder: str | None = entry if os.path.isdir(entry) else os.path.dirname(entry)
+    if env.get("PYTHONSAFEPATH"):
+        folder = None
+    elif "-m" in command.argv[:3]:
+        folder = os.getcwd()
     return {
         "parent": os.getpid(),
         "imports": with_optional(imports),
         "watch": watch_list(),
-        "entry_dir": _entry_dir(interpreter.entry_kind, interpreter.flags, entry, env),
-        "path_dirs": path_dirs,
+        "entry_dir": folder,
+        "path_dirs": [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part],
     }
-
-
-def _entry_dir(kind: str, flags: Sequence[str], entry: str, env: Mapping[str, str]) -> str | None:
-    if env.get("PYTHONSAFEPATH") or any(
-        not flag.startswith(("--", "-W", "-X")) and "P" in flag for flag in flags
-    ):
-        return None
-    if kind == "module":
-        return os.getcwd()
-    path = os.path.realpath(entry)
-    return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _placeholder(path: str | None) -> int | None:
@@ -367,34 +327,7 @@ def _send(
     data = json.dumps(message, separators=(",", ":")).encode()
     if len(data) > _LARGEST_MESSAGE_BYTES:
         raise PrewarmError(f"the order is too large ({len(data)} bytes)")
-    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        control_socket.sendmsg([data], control)
+        control_socket.sendmsg([data], rights(fds))
     except OSError as error:
         raise PrewarmError(f"it does not listen: {error.strerror}") from error
-
-
-def _parse(message: Mapping[str, Any]) -> Ready | Begun | Failed:
-    parsers: dict[str, Callable[[Mapping[str, Any]], Ready | Begun | Failed]] = {
-        "ready": _parse_ready,
-        "begun": lambda fields: Begun(float(fields["seconds"])),
-        "failed": lambda fields: Failed(_one_line(fields["reason"])),
-    }
-    return parsers[message["kind"]](message)
-
-
-def _parse_ready(fields: Mapping[str, Any]) -> Ready:
-    private_bytes = fields["private_bytes"]
-    problem = fields["problem"]
-    return Ready(
-        pid=int(fields["pid"]),
-        modules=int(fields["modules"]),
-        seconds=float(fields["seconds"]),
-        private_bytes=None if private_bytes is None else int(private_bytes),
-        problem=None if problem is None else _one_line(problem),
-        files=tuple(FileStamp(str(p), int(size), int(at)) for p, size, at in fields["files"]),
-    )
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())[:1000]

@@ -288,8 +288,7 @@ class WorkerGroup:
                 self._started[local_rank].child.signal_group(signum)
 
     def _advance(self) -> None:
-        if self._stopping is None:
-            return
+        assert self._stopping is not None
         sends = self._stopping.advance(self.clock.monotonic())
         for local_rank, _ in sends:
             pid = self._started[local_rank].child.pid
@@ -298,12 +297,10 @@ class WorkerGroup:
         self._check_stopped()
 
     def _check_stopped(self) -> None:
-        if self._stopping is None:
-            return
-        if not self._stopping.is_over:
+        stopping = self._stopping
+        if stopping is None or not stopping.is_over:
             self._rearm()
             return
-        given_up = self._stopping.given_up
         self._stopping = None
         self._rearm()
         if self.reports_leftovers:
@@ -312,15 +309,13 @@ class WorkerGroup:
             # Children that a worker left in its group would hold its memory and devices.
             started.child.signal_group(signal.SIGKILL)
         self.tee.end_cycle()
-        self.stopped(given_up)
+        self.stopped(stopping.given_up)
 
     def _report_leftovers(self) -> None:
         groups = [started.child.pid for started in self._started.values()]
-        for pid in procfs.pids_in_groups(groups):
-            stat = procfs.read_stat(pid)
-            if stat is not None and stat.running:
-                text = "process %d (%s, state %s) was left in worker group %d"
-                logger.warning(text, pid, stat.comm, stat.state, stat.pgid)
+        for stat in procfs.running_in_groups(groups):
+            text = "process %d (%s, state %s) was left in worker group %d"
+            logger.warning(text, stat.pid, stat.comm, stat.state, stat.pgid)
 
     def _rearm(self) -> None:
         if self._timer is not None:

@@ -29,7 +29,6 @@ _LARGEST_MESSAGE_BYTES = 1 << 20
 _LEFT = 0
 _LONGEST_HEAD_START_S = 1.0
 _FAILED = 70
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _SIGKILL = 1, 2, 9
 # Signals that glibc keeps for itself; it installs handlers with the first native thread.
 _GLIBC_SIGNALS = 1 << 31 | 1 << 32
 # Set from TMPDIR by torch._dynamo, whose value may be another at "go"; torch asks again if unset.
@@ -55,17 +54,15 @@ class _ControlSocket:
         """Wait for a message; return it and its descriptors. The launcher gone: leave."""
         import json
 
-        flags = getattr(self._api, "MSG_CMSG_CLOEXEC", 0)
-        control_bytes = self._api.CMSG_SPACE(3 * 4)
-        data, control, _, _ = self._socket.recvmsg(_LARGEST_MESSAGE_BYTES, control_bytes, flags)
+        fd_bytes = self._api.CMSG_SPACE(3 * 4)
+        data, control, _, _ = self._socket.recvmsg(
+            _LARGEST_MESSAGE_BYTES, fd_bytes, self._api.MSG_CMSG_CLOEXEC
+        )
         if not data:
             os._exit(_LEFT)
-        fds: list[int] = []
-        for level, kind, payload in control:
-            if level == self._api.SOL_SOCKET and kind == self._api.SCM_RIGHTS:
-                whole = len(payload) - len(payload) % 4
-                fds += memoryview(payload)[:whole].cast("i")
-        return json.loads(data), fds
+        return json.loads(data), [
+            fd for _, _, payload in control for fd in memoryview(payload).cast("i")
+        ]
 
     def has_message(self) -> bool:
         """Return whether a message waits. The launcher gone: leave."""
@@ -115,6 +112,7 @@ class _Held:
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
+        self._imports = order["imports"]
         self._watch = order["watch"]
         self._entry_dir = order["entry_dir"]
         self._groups: list[_Group] = []
@@ -122,21 +120,22 @@ class _Held:
         self._environ: dict[str, str | None] = dict(os.environ)
         self._path: tuple[str, ...] = ()
 
-    def collect(
-        self, imports: Iterable[tuple[str, bool]], load: Callable[[str, bool], bool]
-    ) -> None:
-        """Run `load(name)` for each import and take what it brought out of sight."""
+    def collect(self, control_socket: _ControlSocket) -> bool:
+        """Import the order's list out of sight; return whether "go" cut that short."""
         import warnings
 
         # `multiprocessing` makes `__mp_main__` another name of the script.
         library = sys.stdlib_module_names | {"__main__", "__mp_main__"}
         watched: list[Any] = [warnings.filters, sys.meta_path]
         at_first = [list(live) for live in watched]
-        for name, optional in imports:
+        is_short = False
+        for name, optional in self._imports:
+            if control_socket.has_message():
+                is_short = True
+                break
             before, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
             lists, functions = [list(live) for live in watched], self._functions()
-            if not load(name, optional):
-                break
+            _load(name, optional)
             top = name.partition(".")[0]
             others, group = _Group(alone=True), _Group(alone=False)
             for key in set(sys.modules) - before:
@@ -165,6 +164,7 @@ class _Held:
             if live != old:
                 _replace_list(live, old)
         self._hide()
+        return is_short
 
     def _functions(self) -> list[tuple[ModuleType, str, object]]:
         return [
@@ -227,20 +227,8 @@ class _Held:
         original = getattr(module, "__spec__", None)
         if module is None or original is None:
             return None
-        return self._spec(name, module, original, index)
-
-    def _spec(self, name: str, module: ModuleType, original: ModuleSpec, index: int) -> ModuleSpec:
-        parts = original.submodule_search_locations
-        spec = type(original)(
-            name,
-            _Handover(self, module, original, index),  # type: ignore[arg-type]
-            origin=original.origin,
-            is_package=parts is not None,
-        )
-        if parts is not None:
-            spec.submodule_search_locations = list(parts)
-        spec.has_location = original.has_location
-        spec.cached = original.cached
+        spec: ModuleSpec = object.__new__(type(original))
+        vars(spec).update(vars(original), loader=_Handover(self, module, original, index))
         return spec
 
     def give_back(self, index: int) -> None:
@@ -410,21 +398,6 @@ def _shadowing(directories: Iterable[str], origins: Mapping[str, str | None]) ->
     return None
 
 
-def _die_with_parent(parent: int) -> Callable[[], object]:
-    """Let the kernel kill us with the launcher; return what puts the old setting back."""
-    import ctypes
-
-    prctl = ctypes.CDLL(None).prctl
-    prctl.argtypes = (ctypes.c_int, ctypes.c_ulong)
-    old = ctypes.c_int(0)
-    prctl(_PR_GET_PDEATHSIG, ctypes.addressof(old))
-    if old.value == 0:
-        prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-    if os.getppid() != parent:
-        raise RuntimeError("the command runs Python as a child of another process")
-    return lambda: prctl(_PR_SET_PDEATHSIG, old.value)
-
-
 def _step_back() -> Callable[[], object]:
     """Take the processor only after others; return what undoes it.
 
@@ -534,21 +507,12 @@ def _problem(before: Mapping[str, object], order: Mapping[str, Any], held: _Held
     return _shadowing([beside] * bool(beside) + order["path_dirs"], origins)
 
 
-def _importer(control_socket: _ControlSocket, go_seen: list[str]) -> Callable[[str, bool], bool]:
-    """Return what imports one entry of the list; it declines once "go" is there."""
-
-    def load(name: str, optional: bool) -> bool:
-        if control_socket.has_message():
-            go_seen.append(name)
-            return False
-        try:
-            __import__(name)
-        except ModuleNotFoundError as error:
-            if not optional or not f"{name}.".startswith(f"{error.name}."):
-                raise
-        return True
-
-    return load
+def _load(name: str, optional: bool) -> None:
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        if not optional or not f"{name}.".startswith(f"{error.name}."):
+            raise
 
 
 def _warm(control_socket: _ControlSocket, order: Mapping[str, Any], held: _Held) -> bool:
@@ -559,14 +523,13 @@ def _warm(control_socket: _ControlSocket, order: Mapping[str, Any], held: _Held)
     borrowed = bool(beside) and any(
         os.path.exists(os.path.join(beside, top + suffix)) for top in tops for suffix in ("", ".py")
     )
-    go_seen: list[str] = []
     if borrowed:
         sys.path.insert(0, beside)
-    held.collect(order["imports"], _importer(control_socket, go_seen))
+    is_short = held.collect(control_socket)
     if borrowed:
         sys.path.remove(beside)
         sys.path_importer_cache.pop(beside, None)
-    return bool(go_seen)
+    return is_short
 
 
 def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
@@ -588,37 +551,15 @@ def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
             finder.invalidate_caches()
 
 
-def _private_bytes() -> int | None:
-    total = 0
-    try:
-        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-            for line in file:
-                if line.startswith(("Private_Clean:", "Private_Dirty:")):
-                    total += int(line.split()[1]) << 10
-    except OSError:
-        return None
-    return total
-
-
-def _stamps(held: _Held) -> list[list[str | int]]:
-    """Return [file, size, time of change] of the held top-level modules."""
-    stamps: list[list[str | int]] = []
-    for path in sorted(filter(None, held.origins().values())):
-        try:
-            status = os.stat(path)
-        except OSError:
-            continue
-        stamps.append([path, status.st_size, status.st_mtime_ns])
-    return stamps
-
-
 def _stand_by(control_socket: _ControlSocket) -> None:
     import gc
     import time
 
     started = time.monotonic()
     order, _ = control_socket.receive()
-    undo = [_die_with_parent(order["parent"]), _step_back(), _mark_name()]
+    if os.getppid() != order["parent"]:
+        raise RuntimeError("the command runs Python as a child of another process")
+    undo = [_step_back(), _mark_name()]
     before = _facts()
     held = _Held(order)
     # Imports make many objects and little garbage; collecting takes a quarter of their time.
@@ -640,19 +581,15 @@ def _stand_by(control_socket: _ControlSocket) -> None:
     if not control_socket.has_message():
         control_socket.send(
             kind="ready",
-            pid=os.getpid(),
-            modules=len(sys.modules) + len(held._group_of),  # noqa: SLF001 - same module
             seconds=seconds,
-            private_bytes=_private_bytes(),
             problem=problem,
-            files=_stamps(held),
+            files=[file for file in held.origins().values() if file],
         )
     go, fds = control_socket.receive()
-    for step in undo[1:]:
+    for step in undo:
         step()
     _apply(go, fds)
     control_socket.send(kind="begun", seconds=seconds)
-    undo[0]()
     control_socket.close()
     if go["not_before"] is not None:
         time.sleep(min(max(0.0, go["not_before"] - time.monotonic()), _LONGEST_HEAD_START_S))
@@ -664,9 +601,9 @@ def _enter(fd: int) -> None:
         control_socket = _ControlSocket(fd)
         _stand_by(control_socket)
     except BaseException as error:  # noqa: BLE001 - else the script would run, as if all were well
-        reason = f"{type(error).__name__}: {error}"
         if control_socket is not None:
-            control_socket.send(kind="failed", reason=reason[:2000])
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            control_socket.send(kind="failed", reason=reason[:1000])
         os._exit(_FAILED)
 
 
