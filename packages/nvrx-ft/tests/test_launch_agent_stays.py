@@ -44,7 +44,7 @@ class LastRounds:
                 "admission": types.SimpleNamespace(admit=lambda *_: None),
                 "monitor": types.SimpleNamespace(last_iteration=lambda: None),
                 "reporter": nothing,
-                "controller": types.SimpleNamespace(start_grace=None),
+                "controller": types.SimpleNamespace(),
                 "on_bad_node": lambda _: None,
                 "rendezvous": self,
             }

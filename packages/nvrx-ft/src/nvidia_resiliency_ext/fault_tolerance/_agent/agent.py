@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine, preemption
+from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
@@ -55,7 +55,7 @@ BARRIER_S = 300.0
 UNCAUGHT_EXCEPTION = 1
 """Python's exit code after an uncaught exception."""
 # A launcher that stays for the others' sake is asked by these to go at once.
-_ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
+_ASKS_TO_GO = (machine.Signalled, machine.GraceOver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,10 @@ class NodeAgent:
             ),
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            preemption.ReportPreempted: self._report_preempted,
-            preemption.StartGrace: lambda _: controller.start_grace(),
-            preemption.AskToSave: lambda effect: controller.ask(effect.cause),
-            preemption.ReportHeld: self._report_held,
-            preemption.ReleaseRanks: lambda effect: controller.release(effect.at),
+            machine.Preempted: self._report_preempted,
+            machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
+            machine.RanksHeld: self._report_held,
+            machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
     @property
@@ -232,10 +231,9 @@ class NodeAgent:
                     cause = Cause("drained", what, host=self.host)
                     self.rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
                     return
-                if isinstance(event, preemption.Preempted):
+                if isinstance(event, machine.Preempted):
                     # The job ends with its store: first its ranks save.
                     preempted = event.cause
-                    self.controller.start_grace()
                     self.rendezvous.preempted(preempted)
                 elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
                     self.rendezvous.preempted(preempted)
@@ -530,11 +528,11 @@ class NodeAgent:
         self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
 
-    def _report_preempted(self, effect: preemption.ReportPreempted) -> None:
+    def _report_preempted(self, effect: machine.Preempted) -> None:
         self.rendezvous.preempted(effect.cause)
         self._poll_rendezvous()
 
-    def _report_held(self, effect: preemption.ReportHeld) -> None:
+    def _report_held(self, effect: machine.RanksHeld) -> None:
         self.rendezvous.held(effect.calls)
         self._poll_rendezvous()
 

@@ -21,13 +21,13 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REA
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
+    Event,
     Policy,
     Signalled,
     StopRequested,
     request_event,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
@@ -64,7 +64,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Result
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
-from .preemption import PreemptionController
+from .preemption import PreemptionController, end_of_job
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
 from .run_files import CycleRecords, cycle_info_environment, make_run_paths
@@ -162,14 +162,13 @@ class Job:
         self._follow_attribution()
         self._rendezvous = self._build_rendezvous(endpoint)
         stack.callback(self._rendezvous.shutdown)
-        self._controller = self._build_controller()
         self._monitor = self._build_monitor()
         mailbox = Mailbox(self._paths.launcher_socket, self._loop, self._receive_mail)
         stack.callback(mailbox.close)
         self._tee = Tee(self._look_at_output)
         stack.callback(self._tee.close)
+        self._controller = self._build_controller()
         self._agent = self._build_agent()
-        self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
         stack.callback(self._prewarm.close)
         self._watch()
@@ -314,6 +313,9 @@ class Job:
         return PreemptionController(
             self._loop,
             self._clock,
+            post=self._post,
+            monitor=self._monitor,
+            running_pids=self._running_pids,
             host=self._paths.host,
             signum=config.preempt_signal,
             grace_s=config.preempt_grace,
@@ -353,7 +355,7 @@ class Job:
             self._clock,
             on_first_step=self._first_step,
             on_stuck=self._rank_stuck,
-            on_save_acknowledged=self._controller.acknowledged,
+            on_save_acknowledged=self._save_acknowledged,
             on_ranks_seen=self._ranks_seen,
             unwatched_after_s=longest_limit_s(self._plan.fault_tol_cfg),
             needs_heartbeats=needs_heartbeats(self._plan.fault_tol_cfg),
@@ -437,6 +439,12 @@ class Job:
         self._prewarm.good_step()
 
     # What these call is made later.
+
+    def _post(self, event: Event) -> None:
+        self._agent.post(event)
+
+    def _save_acknowledged(self) -> None:
+        self._controller.acknowledged()
 
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)

@@ -12,18 +12,13 @@ from collections.abc import Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
-    RoundLeaves,
-    SaveAgreed,
-    agreed_call,
-)
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 RoundEvent = (
     machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
-    | machine.JoinTimedOut | machine.NodeUnfit | RoundLeaves | SaveAgreed | machine.RanksAsked
-    | machine.HangEvaluated
+    | machine.JoinTimedOut | machine.NodeUnfit | machine.RoundLeaves | machine.SaveAgreed
+    | machine.RanksAsked | machine.HangEvaluated
 )  # fmt: skip
 
 
@@ -156,11 +151,11 @@ class LocalRendezvous(Rendezvous):
 
     def preempted(self, cause: Cause) -> None:
         """Let the ranks save: nobody else is to be asked."""
-        self._events.append(RoundLeaves(cause))
+        self._events.append(machine.RoundLeaves(cause))
 
     def held(self, calls: int) -> None:
         """Agree on a call at once: nobody else is to be waited for."""
-        self._events.append(SaveAgreed(agreed_call([calls])))
+        self._events.append(machine.SaveAgreed(machine.agreed_call([calls])))
 
     def shutdown(self) -> None:
         self._ports.close()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
@@ -238,7 +237,9 @@ class StoreRendezvous(Rendezvous):
         if isinstance(event, Leaves):
             entry = event.entry
             cause = entry.cause or Cause("preempted", "a node must go")
-            return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
+            if entry.save_at:
+                return machine.SaveAgreed(entry.save_at)
+            return machine.RoundLeaves(cause)
         if isinstance(event, Hung):
             judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
