@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
@@ -69,6 +70,7 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
         del server
 
 
+@dataclass(eq=False, repr=False)
 class CoordinatorThread(threading.Thread):
     """Decides the job's rounds; it ends, and the store with it, when the job is over for all.
 
@@ -88,29 +90,19 @@ class CoordinatorThread(threading.Thread):
         outcome: The decision that ended the job, once there is one.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        store: Callable[[], AbstractContextManager[JobStore]],
-        rules: Callable[[JobStore, threading.Event], CoordinatorRules | None],
-        *,
-        me: str,
-        clock: Clock,
-        services: CoordinatorServices,
-        is_controlled: bool = False,
-        on_bad_node: Callable[[Cause], None] = lambda _: None,
-        denylist: Denylist | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    store: Callable[[], AbstractContextManager[JobStore]]
+    rules: Callable[[JobStore, threading.Event], CoordinatorRules | None]
+    _: KW_ONLY
+    me: str
+    clock: Clock
+    services: CoordinatorServices
+    is_controlled: bool = False
+    on_bad_node: Callable[[Cause], None] = lambda _: None
+    denylist: Denylist = field(default_factory=Denylist)
+    on_end: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
-        self._store = store
-        self._rules = rules
-        self._me = me
-        self._clock = clock
-        self._services = services
-        self._is_controlled = is_controlled
-        self._on_bad_node = on_bad_node
-        self._denylist = denylist
-        self._on_end = on_end
         self._end_asked = threading.Event()
         self._host: Coordinator | None = None
         self.problem = ""
@@ -128,7 +120,7 @@ class CoordinatorThread(threading.Thread):
             self.problem = f"a defect in the rendezvous host: {error!r}"
             logger.exception("a defect in the rendezvous host ended the job's store")
         finally:
-            self._on_end()
+            self.on_end()
 
     def stop(self) -> None:
         """End within a second, though the job may go on elsewhere."""
@@ -140,20 +132,20 @@ class CoordinatorThread(threading.Thread):
             self._host.end_job(reason, cause)
 
     def _serve(self) -> None:
-        with self._store() as store:
-            rules = self._rules(store, self._end_asked)
+        with self.store() as store:
+            rules = self.rules(store, self._end_asked)
             if rules is None:
                 return
             self._host = Coordinator(
                 store,
                 rules,
-                me=self._me,
+                me=self.me,
                 epoch=os.urandom(8).hex(),
-                clock=self._clock,
-                is_controlled=self._is_controlled,
-                follower=self._services,
-                on_bad_node=self._on_bad_node,
-                denylist=self._denylist or Denylist(),
+                clock=self.clock,
+                is_controlled=self.is_controlled,
+                follower=self.services,
+                on_bad_node=self.on_bad_node,
+                denylist=self.denylist,
                 stop=self._end_asked,
             )
             self._host.run()
