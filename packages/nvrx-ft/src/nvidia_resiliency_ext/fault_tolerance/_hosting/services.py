@@ -166,24 +166,26 @@ class CoordinatorServices:
             )
         assert self.loop is not None
         for root in roots:
-            _make_directory(root)
-        servers = LogServers(
+            try:
+                os.makedirs(root, exist_ok=True)
+            except OSError as error:
+                problem = f"the log directory {root} cannot be made: {error.strerror}"
+                raise NvrxError(problem) from error
+        self._servers = LogServers(
             dataclasses.replace(server, allowed_roots=roots),
             *(self.place.address, token.path, self.environ, self.loop, self.clock),
         )
-        servers.start()
-        self._servers = servers
+        self._servers.start()
 
     def _open_info(self) -> None:
         plan = self.plan
         directory = plan.fault_tol_cfg.cycle_info_dir
-        if directory is None:
-            return
-        from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
+        if directory is not None:
+            from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
 
-        self._reporter = CycleInfoReporter(
-            directory, plan.logs.applog_prefix, plan.cycle_info_job_id
-        )
+            self._reporter = CycleInfoReporter(
+                directory, plan.logs.applog_prefix, plan.cycle_info_job_id
+            )
 
     def follow_attribution(
         self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]
@@ -284,9 +286,8 @@ class CoordinatorServices:
     def close(self, *, job_goes_on: bool = False) -> None:
         """End all of it; what log servers have is written.
 
-        Args:
-            job_goes_on: Whether another host is to take over: the present cycle is not over, and
-                servers do not wait for nodes, which keep what was not confirmed.
+        Where the job goes on with another host, the present cycle is not over, and servers do not
+        wait for nodes, which keep what was not confirmed.
         """
         self.end_attribution(job_goes_on=job_goes_on)
         self.end_cycle_info(job_goes_on=job_goes_on)
@@ -305,10 +306,3 @@ def evidence_of(cause: Cause | None) -> tuple[str, ...]:
     if cause.signal is not None:
         return (f"{who}killed by {signal_name(cause.signal)}",)
     return (f"{who}exit code {cause.exit_code}",) if cause.exit_code else ()
-
-
-def _make_directory(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise NvrxError(f"the log directory {path} cannot be made: {error.strerror}") from error
