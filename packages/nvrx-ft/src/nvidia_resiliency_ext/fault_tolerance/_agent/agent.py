@@ -60,17 +60,14 @@ _ASKS_TO_GO = (machine.Signalled, machine.GraceOver)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the job ended here: exit code, reason, and the failures of the last cycle.
-
-    `no_restart` is the reason of the rendezvous why it must not be started again, else empty.
-    """
+    """How the job ended here: exit code, reason, and the failures of the last cycle."""
 
     exit_code: int
     reason: str
     failures: Sequence[Failure]
     stop_signal: int | None = None
     is_unfit: bool = field(default=False, kw_only=True)
-    no_restart: str = field(default="", kw_only=True)
+    no_restart: str = field(default="", kw_only=True)  # Why the job must not be started again.
 
     @property
     def root_cause(self) -> Failure:
@@ -80,10 +77,7 @@ class Result:
 
 @dataclass(eq=False, kw_only=True)
 class NodeAgent:
-    """Runs the cycles of one node until `decide` says that it is over.
-
-    It owns the worker group; the parts that it is made of belong to the caller.
-    """
+    """Runs the cycles of one node until `decide` says that it is over. It owns the worker group."""
 
     policy: machine.Policy
     loop: EventLoop
@@ -367,7 +361,7 @@ class NodeAgent:
             self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
-        """Return the failures with that of the rank which the others waited for, seen or not yet.
+        """Return the failures with that of the rank which the others waited for.
 
         It is being ended, but those that waited for it may be seen to fail before.
         """

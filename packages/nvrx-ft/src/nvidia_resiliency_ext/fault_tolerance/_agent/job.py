@@ -81,11 +81,8 @@ class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
     Everything it starts is ended when the context is left, in whatever state it is.
-
-    Raises:
-        ConfigError: when the plan asks for what cannot be done here.
-        NvrxError: on a machine that cannot run the job: a port in use, a log directory that
-            cannot be written, no room, no descriptors. Nothing is left behind.
+    Raises ConfigError where the plan asks for what cannot be done here, and NvrxError on a machine
+    that cannot run the job: a port in use, no room, no descriptors. Nothing is left behind.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -596,13 +593,7 @@ def _sweep(run_id: str) -> None:
 
 
 def show_failures(name: str, result: Result, run_dir: str) -> None:
-    """Print the failure report of a job that failed for good on stderr.
-
-    Args:
-        name: What ran.
-        result: How it ended.
-        run_dir: The directory of the launch whose files are about to go.
-    """
+    """Print the failure report of a job that failed for good, whose `run_dir` is about to go."""
     from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
 
     if result.exit_code != 0 and result.failures:

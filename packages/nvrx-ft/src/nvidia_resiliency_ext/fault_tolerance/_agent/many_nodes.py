@@ -126,11 +126,9 @@ class StoreEndpoint:
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
-    """Find out whether this launcher serves the store; it waits for nothing but the name service.
+    """Find out whether this launcher serves the store; only the name service is waited for.
 
-    Raises:
-        EndpointError: the endpoint cannot be what was asked for.
-        ConfigError: a setting of the rendezvous has an unusable value.
+    Raises EndpointError or ConfigError.
     """
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
@@ -179,11 +177,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
 
 
 def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
-    """Return how long a round may take to close, and the store to appear (s).
-
-    Raises:
-        ConfigError: one of them is no such time.
-    """
+    """Return how long a round may take to close, and the store to appear. Raises ConfigError."""
     conf = plan.rdzv_configs
     try:
         join_s = _seconds(conf, "join_timeout", JOIN_TIMEOUT_S)
@@ -326,11 +320,7 @@ LATE_ANSWER_S = 5.0
 
 @dataclass(slots=True)
 class StoreConnector:
-    """Connects to the job's store, which may come up later than this launcher.
-
-    `stop` ends the waiting; `patience_s` is how long the store may take for its first answer;
-    `begin` is done there first.
-    """
+    """Connects to the job's store, which may come up later than this launcher."""
 
     endpoint: StoreEndpoint
     prefix: str
@@ -338,9 +328,9 @@ class StoreConnector:
     timeout_s: float
     lease_s: float
     clock: Clock
-    stop: threading.Event
-    patience_s: float = CALL_TIMEOUT_S
-    begin: Callable[[JobStore], None] = lambda _: None
+    stop: threading.Event  # Ends the waiting.
+    patience_s: float = CALL_TIMEOUT_S  # For the first answer.
+    begin: Callable[[JobStore], None] = lambda _: None  # Done there first.
 
     def __call__(self, refused: Callable[[], None]) -> JobStore:
         """Connect within `timeout_s`; `refused`: see `wait_until_reachable`."""

@@ -43,13 +43,8 @@ SAME_SIGNAL_S = 1.0
 def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> float | None:
     """Return when the job's time is over (unix s), or None when it has no end.
 
-    Args:
-        deadline: The option `preempt_deadline`.
-        environ: The launcher's environment.
-        now: The launcher's start (unix s).
-
-    Raises:
-        ConfigError: Slurm is to be asked, and gave no answer.
+    `deadline` is the option `preempt_deadline`, `now` the launcher's start (unix s). Raises
+    ConfigError: Slurm is to be asked, and gave no answer.
     """
     if deadline is None:
         return None
@@ -69,15 +64,7 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
 
 @dataclass(eq=False)
 class PreemptionController:
-    """Announced preemption on one node. The loop's thread only.
-
-    Args:
-        post: Hands in an event that is to be decided.
-        running_pids: Returns the workers that run.
-        signum: The signal that announces it, passed to workers that handle it; None: none does.
-        grace_s: How long ranks may take to save and leave.
-        end: When the job's time is over (unix s), or None.
-    """
+    """Announced preemption on one node. The loop's thread only."""
 
     loop: EventLoop
     clock: Clock
@@ -86,9 +73,9 @@ class PreemptionController:
     monitor: SharedMonitor | MonitorPerRank
     running_pids: Callable[[], Collection[int]]
     host: str
-    signum: signal.Signals | None
-    grace_s: float
-    end: float | None
+    signum: signal.Signals | None  # Announces it, and is passed to workers that handle it.
+    grace_s: float  # For ranks to save and leave.
+    end: float | None  # Unix s.
 
     def __post_init__(self) -> None:
         """Begin: a deadline is waited for from now on."""
@@ -105,10 +92,7 @@ class PreemptionController:
     # What happens ----------------------------------------------------------------------------
 
     def is_announcement(self, signum: int) -> bool:
-        """Return whether this signal announces preemption rather than asking for the end.
-
-        It does so until it has said, a second time, that the time is over.
-        """
+        """Return whether this signal announces preemption; not after it said that time is over."""
         return self.signum is not None and signum == self.signum and not self._is_over
 
     def announced(self, signum: int) -> None:

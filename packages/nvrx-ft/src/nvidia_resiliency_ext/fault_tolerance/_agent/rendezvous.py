@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds: who takes part in a cycle and with which rank. One node is served from memory.
 
-`LocalRendezvous` serves one node, `StoreRendezvous` many; the loop in `agent.py` knows only what
-both have in common. What happened is reported by `poll`; `fileno` is readable when there is
-something to poll (None: poll right after each call).
+`LocalRendezvous` serves one node, `StoreRendezvous` many.
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ class RoundPorts:
     """The MASTER_PORT that this node offers, and that of a round in which it has rank 0.
 
     Each round has a port of its own, unless the user fixed one: then that one is used every time.
-
-    Raises:
-        PortInUseError: when a fixed port is taken by somebody else.
+    Raises PortInUseError: a fixed port is taken by somebody else.
     """
 
     def __init__(self, fixed: int | None = None) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
 
-The launcher's loop hands in what it wants and polls for events; calls that wait run in the threads
-of `_rendezvous`. The lease is judged here, by a timer of the loop: a store that stopped answering
-cannot say so itself.
+Calls that wait run in the threads of `_rendezvous`. The lease is judged here, by a timer of the
+loop: a store that stopped answering cannot say so itself.
 """
 
 from __future__ import annotations
@@ -57,12 +56,8 @@ STORE_LOST_STOP_S = 5.0
 class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
-    Args:
-        connect: Makes a connection to the job's store; called in a thread, with what to call
-            whenever it is certain that nobody serves one.
-        host: The thread of the rendezvous host, when it is here.
-        stop: Ends the waiting of `connect`.
-        on_lease: Called with the time (monotonic s) until which this node may train at most.
+    `connect` makes a connection to the job's store; it is called in a thread, with what to call
+    whenever it is certain that nobody serves one.
     """
 
     settings: NodeSettings
@@ -70,8 +65,9 @@ class StoreRendezvous(Rendezvous):
     _: KW_ONLY
     loop: EventLoop
     clock: Clock
-    host: CoordinatorThread | None = None
-    stop: threading.Event | None = None
+    host: CoordinatorThread | None = None  # When it is here.
+    stop: threading.Event | None = None  # Ends the waiting of `connect`.
+    # Gets how long this node may train (monotonic s).
     on_lease: Callable[[float], None] = lambda _: None
 
     def __post_init__(self) -> None:

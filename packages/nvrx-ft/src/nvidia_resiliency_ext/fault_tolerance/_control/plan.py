@@ -76,36 +76,22 @@ CONTROL_FLAGS: tuple[Flag, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlan:
-    """What a control plane needs.
+    """What a control plane needs; None: as the launchers have it."""
 
-    Attributes:
-        min_nodes: Nodes without which the job does not start.
-        max_nodes: Nodes that work at most.
-        host: Where the store is served, as launchers reach it.
-        address: Where the store and the log servers listen: the host, or an address of its own.
-        segment: Nodes of one block; None: as the launchers have it.
-        group_size: Nodes that are replaced together; None: as the launchers have it.
-        last_call_s: How long a round is kept open for more nodes; None: as the launchers have it.
-        lease_s: Seconds between signs of life; None: as the launchers have it.
-        no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
-        services: What runs beside the store, with the configuration.
-        warnings: What should be logged once, at WARNING.
-    """
-
-    min_nodes: int
-    max_nodes: int
-    host: str
+    min_nodes: int  # Without which the job does not start.
+    max_nodes: int  # That work at most.
+    host: str  # Where the store is served, as launchers reach it.
     port: int
     run_id: str
-    address: str
-    segment: int | None
-    group_size: int | None
-    last_call_s: float | None
+    address: str  # Where store and log servers listen: the host, or an address of its own.
+    segment: int | None  # Nodes of one block.
+    group_size: int | None  # Nodes that are replaced together.
+    last_call_s: float | None  # How long a round is kept open for more nodes.
     lease_s: float | None
     no_restart_exit_code: int | None
     log_level: int
     services: ServicesPlan = field(default_factory=ServicesPlan)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # To be logged once.
 
     def settings(self) -> dict[str, str]:
         """Return what launchers must have been started with alike, by flag."""
@@ -149,12 +135,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan:
-    """Return the plan of a parsed command line.
-
-    Raises:
-        ConfigError: Something cannot be done as asked; it names everything wrong.
-        OSError: The configuration file cannot be read.
-    """
+    """Return the plan of a command line. Raises ConfigError with all mistakes, or OSError."""
     for name in ("nnodes", "rdzv_endpoint"):
         if name not in args.given:
             raise ConfigError(f"--{name.replace('_', '-')} is needed")

@@ -53,9 +53,7 @@ STOP_S = 5.0
 class ControlPlane:
     """Serves one job; use it as a context manager. The main thread only.
 
-    Raises:
-        ConfigError: The token file is unusable.
-        NvrxError: The endpoint or a log server's port is taken, or a directory cannot be used.
+    Raises ConfigError for an unusable token file, NvrxError for a taken port or unusable directory.
     """
 
     def __init__(self, plan: ControlPlan, environ: Mapping[str, str]) -> None:
@@ -84,11 +82,7 @@ class ControlPlane:
         self._stack.close()
 
     def run(self) -> None:
-        """Serve until the job is over or a signal ends it; the launchers then wait for another.
-
-        Raises:
-            NvrxError: The job cannot be served.
-        """
+        """Serve until the job is over or a signal comes. Raises NvrxError: it cannot be served."""
         thread = self._thread
         assert thread is not None
         while not self._is_stopped and not self._has_thread_ended:
@@ -253,12 +247,7 @@ EXIT_FAILURE = 1
 
 
 def run_command_line(argv: Sequence[str] | None) -> int:
-    """Serve a job until it is over or a signal ends the control plane; return the exit code.
-
-    Raises:
-        SystemExit: with 2 after one line, when the command line or a file is wrong; with 0 for
-            `--help` and `--version`.
-    """
+    """Serve a job to its end, or until a signal comes; return the exit code. Raises SystemExit."""
     open_missing_streams()
     args = get_args_parser().parse_args(argv)
     try:

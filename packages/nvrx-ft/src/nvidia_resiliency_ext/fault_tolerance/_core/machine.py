@@ -139,13 +139,10 @@ class RoundClosed:
 
 @dataclass(frozen=True, slots=True)
 class StoreLost:
-    """This node cannot reach the others any more, or must not go on beside them.
-
-    `stop_within_s` is how long its workers may take to end before they are killed.
-    """
+    """This node cannot reach the others any more, or must not go on beside them."""
 
     what: str
-    stop_within_s: float
+    stop_within_s: float  # Its workers are killed then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +175,13 @@ class NextRoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A worker is gone. `cause` says how when it failed; `no_progress` comes from the tracker.
-
-    `is_hopeless`: the program fails at its start again and again, see `start_failures.py`.
-    """
+    """A worker is gone; `cause` says how when it failed."""
 
     local_rank: int
     status: ExitStatus
     cause: Cause | None = None
-    no_progress: bool = False
-    is_hopeless: bool = False
+    no_progress: bool = False  # The tracker says so.
+    is_hopeless: bool = False  # See `start_failures.py`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,12 +179,9 @@ class AttributionManager:
 
 
 def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
-    """Return where a managed service keeps what it knows of a job.
+    """Return where a managed service keeps what it knows of a job, beside its log.
 
-    Args:
-        log_file: The service's log.
-        job_id: The job's name; None: it has none by which it could be started again.
-        run_dir: The launcher's private directory, which goes with the job.
+    A job without a name by which it could be started again has it in its launcher's `run_dir`.
     """
     name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
     if log_file is None or name in {"", ".", ".."}:
@@ -257,29 +254,20 @@ LAST_WORDS_S = 0.3
 
 @dataclass(eq=False)
 class AttributionWatch:
-    """Follows a job's cycles on its rendezvous host. `begin` and `ended` come from any thread.
-
-    Args:
-        manager: Where the service is; it is started here, if this launcher runs it.
-        base_log_file: Prefix of the cycle logs.
-        node_id: This node's name in profiling events.
-        log_complete: Whether nobody writes to a cycle's log any more when the cycle has ended.
-        post: Calls what it is given where `on_stop` is to be called.
-        on_stop: Called with the reason of the first STOP that is to be obeyed.
-        on_nodes: Called in any thread with the nodes that are to have no place any more, and why;
-            None: their names are only logged.
-    """
+    """Follows a job's cycles on its rendezvous host. `begin` and `ended` come from any thread."""
 
     manager: AttributionManager
     _: KW_ONLY
-    base_log_file: str
+    base_log_file: str  # Prefix of the cycle logs.
     token_file: str | None
-    node_id: str
+    node_id: str  # In profiling events.
+    # Calls what it is given where `on_stop` is to be called.
     post: Callable[[Callable[[], None]], None]
-    on_stop: Callable[[str], None]
+    on_stop: Callable[[str], None]  # Gets the reason of the first STOP that is to be obeyed.
+    # Gets bad nodes and why, in any thread; None: they are only logged.
     on_nodes: Callable[[tuple[str, ...], str], None] | None = None
     job_id: str | None = None
-    log_complete: bool = False
+    log_complete: bool = False  # Nobody writes to a cycle's log when the cycle has ended.
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

@@ -82,22 +82,13 @@ def _snapshot(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
-    """What the host of a job runs beside the store; a launch plan says that, too.
-
-    Attributes:
-        fault_tol_cfg: Where files about cycles go, whether hosts that attribution names get a
-            place, and the file with the job's token.
-        logs: Which log servers there are, and where they may write.
-        cycle_info_job_id: The job in the names of files about cycles and at the service; None takes
-            the scheduler's.
-        job_name: The job's name at a service where no scheduler has one; None: it has none.
-        attribution: The service that is asked why a cycle ended.
-    """
+    """What the host of a job runs beside the store; a launch plan says that, too."""
 
     fault_tol_cfg: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
+    # In files about cycles and at the service; None: the scheduler's.
     cycle_info_job_id: str | None = None
-    job_name: str | None = None
+    job_name: str | None = None  # At a service where no scheduler has one.
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
 
 
@@ -118,14 +109,7 @@ class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
     Without a loop there are no log servers, and a STOP is reported in the thread that learns it.
-
-    Attributes:
-        log_token: What nodes learn of the log servers: a token, or one of the words in
-            `log_token`.
-        cycle: The cycle that was begun last.
-
-    Raises:
-        NvrxError: A port is taken, or a directory cannot be used.
+    Raises NvrxError: a port is taken, or a directory cannot be used.
     """
 
     plan: ServicesPlan | LaunchPlan
@@ -192,10 +176,8 @@ class CoordinatorServices:
     ) -> None:
         """Start the service, or find it, and let it follow the cycles from now on.
 
-        Args:
-            on_stop: Called on the loop with the reason of a STOP that is to be obeyed.
-            on_nodes: Called in any thread with hosts that are to have no place any more, where
-                that was asked for.
+        `on_stop` gets the reason of a STOP that is to be obeyed, on the loop; `on_nodes` hosts that
+        are to have no place any more, in any thread.
         """
         plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):

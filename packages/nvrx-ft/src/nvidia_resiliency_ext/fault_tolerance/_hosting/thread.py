@@ -48,17 +48,9 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
     timeout_s: float,
     says: Mapping[str, str],
 ) -> Iterator[JobStore]:
-    """Serve a job's store, and connect to it.
+    """Serve a job's store on `listener`, and connect to it within `timeout_s`.
 
-    Args:
-        listener: The socket that it listens on, which becomes the store's.
-        host: Its address, as clients reach it.
-        port: Its port.
-        prefix: Before all keys of the job.
-        secret: Key of the digests; None: one is made, and left in the store.
-        nodes: How many nodes it is for.
-        timeout_s: How long connecting to it may take.
-        says: What stands in it before anything is decided, by key.
+    Without a `secret` for digests one is made, and left in the store; `says` stands there first.
     """
     server = serve(listener, host, nodes)
     own = connect(host, port, prefix, secret or agree_on_secret(server, prefix), timeout_s)
@@ -72,34 +64,22 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
 
 @dataclass(eq=False, repr=False)
 class CoordinatorThread(threading.Thread):
-    """Decides the job's rounds; it ends, and the store with it, when the job is over for all.
+    """Decides the job's rounds; it ends, and the store with it, when the job is over for all."""
 
-    Args:
-        store: Gives the job's store for as long as it is needed; used in the thread.
-        rules: Returns what decisions go by, once that is known; None where nothing will be
-            decided. Called in the thread, and given the event that says to give up.
-        me: Name under which decisions are signed.
-        services: Who follows the rounds.
-        is_controlled: Whether the store outlives the nodes: it is not in a launcher.
-        on_bad_node: Called with a node that is lost, named, or that failed again and again.
-        denylist: Hosts that are to have no place where that can be.
-        on_end: Called in the thread when it ends.
-
-    Attributes:
-        problem: What ended it before the job was over, in words.
-        outcome: The decision that ended the job, once there is one.
-    """
-
+    # Gives the job's store for as long as it is needed; used in the thread.
     store: Callable[[], AbstractContextManager[JobStore]]
+    # Returns what decisions go by, once that is known; None: nothing will be decided.
     rules: Callable[[JobStore, threading.Event], CoordinatorRules | None]
     _: KW_ONLY
-    me: str
+    me: str  # Signs the decisions.
     clock: Clock
     services: CoordinatorServices
-    is_controlled: bool = False
+    is_controlled: bool = False  # Whether the store is in no launcher.
+    # Gets a node that is lost, named, or failed again and again.
     on_bad_node: Callable[[Cause], None] = lambda _: None
+    # Hosts that are to have no place where that can be.
     denylist: Denylist = field(default_factory=Denylist)
-    on_end: Callable[[], None] = lambda: None
+    on_end: Callable[[], None] = lambda: None  # Called in the thread.
 
     def __post_init__(self) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
