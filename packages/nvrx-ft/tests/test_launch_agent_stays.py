@@ -54,13 +54,6 @@ class LastRounds:
         self.agent.post(self._events.pop(0))
         self.must_stay = self.must_stay and bool(self._events)
 
-    def fileno(self) -> None:
-        """Nothing is watched."""
-
-    def poll(self) -> list[Event]:
-        """Say nothing."""
-        return []
-
     def leave(self, cause: Cause) -> None:
         """Take note."""
         self.left.append(cause)

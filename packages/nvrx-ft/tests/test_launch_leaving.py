@@ -199,9 +199,6 @@ class Stays:
         self.agent.post(self._events.pop(0))
         self.must_stay = bool(self._events)
 
-    def poll(self):
-        return []
-
     def preempted(self, cause):
         self.reported.append(cause)
 

@@ -12,6 +12,7 @@ import pytest
 from rendezvous_store import Served, arrival, hosted, rules
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
+from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Preempted, RoundReady
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
@@ -87,7 +88,9 @@ def test_a_line_names_the_worst_and_stays_short() -> None:
 # The store host and its nodes --------------------------------------------------------------------
 
 
-def joined(served: Served, index: int, clock: SystemClock, loop: EventLoop) -> StoreRendezvous:
+def joined(
+    served: Served, index: int, clock: SystemClock, loop: EventLoop, posted: list[RoundEvent]
+) -> StoreRendezvous:
     """Let a node with this clock join."""
     settings = NodeSettings(
         arrival=dataclasses.replace(arrival(index), infra_rank=index),
@@ -98,16 +101,18 @@ def joined(served: Served, index: int, clock: SystemClock, loop: EventLoop) -> S
         domain=lambda: "none",
         must_agree={},
     )
-    made = StoreRendezvous(settings, lambda _: served.connect(), loop=loop, clock=clock)
+    made = StoreRendezvous(
+        settings, lambda _: served.connect(), loop=loop, clock=clock, post=posted.append
+    )
     made.join(0)
     return made
 
 
-def placed(rendezvous: StoreRendezvous, loop: EventLoop) -> RoundReady:
+def placed(posted: list[RoundEvent], loop: EventLoop) -> RoundReady:
     """Wait until a node has its place; anything else is wrong."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        for event in rendezvous.poll():
+        for event in posted:
             assert isinstance(event, RoundReady), event
             return event
         loop.call_at(time.monotonic() + 0.05, lambda: None)
@@ -132,11 +137,11 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosted(served, rules(3, lease_s=LEASE_S), clock=host_clock))
         loop = stack.enter_context(contextlib.closing(EventLoop(SystemClock())))
-        nodes = []
+        posted: list[list[RoundEvent]] = [[], [], []]
         for index in range(3):
-            nodes.append(joined(served, index, ShiftedClock(off_s.get(index, 0.0)), loop))
-            stack.callback(nodes[-1].shutdown)
-        found = [placed(node, loop).assignment.clock_off_s for node in nodes]
+            clock = ShiftedClock(off_s.get(index, 0.0))
+            stack.callback(joined(served, index, clock, loop, posted[index]).shutdown)
+        found = [placed(events, loop).assignment.clock_off_s for events in posted]
     (wrong,) = off_s
     assert found[wrong] == pytest.approx(MINUTES_S, abs=2.0)
     assert [off for index, off in enumerate(found) if index != wrong] == [0.0, 0.0]

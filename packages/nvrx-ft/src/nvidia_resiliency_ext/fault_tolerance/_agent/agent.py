@@ -140,9 +140,9 @@ class NodeAgent:
             ),
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            machine.Preempted: self._report_preempted,
+            machine.Preempted: lambda effect: rendezvous.preempted(effect.cause),
             machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
-            machine.RanksHeld: self._report_held,
+            machine.RanksHeld: lambda effect: rendezvous.held(effect.calls),
             machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
@@ -184,9 +184,6 @@ class NodeAgent:
 
     def run(self) -> Result:
         """Run cycles until the job is over here."""
-        fd = self.rendezvous.fileno()
-        if fd is not None:
-            self.loop.watch(fd, self._poll_rendezvous)
         self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
         self._join(machine.Join(0, None))
         while self._finish is None:
@@ -210,7 +207,6 @@ class NodeAgent:
         preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
         while self.rendezvous.must_stay:
             self.loop.run_once()
-            self._poll_rendezvous()
             while self._events:
                 event = self._events.popleft()
                 if isinstance(event, _ASKS_TO_GO):
@@ -411,10 +407,6 @@ class NodeAgent:
             self.post(machine.NodeUnfit(unfit))
         elif self._node.phase is machine.Phase.JOINING:  # It may have ended meanwhile.
             self.rendezvous.join(cycle)
-            self._poll_rendezvous()
-
-    def _poll_rendezvous(self) -> None:
-        self._events.extend(self.rendezvous.poll())
 
     def _start_workers(self, effect: machine.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
@@ -508,14 +500,6 @@ class NodeAgent:
         at = self.clock.monotonic() + BARRIER_S
         self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
-
-    def _report_preempted(self, effect: machine.Preempted) -> None:
-        self.rendezvous.preempted(effect.cause)
-        self._poll_rendezvous()
-
-    def _report_held(self, effect: machine.RanksHeld) -> None:
-        self.rendezvous.held(effect.calls)
-        self._poll_rendezvous()
 
     def _record_finish(self, effect: machine.Finish) -> None:
         self._finish = effect

@@ -220,6 +220,7 @@ class Job:
                 nproc=plan.nproc_per_node,
                 master_addr=plan.local_addr or plan.master_addr,
                 master_port=plan.master_port,
+                post=self._post,
             )
         from .many_nodes import make_rendezvous
 
@@ -231,6 +232,7 @@ class Job:
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
+            post=self._post,
             on_lease=self._lease_held,
             records=self._cycles,
             services=self._services,

@@ -60,6 +60,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
+from .rendezvous import RoundEvent
 from .run_files import CycleRecords
 from .store_rendezvous import StoreRendezvous, node_identity, own_address
 
@@ -219,6 +220,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     infra_rank: int,
     loop: EventLoop,
     clock: Clock,
+    post: Callable[[RoundEvent], None],
     on_lease: Callable[[float], None],
     records: CycleRecords,
     services: CoordinatorServices | None,
@@ -308,6 +310,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         connect_when_ready,
         loop=loop,
         clock=clock,
+        post=post,
         host=host,
         stop=stop,
         on_lease=on_lease,
