@@ -173,7 +173,7 @@ class ControlPlane:
         plan = self._plan
         says = {
             keys.LOG_TOKEN: self._services.log_token,
-            keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings()),
+            keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings),
         }
         self._thread = CoordinatorThread(
             lambda: served_store(
