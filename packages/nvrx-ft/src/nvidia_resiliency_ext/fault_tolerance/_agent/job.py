@@ -30,10 +30,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
-    CoordinatorServices,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
@@ -205,9 +202,11 @@ class Job:
         services = CoordinatorServices(
             self._plan,
             self._environ,
-            CoordinatorContext(address, self._paths.host, self._paths.run_dir.path),
             self._loop,
             self._clock,
+            address=address,
+            host=self._paths.host,
+            run_dir=self._paths.run_dir.path,
             is_shared=self._plan.max_nodes > 1,
         )
         self._stack.callback(services.close)

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
-    CoordinatorServices,
-    token_file,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
@@ -147,10 +143,13 @@ class ControlPlane:
             # What one that was killed has left.
             remove_stale_run_dirs(self._environ)
             run_dir = self._stack.enter_context(RunDir.create("control", self._environ)).path
-        place = CoordinatorContext(self._plan.address, self._host_name, run_dir)
         self._own_token = token_file(self._environ, job_token, run_dir).path
         return CoordinatorServices(
-            plan, self._environ, place, self._loop, self._clock, is_shared=True
+            *(plan, self._environ, self._loop, self._clock),
+            address=self._plan.address,
+            host=self._host_name,
+            run_dir=run_dir,
+            is_shared=True,
         )
 
     def _capture_streams(self) -> None:

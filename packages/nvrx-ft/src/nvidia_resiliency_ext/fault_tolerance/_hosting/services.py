@@ -95,15 +95,6 @@ class ServicesPlan:
 logger = logging.getLogger("nvrx")
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorContext:
-    """Where the host is."""
-
-    address: str
-    host: str
-    run_dir: str
-
-
 @dataclass(eq=False)
 class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
@@ -114,10 +105,12 @@ class CoordinatorServices:
 
     plan: ServicesPlan | LaunchPlan
     environ: Mapping[str, str]
-    place: CoordinatorContext
     loop: EventLoop | None
     clock: Clock
     _: KW_ONLY
+    address: str
+    host: str
+    run_dir: str
     is_shared: bool
 
     def __post_init__(self) -> None:
@@ -138,9 +131,7 @@ class CoordinatorServices:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
-        token = token_file(
-            self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.place.run_dir
-        )
+        token = token_file(self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.run_dir)
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
         if self.is_shared and not token.is_given:
             logger.info(
@@ -157,7 +148,7 @@ class CoordinatorServices:
                 raise NvrxError(problem) from error
         self._servers = LogServers(
             dataclasses.replace(server, allowed_roots=roots),
-            *(self.place.address, token.path, self.environ, self.loop, self.clock),
+            *(self.address, token.path, self.environ, self.loop, self.clock),
         )
         self._servers.start()
 
@@ -199,13 +190,13 @@ class CoordinatorServices:
             plan.attribution,
             is_store_host=True,
             environ=self.environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self.place.run_dir),
+            state_dir=state_dir(plan.attribution.log_file, job_id, self.run_dir),
         )
         self._watch = AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.fault_tol_cfg.rdzv_token_file,
-            node_id=self.place.host,
+            node_id=self.host,
             post=(lambda call: call()) if self.loop is None else self.loop.post,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,

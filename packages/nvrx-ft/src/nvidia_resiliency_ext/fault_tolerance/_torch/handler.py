@@ -33,7 +33,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
 from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
     CoordinatorServices,
     ServicesPlan,
 )
@@ -350,7 +349,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _start_services(self, plan: ServicesPlan, host: str, clock: Clock) -> CoordinatorServices:
         services = CoordinatorServices(
-            plan, os.environ, CoordinatorContext("", host, ""), None, clock, is_shared=True
+            *(plan, os.environ, None, clock), address="", host=host, run_dir="", is_shared=True
         )
         services.follow_attribution(self._request_stop, lambda *_: None)
         return services
