@@ -44,11 +44,11 @@ def made(*words: str) -> plan.ControlPlan:
 def test_without_further_flags_only_the_store_is_served() -> None:
     """Nothing is collected, written or asked that nobody asked for."""
     found = made()
-    assert (found.min_nodes, found.max_nodes, found.host, found.port) == (2, 3, "control1", 29400)
+    assert (found.host, found.port) == ("control1", 29400)
     services = found.services
     assert (services.logs.server, services.fault_tol_cfg.cycle_info_dir) == (None, None)
     assert not services.attribution.is_enabled
-    assert found.settings() == {"--nnodes": "2:3"}
+    assert found.settings == {"--nnodes": "2:3"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_everything_that_a_store_host_runs_can_be_asked_for(tmp_path: Path) -> N
     assert services.fault_tol_cfg.attribution_node_action == "exclude"
     assert services.fault_tol_cfg.rdzv_token_file == "/t"
     assert services.fault_tol_cfg.bad_node_hook == "true --x"
-    assert found.settings() == {
+    assert found.settings == {
         "--nnodes": "2:3",
         "--ft-segment": "2",
         "--ft-lease": "1.5",
@@ -112,13 +112,13 @@ def test_where_it_listens_and_what_launchers_must_have_alike_can_be_said() -> No
     conf = "--rdzv-conf=segment=2,replacement_group_size=4,last_call_timeout=3,is_host=0"
     found = made("--local-addr=10.0.0.9", conf)
     assert (made().address, found.address, found.host) == ("control1", "10.0.0.9", "control1")
-    assert found.settings() == {
+    assert found.settings == {
         "--nnodes": "2:3",
         "--ft-segment": "2",
         "rdzv_conf replacement_group_size": "4",
         "rdzv_conf last_call_timeout": "3.0",
     }
-    assert made(conf, "--ft-segment=1").settings()["--ft-segment"] == "1"
+    assert made(conf, "--ft-segment=1").settings["--ft-segment"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_launchers_that_would_send_logs_elsewhere_are_told(
     words = ["--nnodes=2:3", "--rdzv-endpoint=control1:1", *of_launcher, str(script)]
     launch = plan_from_args(launcher.parse_args(words), dict(os.environ))
     own = must_agree(launch, rules_of(launch, {}))
-    theirs = read_settings(write_settings("nvrx-control", made(*of_control).settings()))
+    theirs = read_settings(write_settings("nvrx-control", made(*of_control).settings))
     assert different in "; ".join(differences(own, "n1", theirs))
     assert bool(different) == bool(differences(own, "n1", theirs))
 

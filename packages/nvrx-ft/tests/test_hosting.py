@@ -24,7 +24,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import Attributio
 from nvidia_resiliency_ext.fault_tolerance._hosting import attribution as hosting_attribution
 from nvidia_resiliency_ext.fault_tolerance._hosting import services as log_token
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
     CoordinatorServices,
     ServicesPlan,
 )
@@ -62,8 +61,8 @@ def services(
         cycle_info_job_id="j",
         **plan,
     )
-    place = CoordinatorContext("127.0.0.1", "host", str(folder))
-    made = CoordinatorServices(asked, {}, place, loop, clock, is_shared=True)
+    where = {"address": "127.0.0.1", "host": "host", "run_dir": str(folder)}
+    made = CoordinatorServices(asked, {}, loop, clock, **where, is_shared=True)
     try:
         yield made
     finally:
@@ -144,9 +143,9 @@ def test_job_is_the_array_where_its_tasks_may_meet(
         job_name="name",
     )
     clock = SystemClock()
-    place = CoordinatorContext("127.0.0.1", "host", str(tmp_path))
+    where = {"address": "127.0.0.1", "host": "host", "run_dir": str(tmp_path)}
     with contextlib.closing(EventLoop(clock)) as loop:
-        host = CoordinatorServices(plan, {}, place, loop, clock, is_shared=is_shared)
+        host = CoordinatorServices(plan, {}, loop, clock, **where, is_shared=is_shared)
         host.follow_attribution(lambda _: None, lambda *_: None)
         host.close()
     assert [settings["job_id"] for settings in asked] == [job]

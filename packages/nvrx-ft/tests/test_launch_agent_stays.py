@@ -44,7 +44,7 @@ class LastRounds:
                 "admission": types.SimpleNamespace(admit=lambda *_: None),
                 "monitor": types.SimpleNamespace(last_iteration=lambda: None),
                 "reporter": nothing,
-                "controller": types.SimpleNamespace(start_grace=None),
+                "controller": types.SimpleNamespace(),
                 "on_bad_node": lambda _: None,
                 "rendezvous": self,
             }
@@ -53,13 +53,6 @@ class LastRounds:
     def _turn(self) -> None:
         self.agent.post(self._events.pop(0))
         self.must_stay = self.must_stay and bool(self._events)
-
-    def fileno(self) -> None:
-        """Nothing is watched."""
-
-    def poll(self) -> list[Event]:
-        """Say nothing."""
-        return []
 
     def leave(self, cause: Cause) -> None:
         """Take note."""

@@ -90,29 +90,32 @@ def test_each_round_has_a_fresh_port_unless_fixed():
 
     def port_of(rendezvous, cycle):
         rendezvous.join(cycle)
-        (ready,) = rendezvous.poll()
+        ready = posted.pop()
         assert ready.assignment.cycle == cycle
         return ready.assignment.master_port
 
-    free = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None)
+    posted = []
+    own = {"nproc": 2, "master_addr": "127.0.0.1", "post": posted.append}
+    free = LocalRendezvous(**own, master_port=None)
     assert len({port_of(free, cycle) for cycle in range(3)}) == 3
     free.shutdown()
     with ports.claimed() as port:
-        fixed = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=port)
+        fixed = LocalRendezvous(**own, master_port=port)
         assert [port_of(fixed, cycle) for cycle in range(3)] == [port] * 3
         fixed.shutdown()
 
 
 def test_no_port_for_a_round_closes_the_rendezvous():
     """A launcher without a free descriptor ends the job with the reason, no traceback."""
-    rounds = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None)
+    posted = []
+    rounds = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None, post=posted.append)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
         rounds.join(0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    (closed,) = rounds.poll()
+    (closed,) = posted
     rounds.shutdown()
     assert isinstance(closed, RoundClosed)
     assert "Too many open files" in closed.reason

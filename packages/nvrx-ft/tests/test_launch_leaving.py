@@ -14,6 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     CloseRendezvous,
     Finish,
+    GraceOver,
     GroupStopped,
     Join,
     LeaveRendezvous,
@@ -23,25 +24,17 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Outcome,
     Phase,
     Policy,
+    Preempted,
+    RanksHeld,
     ReportFault,
     ReportSuccess,
     RoundClosed,
+    RoundLeaves,
     RoundReady,
+    SaveAgreed,
     Signalled,
     StopWorkers,
     WorkerExited,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
-    AskToSave,
-    GraceOver,
-    Preempted,
-    RanksHeld,
-    ReleaseRanks,
-    ReportHeld,
-    ReportPreempted,
-    RoundLeaves,
-    SaveAgreed,
-    StartGrace,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
@@ -78,16 +71,11 @@ def play(node, *events):
     return node, done
 
 
-def test_an_announcement_asks_ranks_and_starts_the_time():
+def test_an_announcement_asks_ranks():
     """The signal is told to the others, ranks are asked once the round leaves, and work goes on."""
-    node, done = play(running(), Preempted(GOES), RoundLeaves(GOES), RanksHeld(7), SaveAgreed(8))
-    assert done == [
-        ReportPreempted(GOES),
-        StartGrace(),
-        AskToSave(GOES),
-        ReportHeld(7),
-        ReleaseRanks(8),
-    ]
+    steps = [Preempted(GOES), RoundLeaves(GOES), RanksHeld(7), SaveAgreed(8)]
+    node, done = play(running(), *steps)
+    assert done == steps
     assert node.phase is Phase.RUNNING
     assert play(node, Preempted(GOES))[1] == []
 
@@ -115,7 +103,7 @@ def test_ranks_that_are_held_are_released_while_they_are_stopped():
     """A signal that ends the job between the question and the answer leaves no rank waiting."""
     node, _ = play(running(), Preempted(GOES), RoundLeaves(GOES), Signalled(signal.SIGTERM))
     assert node.phase is Phase.STOPPING
-    assert play(node, RanksHeld(7), SaveAgreed(8))[1] == [ReportHeld(7), ReleaseRanks(8)]
+    assert play(node, RanksHeld(7), SaveAgreed(8))[1] == [RanksHeld(7), SaveAgreed(8)]
 
 
 def test_a_failure_on_a_node_that_must_go_is_no_restart():
@@ -154,7 +142,7 @@ SERVES = Policy(2, 15.0, 1800.0, 93, many_nodes=True, is_store_host=True, host="
 def test_a_store_host_without_ranks_that_must_go_lets_the_others_save():
     """The job ends with its store: it stays until all have left, and leaves with 0 then."""
     node, done = play(Node(SERVES), Preempted(GOES))
-    assert (node.phase, done) == (Phase.JOINING, [ReportPreempted(GOES), StartGrace()])
+    assert (node.phase, done) == (Phase.JOINING, [Preempted(GOES)])
     assert play(node, Preempted(GOES))[1] == []
     node, done = play(node, RoundClosed("graceful"))
     assert (node.phase, done[-1].exit_code) == (Phase.FINISHED, 0)
@@ -170,12 +158,12 @@ def test_a_store_host_without_ranks_stays_no_longer_than_the_grace_time():
 def test_a_store_host_that_must_go_between_two_rounds_says_so_in_the_next():
     """What it told the round that ended is forgotten: the next one saves and leaves."""
     node, _ = play(Node(SERVES), Preempted(GOES))
-    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), ReportPreempted(GOES)]
+    assert play(node, NextRoundOpened(DEAD))[1] == [Join(1, DEAD), Preempted(GOES)]
     ready = RoundReady(Assignment(1, 0, 2, 0, 4, "127.0.0.1", 29500), (0, 1))
     node, _ = play(node, ready)
     assert node.must_go
     node, done = play(node, RoundLeaves(GOES), SaveAgreed(8))
-    assert done == [AskToSave(GOES), ReleaseRanks(8)]
+    assert done == [RoundLeaves(GOES), SaveAgreed(8)]
 
 
 def test_a_store_host_told_while_its_workers_stop_for_a_restart_does_not_end_the_job():
@@ -183,11 +171,11 @@ def test_a_store_host_told_while_its_workers_stop_for_a_restart_does_not_end_the
     assignment = Assignment(0, 0, 2, 0, 4, "127.0.0.1", 29500)
     node, _ = play(Node(SERVES), RoundReady(assignment, (0, 1)), NextRoundOpened(DEAD))
     node, done = play(node, Preempted(GOES))
-    assert (node.phase, done) == (Phase.STOPPING, [ReportPreempted(GOES), StartGrace()])
+    assert (node.phase, done) == (Phase.STOPPING, [Preempted(GOES)])
     over, done = play(node, GraceOver(), GroupStopped())
     assert (over.phase, done[-2]) == (Phase.FINISHED, CloseRendezvous("failure", GOES))
     node, done = play(node, GroupStopped())
-    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), ReportPreempted(GOES)])
+    assert (node.phase, done) == (Phase.JOINING, [Join(1, DEAD), Preempted(GOES)])
 
 
 class Stays:
@@ -197,7 +185,7 @@ class Stays:
         self.reported, self.must_stay, self._events = [], True, list(events)
         loop = types.SimpleNamespace(run_once=self.turn)
         parts = dict.fromkeys((field.name for field in dataclasses.fields(NodeAgent)), None)
-        controller = types.SimpleNamespace(start_grace=lambda: self.reported.append("grace"))
+        controller = types.SimpleNamespace(ask=None, release=None)
         parts |= {
             "policy": SERVES,
             "loop": loop,
@@ -210,9 +198,6 @@ class Stays:
     def turn(self):
         self.agent.post(self._events.pop(0))
         self.must_stay = bool(self._events)
-
-    def poll(self):
-        return []
 
     def preempted(self, cause):
         self.reported.append(cause)
@@ -227,9 +212,9 @@ OVER = RoundClosed("graceful")
 @pytest.mark.parametrize(
     ("events", "reported"),
     [
-        ((Preempted(GOES), OVER), ["grace", GOES]),
-        ((Preempted(GOES), NextRoundOpened(DEAD), OVER), ["grace", GOES, GOES]),
-        ((Preempted(GOES), GraceOver(), OVER), ["grace", GOES, ("failure", "preempted")]),
+        ((Preempted(GOES), OVER), [GOES]),
+        ((Preempted(GOES), NextRoundOpened(DEAD), OVER), [GOES, GOES]),
+        ((Preempted(GOES), GraceOver(), OVER), [GOES, ("failure", "preempted")]),
         ((Signalled(signal.SIGTERM), OVER), [("failure", "drained")]),
         ((NextRoundOpened(DEAD), OVER), []),
     ],

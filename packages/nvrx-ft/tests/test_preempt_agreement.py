@@ -5,11 +5,8 @@ import random
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
-    agreed_call,
-    announce_at,
-    end_of_job,
-)
+from nvidia_resiliency_ext.fault_tolerance._agent.preemption import end_of_job
+from nvidia_resiliency_ext.fault_tolerance._core.machine import agreed_call
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 ASKED = -1
@@ -93,7 +90,6 @@ def test_the_end_of_a_job_comes_from_slurm_a_length_or_a_time():
     assert end_of_job("+50", {}, 100.0) == 150.0
     assert end_of_job("1234.5", {}, 100.0) == 1234.5
     assert end_of_job("slurm", {"SLURM_JOB_END_TIME": "900"}, 100.0) == 900.0
-    assert announce_at(900.0, 120.0) == 780.0
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_END_TIME": "soon"}])

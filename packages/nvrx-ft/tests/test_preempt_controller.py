@@ -8,7 +8,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import GraceOver, Preempted, RanksHeld
+from nvidia_resiliency_ext.fault_tolerance._core.machine import GraceOver, Preempted, RanksHeld
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
@@ -22,10 +22,14 @@ class Controller:
         self.clock, self.loop = clock, loop
         self.posted = []
         self._controller = PreemptionController(
-            loop, clock, host="a", signum=USR1, grace_s=60.0, **{"end": None, **more}
+            loop,
+            clock,
+            post=self.posted.append,
+            monitor=link,
+            running_pids=lambda: pids,
+            **{"host": "a", "signum": USR1, "grace_s": 60.0, "end": None, **more},
         )
         self.ask, self.acknowledged = self._controller.ask, self._controller.acknowledged
-        self._controller.open(self.posted.append, link, lambda: pids)
 
     def signal(self):
         """Deliver the signal; return whether it counts as an announcement."""
@@ -75,6 +79,16 @@ def test_a_signal_that_comes_twice_at_once_is_one(made):
     controller.pass_time(0.5)
     assert controller.signal()
     assert [type(event) for event in controller.posted] == [Preempted]
+
+
+def test_the_time_to_save_begins_with_the_announcement(made):
+    """Ranks have the grace time from the signal on, and no longer."""
+    controller = made()
+    controller.signal()
+    controller.pass_time(59.0)
+    assert [type(event) for event in controller.posted] == [Preempted]
+    controller.pass_time(2.0)
+    assert [type(event) for event in controller.posted] == [Preempted, GraceOver]
 
 
 def test_a_second_signal_ends_the_time_and_a_third_is_a_signal_like_any(made):

@@ -6,15 +6,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from rendezvous_store import Served, arrival, hosted, rules
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
+from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
-from nvidia_resiliency_ext.fault_tolerance._core.machine import RoundReady
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import Preempted
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Preempted, RoundReady
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import Reading, off_by, read
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
@@ -88,7 +88,9 @@ def test_a_line_names_the_worst_and_stays_short() -> None:
 # The store host and its nodes --------------------------------------------------------------------
 
 
-def joined(served: Served, index: int, clock: SystemClock, loop: EventLoop) -> StoreRendezvous:
+def joined(
+    served: Served, index: int, clock: SystemClock, loop: EventLoop, posted: list[RoundEvent]
+) -> StoreRendezvous:
     """Let a node with this clock join."""
     settings = NodeSettings(
         arrival=dataclasses.replace(arrival(index), infra_rank=index),
@@ -99,16 +101,18 @@ def joined(served: Served, index: int, clock: SystemClock, loop: EventLoop) -> S
         domain=lambda: "none",
         must_agree={},
     )
-    made = StoreRendezvous(settings, lambda _: served.connect(), loop=loop, clock=clock)
+    made = StoreRendezvous(
+        settings, lambda _: served.connect(), loop=loop, clock=clock, post=posted.append
+    )
     made.join(0)
     return made
 
 
-def placed(rendezvous: StoreRendezvous, loop: EventLoop) -> RoundReady:
+def placed(posted: list[RoundEvent], loop: EventLoop) -> RoundReady:
     """Wait until a node has its place; anything else is wrong."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        for event in rendezvous.poll():
+        for event in posted:
             assert isinstance(event, RoundReady), event
             return event
         loop.call_at(time.monotonic() + 0.05, lambda: None)
@@ -133,11 +137,11 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosted(served, rules(3, lease_s=LEASE_S), clock=host_clock))
         loop = stack.enter_context(contextlib.closing(EventLoop(SystemClock())))
-        nodes = []
+        posted: list[list[RoundEvent]] = [[], [], []]
         for index in range(3):
-            nodes.append(joined(served, index, ShiftedClock(off_s.get(index, 0.0)), loop))
-            stack.callback(nodes[-1].shutdown)
-        found = [placed(node, loop).assignment.clock_off_s for node in nodes]
+            clock = ShiftedClock(off_s.get(index, 0.0))
+            stack.callback(joined(served, index, clock, loop, posted[index]).shutdown)
+        found = [placed(events, loop).assignment.clock_off_s for events in posted]
     (wrong,) = off_s
     assert found[wrong] == pytest.approx(MINUTES_S, abs=2.0)
     assert [off for index, off in enumerate(found) if index != wrong] == [0.0, 0.0]
@@ -150,34 +154,31 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
 # The end of the job's time -----------------------------------------------------------------------
 
 
-def announced_after(make: Callable[[ManualClock, EventLoop], PreemptionController]) -> float | None:
-    """Return after how many seconds the end is announced; None: not within an hour."""
+def test_a_deadline_is_announced_the_grace_time_before() -> None:
+    """Ranks get the whole grace time: 820 s are left, of which 120 s are theirs."""
     clock = ManualClock(wall_s=10_000.0)
-    reported: list[float] = []
+    announced: list[float] = []
+
+    def post(event: object) -> None:
+        assert isinstance(event, Preempted)
+        announced.append(clock.monotonic())
+
     with contextlib.closing(EventLoop(clock)) as loop:
-        controller = make(clock, loop)
-
-        def post(event: object) -> None:
-            assert isinstance(event, Preempted)
-            reported.append(clock.monotonic())
-
-        controller.open(post, None, list)  # type: ignore[arg-type]
+        PreemptionController(
+            loop,
+            clock,
+            post=post,
+            monitor=None,  # type: ignore[arg-type]
+            running_pids=list,
+            host="a",
+            signum=None,
+            grace_s=120.0,
+            end=clock.wall() + 820.0,
+        )
         began = clock.monotonic()
-        for _ in range(3600):
+        while not announced and clock.monotonic() < began + 3600.0:
             # Something is always due, so the loop never waits for the machine's time.
             loop.call_at(clock.monotonic(), lambda: None)
             loop.run_once()
-            if reported:
-                return reported[0] - began
             clock.advance(1.0)
-    return None
-
-
-def test_a_deadline_is_announced_the_grace_time_before() -> None:
-    """Ranks get the whole grace time: 820 s are left, of which 120 s are theirs."""
-
-    def make(clock: ManualClock, loop: EventLoop) -> PreemptionController:
-        end = clock.wall() + 820.0
-        return PreemptionController(loop, clock, host="a", signum=None, grace_s=120.0, end=end)
-
-    assert announced_after(make) == pytest.approx(700.0, abs=2.0)
+    assert announced == [pytest.approx(began + 700.0, abs=2.0)]

@@ -209,7 +209,7 @@ def agent(tmp_path):
     given |= {"policy": Policy(2, 15.0, 15.0, 93), "clock": clock, "start_failure_limit": 2}
     it = NodeAgent(**given)
     it.monitor = quiet
-    it._workers = mock.MagicMock(started={0: mock.MagicMock(), 1: mock.MagicMock()})
+    it.workers = mock.MagicMock(started={0: mock.MagicMock(), 1: mock.MagicMock()})
     it._assignment = Assignment(0, 0, 1, 0, 2, "h", 1)
     it._node = dataclasses.replace(it._node, phase=Phase.RUNNING, running=frozenset({0, 1}))
     it._error_outputs = {0: (str(output), 0)}

@@ -14,7 +14,6 @@ import pytest
 from attribution_service import LIMIT_S, STOP, AttributionService, attribution_service
 
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
     CoordinatorServices,
     ServicesPlan,
 )
@@ -36,8 +35,9 @@ PLACED = Placement(active=(node(0), node(1)), standby=(node(2),), excluded=())
 def services(**conf: Any) -> Iterator[tuple[CoordinatorServices, list[str]]]:
     """Run what a rendezvous configuration asks for, as the handler does; also give its STOPs."""
     stops: list[str] = []
-    context = CoordinatorContext("", "n", "")
-    made = CoordinatorServices(services_of(conf), {}, context, None, SystemClock(), is_shared=True)
+    where = {"address": "", "host": "n", "run_dir": ""}
+    plan, clock = services_of(conf), SystemClock()
+    made = CoordinatorServices(plan, {}, None, clock, **where, is_shared=True)
     made.follow_attribution(stops.append, lambda *_: None)
     try:
         yield made, stops

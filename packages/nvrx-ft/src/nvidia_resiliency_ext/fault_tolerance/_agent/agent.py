@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine, preemption
+from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
@@ -55,22 +55,19 @@ BARRIER_S = 300.0
 UNCAUGHT_EXCEPTION = 1
 """Python's exit code after an uncaught exception."""
 # A launcher that stays for the others' sake is asked by these to go at once.
-_ASKS_TO_GO = (machine.Signalled, preemption.GraceOver)
+_ASKS_TO_GO = (machine.Signalled, machine.GraceOver)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the job ended here: exit code, reason, and the failures of the last cycle.
-
-    `no_restart` is the reason of the rendezvous why it must not be started again, else empty.
-    """
+    """How the job ended here: exit code, reason, and the failures of the last cycle."""
 
     exit_code: int
     reason: str
     failures: Sequence[Failure]
     stop_signal: int | None = None
     is_unfit: bool = field(default=False, kw_only=True)
-    no_restart: str = field(default="", kw_only=True)
+    no_restart: str = field(default="", kw_only=True)  # Why the job must not be started again.
 
     @property
     def root_cause(self) -> Failure:
@@ -80,10 +77,7 @@ class Result:
 
 @dataclass(eq=False, kw_only=True)
 class NodeAgent:
-    """Runs the cycles of one node until `decide` says that it is over.
-
-    It owns the worker group; the parts that it is made of belong to the caller.
-    """
+    """Runs the cycles of one node until `decide` says that it is over. It owns the worker group."""
 
     policy: machine.Policy
     loop: EventLoop
@@ -107,7 +101,7 @@ class NodeAgent:
         rendezvous, controller = self.rendezvous, self.controller
         self._node = machine.Node(self.policy)
         self._start_failures = StartFailures(self.start_failure_limit)
-        self._workers = workers.WorkerGroup(
+        self.workers = workers.WorkerGroup(
             self.loop,
             self.clock,
             self.tee,
@@ -146,11 +140,10 @@ class NodeAgent:
             ),
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            preemption.ReportPreempted: self._report_preempted,
-            preemption.StartGrace: lambda _: controller.start_grace(),
-            preemption.AskToSave: lambda effect: controller.ask(effect.cause),
-            preemption.ReportHeld: self._report_held,
-            preemption.ReleaseRanks: lambda effect: controller.release(effect.at),
+            machine.Preempted: lambda effect: rendezvous.preempted(effect.cause),
+            machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
+            machine.RanksHeld: lambda effect: rendezvous.held(effect.calls),
+            machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
     @property
@@ -158,14 +151,7 @@ class NodeAgent:
         """The global ranks of the last cycle here, by local rank; none of a spare."""
         if self._assignment is None:
             return ()
-        return tuple(
-            self._assignment.rank_offset + local for local in sorted(self._workers.started)
-        )
-
-    @property
-    def workers(self) -> workers.WorkerGroup:
-        """The worker processes of the present cycle."""
-        return self._workers
+        return tuple(self._assignment.rank_offset + local for local in sorted(self.workers.started))
 
     # What happens, reported by the effects ------------------------------------------------------
 
@@ -198,9 +184,6 @@ class NodeAgent:
 
     def run(self) -> Result:
         """Run cycles until the job is over here."""
-        fd = self.rendezvous.fileno()
-        if fd is not None:
-            self.loop.watch(fd, self._poll_rendezvous)
         self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
         self._join(machine.Join(0, None))
         while self._finish is None:
@@ -224,7 +207,6 @@ class NodeAgent:
         preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
         while self.rendezvous.must_stay:
             self.loop.run_once()
-            self._poll_rendezvous()
             while self._events:
                 event = self._events.popleft()
                 if isinstance(event, _ASKS_TO_GO):
@@ -232,10 +214,9 @@ class NodeAgent:
                     cause = Cause("drained", what, host=self.host)
                     self.rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
                     return
-                if isinstance(event, preemption.Preempted):
+                if isinstance(event, machine.Preempted):
                     # The job ends with its store: first its ranks save.
                     preempted = event.cause
-                    self.controller.start_grace()
                     self.rendezvous.preempted(preempted)
                 elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
                     self.rendezvous.preempted(preempted)
@@ -268,14 +249,14 @@ class NodeAgent:
         if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):
             self.reporter.workers_stopped()
         for effect in effects:
-            self._apply(effect)
+            self._perform[type(effect)](effect)
 
     def _obey(self, judged: machine.HangEvaluated) -> machine.HangEvaluated:
         """Have the culprits ended that are here, and add to the verdict what this node knows."""
         assert self._assignment is not None
         offset, cause = self._assignment.rank_offset, judged.cause
         ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
-        local_ranks = [rank - offset for rank in ranks if rank - offset in self._workers.started]
+        local_ranks = [rank - offset for rank in ranks if rank - offset in self.workers.started]
         self.monitor.sentence(local_ranks)
         is_here = cause.rank is not None and cause.rank - offset in local_ranks
         if is_here:
@@ -298,9 +279,6 @@ class NodeAgent:
             self.admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
 
-    def _apply(self, effect: machine.Effect) -> None:
-        self._perform[type(effect)](effect)
-
     # Exits ---------------------------------------------------------------------------------
 
     def _others_may_fail(self) -> bool:
@@ -309,9 +287,8 @@ class NodeAgent:
             return False
         now = self.clock.monotonic()
         if self._others_until is None:
-            self._errors = {rank: self._error_of(rank, status) for rank, status, _ in self._exits}
             may_fail = self._start_failures.counts(
-                [_message_of(error) for error in self._errors.values()],
+                [_message_of(self._error_of(rank, status)) for rank, status, _ in self._exits],
                 self._lived_s(),
                 stepped=self._has_stepped(),
             )
@@ -330,13 +307,13 @@ class NodeAgent:
     def _is_hopeless(self, failures: list[Failure]) -> bool:
         return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
             [_message_of(failure.error) for failure in failures],
-            len(self._workers.started),
+            len(self.workers.started),
             self._lived_s(),
             stepped=self._has_stepped(),
         )
 
     def _evaluate_exits(self) -> None:
-        self._workers.reap_exited()
+        self.workers.reap_exited()
         exits, self._exits = self._exits, []
         running = self._node.phase is machine.Phase.RUNNING
         hang = self.monitor.hang_report()
@@ -369,7 +346,7 @@ class NodeAgent:
             self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
-        """Return the failures with that of the rank which the others waited for, seen or not yet.
+        """Return the failures with that of the rank which the others waited for.
 
         It is being ended, but those that waited for it may be seen to fail before.
         """
@@ -382,11 +359,7 @@ class NodeAgent:
 
     def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
         assert self._assignment is not None
-        started = self._workers.started[local_rank]
-        if local_rank in self._errors:  # Shared storage is read once.
-            error = self._errors[local_rank]
-        else:
-            error = self._error_of(local_rank, status)
+        started = self.workers.started[local_rank]
         return Failure(
             rank=self._assignment.rank_offset + local_rank,
             local_rank=local_rank,
@@ -394,16 +367,18 @@ class NodeAgent:
             host=self.host,
             status=status,
             seen_at=seen_at,
-            error=error,
+            error=self._error_of(local_rank, status),
         )
 
     def _error_of(self, local_rank: int, status: ExitStatus) -> exceptions.ErrorFile | None:
-        """Return the exception of a rank: from `@record`, else from the file of its stderr."""
-        written = exceptions.read_error_file(self._error_files.get(local_rank, ""))
-        is_uncaught = status.code == UNCAUGHT_EXCEPTION
-        if written is not None or not is_uncaught or local_rank not in self._error_outputs:
-            return written
-        return exceptions.read_error_output(*self._error_outputs[local_rank])
+        """Return the exception of a rank: from `@record`, else from its stderr; it is read once."""
+        if local_rank not in self._errors:
+            error = exceptions.read_error_file(self._error_files.get(local_rank, ""))
+            is_uncaught = status.code == UNCAUGHT_EXCEPTION
+            if error is None and is_uncaught and local_rank in self._error_outputs:
+                error = exceptions.read_error_output(*self._error_outputs[local_rank])
+            self._errors[local_rank] = error
+        return self._errors[local_rank]
 
     def _makes_no_progress(self) -> bool:
         iteration = self.monitor.last_iteration()
@@ -423,7 +398,7 @@ class NodeAgent:
             self.reporter.cycle_ended(effect.cause.what)
             self._cycle_start_time = self.clock.wall()
         self._assignment = None
-        if self._workers.started:
+        if self.workers.started:
             self.admission.workers_gone()
         self.admission.admit(effect.cycle, lambda unfit: self._admitted(effect.cycle, unfit))
 
@@ -432,10 +407,6 @@ class NodeAgent:
             self.post(machine.NodeUnfit(unfit))
         elif self._node.phase is machine.Phase.JOINING:  # It may have ended meanwhile.
             self.rendezvous.join(cycle)
-            self._poll_rendezvous()
-
-    def _poll_rendezvous(self) -> None:
-        self._events.extend(self.rendezvous.poll())
 
     def _start_workers(self, effect: machine.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
@@ -457,13 +428,13 @@ class NodeAgent:
             self._others_until = None
             self.controller.cycle_begins()
             self.monitor.prepare(assignment.cycle)
-            self._workers.start(specs, self.starter)
+            self.workers.start(specs, self.starter)
         except (NvrxError, OSError) as error:
             self.post(machine.StartFailed(Cause("start", str(error), host=self.host)))
             return
         self._started_at = self.clock.monotonic()
         self._update_monitor()
-        self.reporter.workers_started(self._workers.started)
+        self.reporter.workers_started(self.workers.started)
 
     def _report_budget(self) -> None:
         assert self.budget is not None
@@ -475,7 +446,7 @@ class NodeAgent:
         self._refill = None if at is None else self.loop.call_at(at, self._report_budget)
 
     def _update_monitor(self) -> None:
-        started, assignment = self._workers.started, self._assignment
+        started, assignment = self.workers.started, self._assignment
         assert assignment is not None
         local_ranks = sorted(started)
         # Under min-healthy each node judges alone: what it ends, the others may go on without.
@@ -493,22 +464,22 @@ class NodeAgent:
 
     def _started_again(self, local_rank: int) -> None:
         self._update_monitor()
-        self.reporter.worker_started(local_rank, self._workers.started[local_rank])
+        self.reporter.worker_started(local_rank, self.workers.started[local_rank])
 
     def _stop_workers(self, effect: machine.StopWorkers) -> None:
         self.admission.shut()
         if self._node.outcome is machine.Outcome.RESTART:
             self.admission.prepare()
-        if self._node.outcome is machine.Outcome.SIGNALLED and self._workers.started:
+        if self._node.outcome is machine.Outcome.SIGNALLED and self.workers.started:
             logger.warning(
                 "workers get %s, and SIGKILL after %g s; SIGINT (Ctrl-C) now kills them at once",
                 *(signal.Signals(effect.signum).name, effect.grace_s),
             )
-        self._workers.stop(effect.signum, effect.grace_s)
+        self.workers.stop(effect.signum, effect.grace_s)
 
     def _kill_workers(self, _effect: machine.KillWorkers) -> None:
         logger.warning("SIGINT: all workers are killed now")
-        self._workers.kill()
+        self.workers.kill()
 
     def _report_fault(self, effect: machine.ReportFault) -> None:
         self.reporter.fault(
@@ -529,14 +500,6 @@ class NodeAgent:
         at = self.clock.monotonic() + BARRIER_S
         self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
-
-    def _report_preempted(self, effect: preemption.ReportPreempted) -> None:
-        self.rendezvous.preempted(effect.cause)
-        self._poll_rendezvous()
-
-    def _report_held(self, effect: preemption.ReportHeld) -> None:
-        self.rendezvous.held(effect.calls)
-        self._poll_rendezvous()
 
     def _record_finish(self, effect: machine.Finish) -> None:
         self._finish = effect

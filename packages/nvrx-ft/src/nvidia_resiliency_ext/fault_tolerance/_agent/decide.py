@@ -14,7 +14,7 @@ events and performs the effects; nothing here reads a clock, a file or a process
     JOINING    NextRoundOpened           FINISHED   [LeaveRendezvous | CloseRendezvous], Finish(1)
                                                     (a rank has asked for it)
     JOINING    Preempted                 FINISHED   LeaveRendezvous, Finish
-    JOINING    Preempted (rdzv. host)    JOINING    ReportPreempted, StartGrace (ranks save first)
+    JOINING    Preempted (rdzv. host)    JOINING    Preempted (ranks save first)
     JOINING    GraceOver                 FINISHED   CloseRendezvous, Finish
     RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
     RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
@@ -25,11 +25,10 @@ events and performs the effects; nothing here reads a clock, a file or a process
     RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    HangEvaluated             STOPPING   ReportFault, [OpenNextRound], StopWorkers
     RUNNING    RoundClosed               STOPPING   StopWorkers
-    RUNNING    Preempted                 RUNNING    ReportPreempted, StartGrace
-    RUNNING    RoundLeaves               RUNNING    AskToSave     (at some node's request)
-    RUNNING    RanksHeld                 RUNNING    ReportHeld
-    RUNNING    SaveAgreed                RUNNING    ReleaseRanks
+    RUNNING    Preempted                 RUNNING    Preempted     (told to the others)
+    RUNNING    RoundLeaves               RUNNING    RoundLeaves   (at some node's request)
     RUNNING    GraceOver                 STOPPING   StopWorkers
+    with ranks RanksHeld, SaveAgreed     the same   the event: ranks are held in a call
     any        StopRequested             STOPPING   CloseRendezvous, StopWorkers, then Finish(93)
     any        StoreLost                 STOPPING   StopWorkers, then Finish(1)
     WAITING    RoundClosed               FINISHED   Finish
@@ -65,24 +64,30 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Effect,
     Event,
     Finish,
+    GraceOver,
     GroupStopped,
     HangEvaluated,
     Join,
     JoinTimedOut,
     KillWorkers,
     LeaveRendezvous,
+    Leaving,
     NextRoundOpened,
     Node,
     NodeUnfit,
     OpenNextRound,
     Outcome,
     Phase,
+    Preempted,
+    RanksHeld,
     ReportBroken,
     ReportFault,
     ReportSuccess,
     RequestReceived,
     RoundClosed,
+    RoundLeaves,
     RoundReady,
+    SaveAgreed,
     Signalled,
     StartFailed,
     StartWorkers,
@@ -92,19 +97,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     WorkerExited,
     WorkerStuck,
     restarts_left,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
-    AskToSave,
-    GraceOver,
-    Leaving,
-    Preempted,
-    RanksHeld,
-    ReleaseRanks,
-    ReportHeld,
-    ReportPreempted,
-    RoundLeaves,
-    SaveAgreed,
-    StartGrace,
 )
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 
@@ -119,6 +111,9 @@ def decide(node: Node, event: Event) -> Decision:
         return _no_restart(node, event)
     if isinstance(event, BudgetChanged):
         return dataclasses.replace(node, budget=event.left), ()
+    if isinstance(event, (RanksHeld, SaveAgreed)):
+        # Ranks that are held in a call may not even see that they are to stop.
+        return node, (event,) if node.phase in (Phase.RUNNING, Phase.STOPPING) else ()
     return _BY_PHASE[node.phase](node, event)
 
 
@@ -191,7 +186,7 @@ def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
     """Return how this node joins the next round, which does not know yet that it must go."""
     joins = Join(node.cycle + 1, cause)
     if node.leaving is not None and node.must_go:
-        return joins, ReportPreempted(node.leaving.cause)
+        return joins, Preempted(node.leaving.cause)
     return (joins,)
 
 
@@ -259,8 +254,13 @@ def _while_running(  # noqa: PLR0911 - one for each kind of event
         return _exited(node, event)
     if isinstance(event, (WorkerStuck, StartFailed)):
         return _machine_fails(node, event)
-    if isinstance(event, (Preempted, RoundLeaves, RanksHeld, SaveAgreed, GraceOver)):
-        return _while_leaving(node, event)
+    if isinstance(event, Preempted):
+        return _preempted(node, event)
+    if isinstance(event, RoundLeaves):
+        leaving = node.leaving or Leaving(event.cause, is_own=False)
+        return dataclasses.replace(node, leaving=leaving), (event,)
+    if isinstance(event, GraceOver):
+        return _out_of_time(node)
     if isinstance(event, NextRoundOpened):
         return _restarts(node, event)
     if isinstance(event, HangEvaluated):
@@ -288,32 +288,11 @@ def _restarts(node: Node, event: NextRoundOpened) -> Decision:
     return _fault(node, event.cause, no_progress=event.no_progress, opens=False)
 
 
-def _while_leaving(
-    node: Node, event: Preempted | RoundLeaves | RanksHeld | SaveAgreed | GraceOver
-) -> Decision:
-    if isinstance(event, Preempted):
-        return _preempted(node, event)
-    if isinstance(event, RoundLeaves):
-        leaving = node.leaving or Leaving(event.cause, is_own=False)
-        return dataclasses.replace(node, leaving=leaving), (AskToSave(event.cause),)
-    if isinstance(event, (RanksHeld, SaveAgreed)):
-        return node, _agreeing(event)
-    return _out_of_time(node)
-
-
-def _agreeing(event: RanksHeld | SaveAgreed) -> tuple[Effect, ...]:
-    """Return the next step of ranks that are held until it is agreed where all of them save."""
-    if isinstance(event, RanksHeld):
-        return (ReportHeld(event.calls),)
-    return (ReleaseRanks(event.at),)
-
-
 def _preempted(node: Node, event: Preempted) -> Decision:
-    """Preempt this node: its workers may save first, and its time begins."""
+    """Preempt this node: its workers may save first."""
     if node.must_go:
         return node, ()
-    node = dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True))
-    return node, (ReportPreempted(event.cause), StartGrace())
+    return dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True)), (event,)
 
 
 def _out_of_time(node: Node) -> Decision:
@@ -406,9 +385,6 @@ def _tolerated(node: Node, cause: Cause) -> Decision:
 def _while_stopping(node: Node, event: Event) -> Decision:
     if isinstance(event, WorkerExited):
         return _without(node, event), ()
-    if isinstance(event, (RanksHeld, SaveAgreed)):
-        # They are held in a call, where they may not even see that they are to stop.
-        return node, _agreeing(event)
     if isinstance(event, Signalled):
         if node.stop_signal is not None:
             again = event.signum == signal.SIGINT

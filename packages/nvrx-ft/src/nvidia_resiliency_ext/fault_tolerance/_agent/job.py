@@ -21,19 +21,16 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REA
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
+    Event,
     Policy,
     Signalled,
     StopRequested,
     request_event,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
-    CoordinatorServices,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
@@ -63,7 +60,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Result
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
-from .preemption import PreemptionController
+from .preemption import PreemptionController, end_of_job
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
 from .run_files import CycleRecords, cycle_info_environment, make_run_paths
@@ -80,11 +77,8 @@ class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
     Everything it starts is ended when the context is left, in whatever state it is.
-
-    Raises:
-        ConfigError: when the plan asks for what cannot be done here.
-        NvrxError: on a machine that cannot run the job: a port in use, a log directory that
-            cannot be written, no room, no descriptors. Nothing is left behind.
+    Raises ConfigError where the plan asks for what cannot be done here, and NvrxError on a machine
+    that cannot run the job: a port in use, no room, no descriptors. Nothing is left behind.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -161,14 +155,13 @@ class Job:
         self._follow_attribution()
         self._rendezvous = self._build_rendezvous(endpoint)
         stack.callback(self._rendezvous.shutdown)
-        self._controller = self._build_controller()
         self._monitor = self._build_monitor()
         mailbox = Mailbox(self._paths.launcher_socket, self._loop, self._receive_mail)
         stack.callback(mailbox.close)
         self._tee = Tee(self._look_at_output)
         stack.callback(self._tee.close)
+        self._controller = self._build_controller()
         self._agent = self._build_agent()
-        self._controller.open(self._agent.post, self._monitor, self._running_pids)
         stack.callback(self._agent.workers.close)
         stack.callback(self._prewarm.close)
         self._watch()
@@ -208,9 +201,11 @@ class Job:
         services = CoordinatorServices(
             self._plan,
             self._environ,
-            CoordinatorContext(address, self._paths.host, self._paths.run_dir.path),
             self._loop,
             self._clock,
+            address=address,
+            host=self._paths.host,
+            run_dir=self._paths.run_dir.path,
             is_shared=self._plan.max_nodes > 1,
         )
         self._stack.callback(services.close)
@@ -223,6 +218,7 @@ class Job:
                 nproc=plan.nproc_per_node,
                 master_addr=plan.local_addr or plan.master_addr,
                 master_port=plan.master_port,
+                post=self._post,
             )
         from .many_nodes import make_rendezvous
 
@@ -234,6 +230,7 @@ class Job:
             infra_rank=self._infra_rank,
             loop=self._loop,
             clock=self._clock,
+            post=self._post,
             on_lease=self._lease_held,
             records=self._cycles,
             services=self._services,
@@ -313,6 +310,9 @@ class Job:
         return PreemptionController(
             self._loop,
             self._clock,
+            post=self._post,
+            monitor=self._monitor,
+            running_pids=self._running_pids,
             host=self._paths.host,
             signum=config.preempt_signal,
             grace_s=config.preempt_grace,
@@ -352,7 +352,7 @@ class Job:
             self._clock,
             on_first_step=self._first_step,
             on_stuck=self._rank_stuck,
-            on_save_acknowledged=self._controller.acknowledged,
+            on_save_acknowledged=self._save_acknowledged,
             on_ranks_seen=self._ranks_seen,
             unwatched_after_s=longest_limit_s(self._plan.fault_tol_cfg),
             needs_heartbeats=needs_heartbeats(self._plan.fault_tol_cfg),
@@ -436,6 +436,12 @@ class Job:
         self._prewarm.good_step()
 
     # What these call is made later.
+
+    def _post(self, event: Event) -> None:
+        self._agent.post(event)
+
+    def _save_acknowledged(self) -> None:
+        self._controller.acknowledged()
 
     def _rank_stuck(self, local_rank: int, why: str) -> None:
         self._agent.rank_stuck(local_rank, why)
@@ -588,13 +594,7 @@ def _sweep(run_id: str) -> None:
 
 
 def show_failures(name: str, result: Result, run_dir: str) -> None:
-    """Print the failure report of a job that failed for good on stderr.
-
-    Args:
-        name: What ran.
-        result: How it ended.
-        run_dir: The directory of the launch whose files are about to go.
-    """
+    """Print the failure report of a job that failed for good, whose `run_dir` is about to go."""
     from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
 
     if result.exit_code != 0 and result.failures:

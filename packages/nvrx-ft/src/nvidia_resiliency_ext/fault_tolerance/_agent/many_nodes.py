@@ -60,6 +60,7 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
+from .rendezvous import RoundEvent
 from .run_files import CycleRecords
 from .store_rendezvous import StoreRendezvous, node_identity, own_address
 
@@ -126,11 +127,9 @@ class StoreEndpoint:
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
-    """Find out whether this launcher serves the store; it waits for nothing but the name service.
+    """Find out whether this launcher serves the store; only the name service is waited for.
 
-    Raises:
-        EndpointError: the endpoint cannot be what was asked for.
-        ConfigError: a setting of the rendezvous has an unusable value.
+    Raises EndpointError or ConfigError.
     """
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
@@ -179,11 +178,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
 
 
 def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
-    """Return how long a round may take to close, and the store to appear (s).
-
-    Raises:
-        ConfigError: one of them is no such time.
-    """
+    """Return how long a round may take to close, and the store to appear. Raises ConfigError."""
     conf = plan.rdzv_configs
     try:
         join_s = _seconds(conf, "join_timeout", JOIN_TIMEOUT_S)
@@ -225,6 +220,7 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     infra_rank: int,
     loop: EventLoop,
     clock: Clock,
+    post: Callable[[RoundEvent], None],
     on_lease: Callable[[float], None],
     records: CycleRecords,
     services: CoordinatorServices | None,
@@ -236,16 +232,11 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
     Raises:
         ConfigError: the settings are unusable.
     """
-    rules = rules_of(plan, environ)
-    config = plan.fault_tol_cfg
+    rules, config = rules_of(plan, environ), plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
-    node = node_identity(addr)
-    agreed = must_agree(plan, rules)
-    prefix = keys.prefix(plan.run_id)
-    stop = threading.Event()
-
+    node, prefix = node_identity(addr), keys.prefix(plan.run_id)
     host: CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
@@ -285,7 +276,6 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
             "make a group",
             _env.REPLACEMENT_GROUP_ID,
         )
-    segment = rules.placement.segment
     settings = NodeSettings(
         arrival=Arrival(
             node=node,
@@ -299,25 +289,28 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         lease_s=config.lease,
         join_timeout_s=join_s,
         connect_timeout_s=limit_s,
-        domain=own_domain if segment else lambda: "none",
+        domain=own_domain if rules.placement.segment else lambda: "none",
         unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
-        must_agree=agreed,
+        must_agree=must_agree(plan, rules),
         where=endpoint.where,
     )
 
+    stop = threading.Event()
+    wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
     connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, clock, stop)
+    connector.begin = lambda store: _fetch_log_token(store, records, wait_s)
 
     def connect_when_ready(refused: Callable[[], None]) -> JobStore:
         # Asked before the first lease, which it would keep waiting.
         settings.domain()
-        wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
-        return connector(refused, lambda store: _fetch_log_token(store, records, wait_s))
+        return connector(refused)
 
     return StoreRendezvous(
         settings,
         connect_when_ready,
         loop=loop,
         clock=clock,
+        post=post,
         host=host,
         stop=stop,
         on_lease=on_lease,
@@ -330,10 +323,7 @@ LATE_ANSWER_S = 5.0
 
 @dataclass(slots=True)
 class StoreConnector:
-    """Connects to the job's store, which may come up later than this launcher.
-
-    `stop` ends the waiting; `patience_s` is how long the store may take for its first answer.
-    """
+    """Connects to the job's store, which may come up later than this launcher."""
 
     endpoint: StoreEndpoint
     prefix: str
@@ -341,47 +331,45 @@ class StoreConnector:
     timeout_s: float
     lease_s: float
     clock: Clock
-    stop: threading.Event
-    patience_s: float = CALL_TIMEOUT_S
+    stop: threading.Event  # Ends the waiting.
+    patience_s: float = CALL_TIMEOUT_S  # For the first answer.
+    begin: Callable[[JobStore], None] = lambda _: None  # Done there first.
 
-    def __call__(
-        self, refused: Callable[[], None], begin: Callable[[JobStore], None] = lambda _: None
-    ) -> JobStore:
-        """Connect within `timeout_s`, and `begin` there; `refused`: see `wait_until_reachable`."""
+    def __call__(self, refused: Callable[[], None]) -> JobStore:
+        """Connect within `timeout_s`; `refused`: see `wait_until_reachable`."""
         patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, self.lease_s)
-        host, port, clock = self.endpoint.host, self.endpoint.port, self.clock
+        at = (self.endpoint.host, self.endpoint.port)
         longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * self.lease_s)
         probing = Probing(longest_pause_s=longest_s)
-        deadline = clock.monotonic() + self.timeout_s
+        deadline = self.clock.monotonic() + self.timeout_s
         has_warned = False
         while True:
-            left_s = deadline - clock.monotonic()
-            wait_until_reachable(host, port, left_s, clock, self.stop, refused, probing=probing)
-            began, limit_s = clock.monotonic(), max(1.0, left_s)
+            left_s = deadline - self.clock.monotonic()
+            wait_until_reachable(*at, left_s, self.clock, self.stop, refused, probing=probing)
+            began, limit_s = self.clock.monotonic(), max(1.0, left_s)
             try:
-                store = connect(
-                    host, port, self.prefix, self.secret, limit_s, min(patience_s, limit_s)
-                )
-                begin(store)
+                store = connect(*at, self.prefix, self.secret, limit_s, min(patience_s, limit_s))
+                self.begin(store)
             except StoreLostError as error:
-                left_s = deadline - clock.monotonic()
-                if not has_warned and left_s > 0 and clock.monotonic() - began > LATE_ANSWER_S:
+                now = self.clock.monotonic()
+                left_s = deadline - now
+                if not has_warned and left_s > 0 and now - began > LATE_ANSWER_S:
                     has_warned = True
                     logger.warning(
                         "no answer from the job's store at %s:%d, tried again for %.0f s at most:"
                         " %s",
-                        *(host, port, left_s, error),
+                        *(*at, left_s, error),
                     )
                 # Whoever listened was not ready, or was a store that is just ending.
-                if deadline - clock.monotonic() < RETRY_S or self.stop.wait(RETRY_S):
-                    if isinstance(error, NoJobError):
-                        raise
-                    raise StoreLostError(
-                        f"--rdzv-endpoint {self.endpoint.address}, tried for {self.timeout_s:g} s:"
-                        f" {error}; is that the port of the first node's launcher, and free for it?"
-                    ) from None
-            else:
-                return store
+                if left_s >= RETRY_S and not self.stop.wait(RETRY_S):
+                    continue
+                if isinstance(error, NoJobError):
+                    raise
+                raise StoreLostError(
+                    f"--rdzv-endpoint {self.endpoint.address}, tried for {self.timeout_s:g} s:"
+                    f" {error}; is that the port of the first node's launcher, and free for it?"
+                ) from None
+            return store
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's side of the rank monitor: reports kept by local rank, slots, a monitor that died.
+"""The launcher's side of the rank monitor: its reports, its slots, and another one when it dies.
 
-It judges no rank; the monitor does. When the monitor process is gone, another is started at the
-same paths, and the ranks connect to it by themselves. One that does not answer when a cycle begins
-is killed, and so replaced likewise. A launch begins with a monitor or not at all. Later no restart
+The ranks connect to that one by themselves. A monitor that does not answer when a cycle begins is
+killed, and so replaced likewise. A launch begins with a monitor or not at all; later no restart
 depends on one: where none can be started, ranks go unwatched, and it is tried again every second.
 """
 
@@ -64,28 +63,22 @@ class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
     Args:
-        start: Starts a monitor process for a cycle, with a word for `should_checkpoint` that ranks
-            find as soon as they come; called again when one died.
-        on_first_step: Called with (local rank, monotonic s) at a rank's first sign of work.
-        on_stuck: Called with (local rank, where in the kernel) for a rank that survived SIGKILL.
-        on_save_acknowledged: Called when the slots hold the last word for `should_checkpoint`.
-        on_ranks_seen: Called with what each local rank does in a hang, as in `HangFound.ranks`, and
-            with the report when a limit was broken here: the nodes compare.
-        unwatched_after_s: How long after its workers' start a job without any client is notified of
-            that, once; None where no limit is set.
-        needs_heartbeats: Whether only heartbeats have limits: a client alone is not enough then.
+        start: Starts one for a cycle, with a word for `should_checkpoint`; again when one died.
+        on_ranks_seen: Gets what each local rank does in a hang, as in `HangFound.ranks`, and the
+            report when a limit was broken here: the nodes compare.
     """
 
     start: Callable[[int, int], MonitorHandle]
     loop: EventLoop
     clock: Clock
     _: KW_ONLY
-    on_first_step: Callable[[int, float], None]
-    on_stuck: Callable[[int, str], None]
+    on_first_step: Callable[[int, float], None]  # (local rank, monotonic s)
+    on_stuck: Callable[[int, str], None]  # (local rank, where in the kernel)
     on_save_acknowledged: Callable[[], None] = lambda: None
     on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None
+    # From the workers' start, said once; None: no limit is set.
     unwatched_after_s: float | None = None
-    needs_heartbeats: bool = False
+    needs_heartbeats: bool = False  # A client alone is not enough then.
 
     def __post_init__(self) -> None:
         self._has_client = False
@@ -113,11 +106,8 @@ class SharedMonitor:
     def prepare(self, cycle: int) -> None:
         """Name the cycle and wait until the sockets listen.
 
-        Whether the monitor is awake is found out later: the restart does not wait for it.
-
-        Raises:
-            MonitorStartError: when they never have, and do not within `READY_TIMEOUT_S`. A monitor
-                that takes the place of another one may fail: the cycle begins without it.
+        Whether the monitor is awake is found out later: the restart does not wait for it. Raises
+        MonitorStartError for the first one; the cycle begins without one that takes its place.
         """
         self._cycle = cycle
         self._prepared_at = self.clock.monotonic()
@@ -339,10 +329,7 @@ class SharedMonitor:
             self._handle.send(messages.Save(self._save_word))
 
     def close(self) -> None:
-        """Let the monitor sweep the run's processes and leave; kill it if it does not.
-
-        The caller sweeps as well, for the case that no monitor is there to do it.
-        """
+        """Let the monitor sweep the run's processes and leave; kill it if it does not."""
         self._closing = True
         self._forget_answer()
         if self._reopening is not None:

@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds: who takes part in a cycle and with which rank. One node is served from memory.
 
-`LocalRendezvous` serves one node, `StoreRendezvous` many; the loop in `agent.py` knows only what
-both have in common. What happened is reported by `poll`; `fileno` is readable when there is
-something to poll (None: poll right after each call).
+`LocalRendezvous` serves one node, `StoreRendezvous` many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import (
-    RoundLeaves,
-    SaveAgreed,
-    agreed_call,
-)
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 RoundEvent = (
     machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
-    | machine.JoinTimedOut | machine.NodeUnfit | RoundLeaves | SaveAgreed | machine.RanksAsked
-    | machine.HangEvaluated
+    | machine.JoinTimedOut | machine.NodeUnfit | machine.RoundLeaves | machine.SaveAgreed
+    | machine.RanksAsked | machine.HangEvaluated
 )  # fmt: skip
 
 
@@ -31,9 +24,7 @@ class RoundPorts:
     """The MASTER_PORT that this node offers, and that of a round in which it has rank 0.
 
     Each round has a port of its own, unless the user fixed one: then that one is used every time.
-
-    Raises:
-        PortInUseError: when a fixed port is taken by somebody else.
+    Raises PortInUseError: a fixed port is taken by somebody else.
     """
 
     def __init__(self, fixed: int | None = None) -> None:
@@ -64,21 +55,13 @@ class RoundPorts:
 
 
 class Rendezvous:
-    """The rounds of one job as one node sees them.
+    """The rounds of one job as one node sees them; what happens is posted to the agent.
 
     What tells other nodes something does nothing here: there may be none.
     """
 
     def join(self, cycle: int) -> None:
-        """Offer this node for `cycle`; the answer comes from `poll`."""
-
-    def poll(self) -> list[RoundEvent]:
-        """Return what happened since the last call, without blocking."""
-        raise NotImplementedError
-
-    def fileno(self) -> int | None:
-        """Return a descriptor that is readable when `poll` has something, or None."""
-        return None
+        """Offer this node for `cycle`."""
 
     def open_next(self, cause: Cause) -> None:
         """Tell all nodes that the next round is open because of `cause`."""
@@ -87,7 +70,7 @@ class Rendezvous:
         """Tell all nodes that there is no further round; the first reason stays."""
 
     def succeeded(self) -> None:
-        """Tell the others that all workers of this node ended well; `poll` tells the rest."""
+        """Tell the others that all workers of this node ended well."""
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
         """Tell the rendezvous host that workers of this node failed, and that it goes on."""
@@ -96,13 +79,13 @@ class Rendezvous:
         """Tell the others that this node takes part no longer."""
 
     def preempted(self, cause: Cause) -> None:
-        """Tell the others that this node must go; `poll` tells when ranks are to save."""
+        """Tell the others that this node must go; ranks are to save when the round leaves."""
 
     def held(self, calls: int) -> None:
-        """Tell how far this node's ranks are, which wait; `poll` tells at which call they save."""
+        """Tell how far this node's ranks are, which wait until it is agreed where they save."""
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
-        """Tell what this node's ranks do in a hang; `poll` tells whom all nodes blame."""
+        """Tell what this node's ranks do in a hang: all nodes together find whom to blame."""
 
     @property
     def must_stay(self) -> bool:
@@ -116,10 +99,17 @@ class Rendezvous:
 class LocalRendezvous(Rendezvous):
     """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`."""
 
-    def __init__(self, *, nproc: int, master_addr: str, master_port: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        nproc: int,
+        master_addr: str,
+        master_port: int | None,
+        post: Callable[[RoundEvent], None],
+    ) -> None:
         self._nproc = nproc
         self._master_addr = master_addr
-        self._events: list[RoundEvent] = []
+        self._post = post
         self._closed: str | None = None
         self._ports = RoundPorts(master_port)
 
@@ -133,7 +123,7 @@ class LocalRendezvous(Rendezvous):
             except OSError as error:
                 self.close(f"no port for MASTER_PORT can be reserved: {error}")
         if self._closed is not None:
-            self._events.append(machine.RoundClosed(self._closed))
+            self._post(machine.RoundClosed(self._closed))
             return
         assignment = machine.Assignment(
             cycle=cycle,
@@ -144,11 +134,7 @@ class LocalRendezvous(Rendezvous):
             master_addr=self._master_addr,
             master_port=port,
         )
-        self._events.append(machine.RoundReady(assignment, tuple(range(self._nproc))))
-
-    def poll(self) -> list[RoundEvent]:
-        events, self._events = self._events, []
-        return events
+        self._post(machine.RoundReady(assignment, tuple(range(self._nproc))))
 
     def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
         if self._closed is None:
@@ -156,11 +142,11 @@ class LocalRendezvous(Rendezvous):
 
     def preempted(self, cause: Cause) -> None:
         """Let the ranks save: nobody else is to be asked."""
-        self._events.append(RoundLeaves(cause))
+        self._post(machine.RoundLeaves(cause))
 
     def held(self, calls: int) -> None:
         """Agree on a call at once: nobody else is to be waited for."""
-        self._events.append(SaveAgreed(agreed_call([calls])))
+        self._post(machine.SaveAgreed(machine.agreed_call([calls])))
 
     def shutdown(self) -> None:
         self._ports.close()

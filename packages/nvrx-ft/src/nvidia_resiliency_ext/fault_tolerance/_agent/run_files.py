@@ -43,30 +43,18 @@ MAX_NAME_PART = 64
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The paths and names of one launch.
+    """The paths and names of one launch."""
 
-    Attributes:
-        run_dir: The private directory for sockets, removed at the end.
-        run_id: Unique for this launch; processes are found by it.
-        record_dir: Where events, failures and stacks go.
-        record_is_temporary: Whether that is the run directory.
-        output: What the user wants of the workers' output.
-        files: The folders of workers.
-        spare_files: Those in the run directory, for cycles in which the others have no room.
-        launcher_socket: The mailbox.
-        monitor_sockets: One per local rank; empty without monitors.
-    """
-
-    run_dir: RunDir
-    run_id: str
+    run_dir: RunDir  # Private, for sockets; removed at the end.
+    run_id: str  # Unique; processes are found by it.
     host: str
-    record_dir: str
-    record_is_temporary: bool
-    output: OutputSettings
-    files: OutputFiles
-    spare_files: OutputFiles
+    record_dir: str  # Events, failures and stacks.
+    record_is_temporary: bool  # It is the run directory.
+    output: OutputSettings  # What the user wants of the workers' output.
+    files: OutputFiles  # The folders of workers.
+    spare_files: OutputFiles  # In the run directory, for cycles in which the others have no room.
     launcher_socket: str
-    monitor_sockets: tuple[str, ...]
+    monitor_sockets: tuple[str, ...]  # By local rank; empty without monitors.
 
 
 def make_run_paths(
@@ -74,9 +62,7 @@ def make_run_paths(
 ) -> RunPaths:
     """Make the directories of a launch; what is temporary is removed when `stack` is closed.
 
-    Raises:
-        ConfigError: The log directory cannot be made or written.
-        LogDirectoryError: Its file system is full, over a quota, or broken.
+    Raises ConfigError for an unusable log directory, LogDirectoryError for a broken file system.
     """
     run_dir = RunDir.create("ft")
     stack.callback(_remove_again, run_dir.path)
@@ -120,10 +106,7 @@ def _file_name(job_id: str) -> str:
 
 
 def _remove_again(path: str) -> None:
-    """Remove the run directory also when it is not the one that was made.
-
-    A worker that empties the temporary folder makes the next cycle create it anew.
-    """
+    """Remove the run directory also when a worker emptied the temporary folder: it is made anew."""
     import shutil
 
     shutil.rmtree(path, ignore_errors=True)
@@ -145,17 +128,9 @@ def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
 
 
 class CycleRecords:
-    """Cycle logs of one node; `close` ends all of it.
+    """Cycle logs of one node; `close` ends all of it. Raises NvrxError: a directory is unusable.
 
-    Args:
-        server_address: Where the job's servers listen, as this node reaches it.
-        is_host: Whether this node runs them.
-
-    Attributes:
-        asks_for_log_server: Whether this node must ask for the job's log servers.
-
-    Raises:
-        NvrxError: A directory cannot be used.
+    The job's log servers are at `server_address`, as this node reaches it; `is_host`: it runs them.
     """
 
     def __init__(

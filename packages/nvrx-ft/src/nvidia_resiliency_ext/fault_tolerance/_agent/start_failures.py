@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a program that fails at its start is not started again, although restarts are left.
+"""When a program that fails at its start is not started again, although restarts are left. Pure.
 
-A missing package or a wrong name fails on all ranks, in every cycle, before any step. Pure: the
-agent tells how each cycle ended. Only errors of the program count; a file, a host or a GPU that is
-missing may be there the next time. A job that has done a step once, or has run for two minutes, is
-never ended here.
+A missing package or a wrong name fails on all ranks, in every cycle, before any step. Only errors
+of the program count; a file, a host or a GPU that is missing may be there the next time. A job that
+has done a step once, or has run for two minutes, is never ended here.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def is_program_error(message: str | None) -> bool:
 class StartFailures:
     """Counts cycles in a row in which all ranks failed at their start with the same error.
 
-    Args:
-        limit: How many of them make a job hopeless; 0: no number does.
+    With a `limit` of 0 no number of them makes a job hopeless.
     """
 
     def __init__(self, limit: int) -> None:
@@ -49,10 +47,7 @@ class StartFailures:
     def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
         """Return whether failures seen so far may be a start that fails on all ranks.
 
-        Args:
-            messages: `Type: text` of each exit so far; None for one without a known exception.
-            lived_s: How long the cycle's workers have run.
-            stepped: Whether a rank has reported a step in this cycle.
+        `messages` holds `Type: text` of each exit so far, None for one without a known exception.
         """
         self._record(lived_s, stepped=stepped)
         return (

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
 
-The launcher's loop hands in what it wants and polls for events; calls that wait run in the threads
-of `_rendezvous`. The lease is judged here, by a timer of the loop: a store that stopped answering
-cannot say so itself.
+Calls that wait run in the threads of `_rendezvous`. The lease is judged here, by a timer of the
+loop: a store that stopped answering cannot say so itself.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import itertools
 import logging
 import os
-import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import RoundLeaves, SaveAgreed
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
@@ -37,7 +34,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WakeUp
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .rendezvous import Rendezvous, RoundEvent, RoundPorts
@@ -58,12 +55,8 @@ STORE_LOST_STOP_S = 5.0
 class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
-    Args:
-        connect: Makes a connection to the job's store; called in a thread, with what to call
-            whenever it is certain that nobody serves one.
-        host: The thread of the rendezvous host, when it is here.
-        stop: Ends the waiting of `connect`.
-        on_lease: Called with the time (monotonic s) until which this node may train at most.
+    `connect` makes a connection to the job's store; it is called in a thread, with what to call
+    whenever it is certain that nobody serves one.
     """
 
     settings: NodeSettings
@@ -71,19 +64,20 @@ class StoreRendezvous(Rendezvous):
     _: KW_ONLY
     loop: EventLoop
     clock: Clock
-    host: CoordinatorThread | None = None
-    stop: threading.Event | None = None
+    post: Callable[[RoundEvent], None]
+    host: CoordinatorThread | None = None  # When it is here.
+    stop: threading.Event | None = None  # Ends the waiting of `connect`.
+    # Gets how long this node may train (monotonic s).
     on_lease: Callable[[float], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self._events: queue.SimpleQueue[SessionEvent | RoundEvent] = queue.SimpleQueue()
-        self._wake_up = WakeUp()
         # The one that this node has workers in. Those of a node that was stopped for a while may
         # be found dead when the others have long begun another round: that one did not fail.
         self._round = 0
         self._previous_rank: int | None = None
         self._is_over = False
         self._is_lost = False
+        self._is_shut = False
         self._join_deadline: Timer | None = None
         self._ports = RoundPorts(self.settings.master_port)
         self._client = NodeClient(self.settings, self.connect, self._push, self.clock)
@@ -107,18 +101,6 @@ class StoreRendezvous(Rendezvous):
         self._cancel_join_deadline()
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
-
-    def poll(self) -> list[RoundEvent]:
-        self._wake_up.clear()
-        events = []
-        while not self._events.empty():
-            event = self._event(self._events.get())
-            if event is not None:
-                events.append(event)
-        return events
-
-    def fileno(self) -> int | None:
-        return self._wake_up.fileno()
 
     def open_next(self, cause: Cause) -> None:
         round_ = self._round
@@ -174,8 +156,9 @@ class StoreRendezvous(Rendezvous):
 
     def shutdown(self) -> None:
         """Say goodbye, and let the store go when everybody has; a second call does nothing."""
-        if self._wake_up.fileno() < 0:
+        if self._is_shut:
             return
+        self._is_shut = True
         if self.stop is not None:
             self.stop.set()
         for timer in (self._fence, self._join_deadline):
@@ -188,7 +171,6 @@ class StoreRendezvous(Rendezvous):
             self.host.join(LAST_WORDS_S + 1.0)
             self.host.stop()
             self.host.join(LAST_WORDS_S)
-        self._wake_up.close()
         self._ports.close()
 
     # What the threads tell ---------------------------------------------------------------------
@@ -214,9 +196,13 @@ class StoreRendezvous(Rendezvous):
             self._push(SpareNode(entry))
 
     def _push(self, event: SessionEvent | RoundEvent) -> None:
-        """Hand something to `poll`, from any thread."""
-        self._events.put(event)
-        self._wake_up.set()
+        """Hand something to the loop, from any thread."""
+        self.loop.post(lambda: self._receive(event))
+
+    def _receive(self, event: SessionEvent | RoundEvent) -> None:
+        happened = None if self._is_shut else self._event(event)
+        if happened is not None:
+            self.post(happened)
 
     def _event(  # noqa: PLR0911 - one for each kind
         self, event: SessionEvent | RoundEvent
@@ -238,7 +224,9 @@ class StoreRendezvous(Rendezvous):
         if isinstance(event, Leaves):
             entry = event.entry
             cause = entry.cause or Cause("preempted", "a node must go")
-            return SaveAgreed(entry.save_at) if entry.save_at else RoundLeaves(cause)
+            if entry.save_at:
+                return machine.SaveAgreed(entry.save_at)
+            return machine.RoundLeaves(cause)
         if isinstance(event, Hung):
             judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
@@ -291,7 +279,7 @@ class StoreRendezvous(Rendezvous):
     def _join_timed_out(self) -> None:
         seconds = self.settings.join_timeout_s
         where = f"; {self.settings.where}" if self.settings.where else ""
-        self._push(machine.JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
+        self.post(machine.JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
     def _evaluate_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
@@ -307,7 +295,7 @@ class StoreRendezvous(Rendezvous):
                     f"the job's store has not answered for {now - confirmed:.1f} s;"
                     " this node stops before the others replace it"
                 )
-                self._push(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
+                self.post(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
                 return
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Literal
 
+from nvidia_resiliency_ext.fault_tolerance._agent.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._config import attribution
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import end_of_job
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks
 from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import is_installed
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan

@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._config.settings import (
+    FaultToleranceConfig,
     layers_from_args,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
@@ -76,49 +77,16 @@ CONTROL_FLAGS: tuple[Flag, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlan:
-    """What a control plane needs.
+    """What a control plane needs."""
 
-    Attributes:
-        min_nodes: Nodes without which the job does not start.
-        max_nodes: Nodes that work at most.
-        host: Where the store is served, as launchers reach it.
-        address: Where the store and the log servers listen: the host, or an address of its own.
-        segment: Nodes of one block; None: as the launchers have it.
-        group_size: Nodes that are replaced together; None: as the launchers have it.
-        last_call_s: How long a round is kept open for more nodes; None: as the launchers have it.
-        lease_s: Seconds between signs of life; None: as the launchers have it.
-        no_restart_exit_code: Code of a job that must not start again; None: as the launchers.
-        services: What runs beside the store, with the configuration.
-        warnings: What should be logged once, at WARNING.
-    """
-
-    min_nodes: int
-    max_nodes: int
-    host: str
+    host: str  # Where the store is served, as launchers reach it.
     port: int
     run_id: str
-    address: str
-    segment: int | None
-    group_size: int | None
-    last_call_s: float | None
-    lease_s: float | None
-    no_restart_exit_code: int | None
+    address: str  # Where store and log servers listen: the host, or an address of its own.
+    settings: Mapping[str, str]  # What launchers must have been started with alike, by flag.
     log_level: int
-    services: ServicesPlan = field(default_factory=ServicesPlan)
-    warnings: tuple[str, ...] = ()
-
-    def settings(self) -> dict[str, str]:
-        """Return what launchers must have been started with alike, by flag."""
-        settings = {"--nnodes": f"{self.min_nodes}:{self.max_nodes}"}
-        given = {
-            agreement.SEGMENT: self.segment,
-            agreement.GROUP_SIZE: self.group_size,
-            agreement.LAST_CALL: self.last_call_s,
-            agreement.LEASE: self.lease_s,
-            "--ft-no-restart-exit-code": self.no_restart_exit_code,
-        }
-        settings |= {flag: str(value) for flag, value in given.items() if value is not None}
-        return settings | agreed_on_logs(self.services.logs)
+    services: ServicesPlan
+    warnings: tuple[str, ...] = ()  # To be logged once.
 
 
 class _ControlParser(FlagParser):
@@ -149,12 +117,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan:
-    """Return the plan of a parsed command line.
-
-    Raises:
-        ConfigError: Something cannot be done as asked; it names everything wrong.
-        OSError: The configuration file cannot be read.
-    """
+    """Return the plan of a command line. Raises ConfigError with all mistakes, or OSError."""
     for name in ("nnodes", "rdzv_endpoint"):
         if name not in args.given:
             raise ConfigError(f"--{name.replace('_', '-')} is needed")
@@ -176,29 +139,13 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         problems += _problems_of_cycle_info(config.cycle_info_dir, args.ft_cycle_info_job_id)
     if problems:
         raise FaultToleranceConfigError(problems)
-    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
-    conf = syntax.parse_configuration(args.rdzv_conf)
-    try:
-        segment = config.segment or rdzv_config_get_as_int(conf, "segment")
-        group_size = rdzv_config_get_as_int(conf, "replacement_group_size")
-        last_call_s = rdzv_config_get_as_float(conf, "last_call_timeout")
-    except ValueError as error:
-        raise ConfigError(f"--rdzv-conf: {error}") from None
     logs = log_plan(args)
     return ControlPlan(
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
         host=host,
         port=port,
         run_id=args.rdzv_id,
         address=args.local_addr or host,
-        segment=segment,
-        group_size=group_size,
-        last_call_s=last_call_s,
-        lease_s=config.lease if "lease" in layers.given else None,
-        no_restart_exit_code=(
-            args.ft_no_restart_exit_code if "ft_no_restart_exit_code" in args.given else None
-        ),
+        settings=_settings(args, config, "lease" in layers.given) | agreed_on_logs(logs),
         log_level=(
             config.log_level if "log_level" in layers.given else environment.log_level(environ)
         ),
@@ -211,6 +158,27 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         ),
         warnings=(*args.warnings, *layers.warnings),
     )
+
+
+def _settings(
+    args: argparse.Namespace, config: FaultToleranceConfig, is_lease_given: bool
+) -> dict[str, str]:
+    """Return what was given here and must be alike in the launchers; the rest is theirs alone."""
+    min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
+    conf = syntax.parse_configuration(args.rdzv_conf)
+    code = args.ft_no_restart_exit_code if "ft_no_restart_exit_code" in args.given else None
+    try:
+        given = {
+            agreement.NNODES: f"{min_nodes}:{max_nodes}",
+            agreement.SEGMENT: config.segment or rdzv_config_get_as_int(conf, "segment"),
+            agreement.GROUP_SIZE: rdzv_config_get_as_int(conf, "replacement_group_size"),
+            agreement.LAST_CALL: rdzv_config_get_as_float(conf, "last_call_timeout"),
+            agreement.LEASE: config.lease if is_lease_given else None,
+            "--ft-no-restart-exit-code": code,
+        }
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf: {error}") from None
+    return {flag: str(value) for flag, value in given.items() if value is not None}
 
 
 def _says_where_logs_are(args: argparse.Namespace) -> bool:

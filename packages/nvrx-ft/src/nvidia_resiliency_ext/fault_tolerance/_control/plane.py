@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
-    CoordinatorServices,
-    token_file,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
@@ -53,9 +49,7 @@ STOP_S = 5.0
 class ControlPlane:
     """Serves one job; use it as a context manager. The main thread only.
 
-    Raises:
-        ConfigError: The token file is unusable.
-        NvrxError: The endpoint or a log server's port is taken, or a directory cannot be used.
+    Raises ConfigError for an unusable token file, NvrxError for a taken port or unusable directory.
     """
 
     def __init__(self, plan: ControlPlan, environ: Mapping[str, str]) -> None:
@@ -84,11 +78,7 @@ class ControlPlane:
         self._stack.close()
 
     def run(self) -> None:
-        """Serve until the job is over or a signal ends it; the launchers then wait for another.
-
-        Raises:
-            NvrxError: The job cannot be served.
-        """
+        """Serve until the job is over or a signal comes. Raises NvrxError: it cannot be served."""
         thread = self._thread
         assert thread is not None
         while not self._is_stopped and not self._has_thread_ended:
@@ -153,10 +143,13 @@ class ControlPlane:
             # What one that was killed has left.
             remove_stale_run_dirs(self._environ)
             run_dir = self._stack.enter_context(RunDir.create("control", self._environ)).path
-        place = CoordinatorContext(self._plan.address, self._host_name, run_dir)
         self._own_token = token_file(self._environ, job_token, run_dir).path
         return CoordinatorServices(
-            plan, self._environ, place, self._loop, self._clock, is_shared=True
+            *(plan, self._environ, self._loop, self._clock),
+            address=self._plan.address,
+            host=self._host_name,
+            run_dir=run_dir,
+            is_shared=True,
         )
 
     def _capture_streams(self) -> None:
@@ -179,7 +172,7 @@ class ControlPlane:
         plan = self._plan
         says = {
             keys.LOG_TOKEN: self._services.log_token,
-            keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings()),
+            keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings),
         }
         self._thread = CoordinatorThread(
             lambda: served_store(
@@ -253,12 +246,7 @@ EXIT_FAILURE = 1
 
 
 def run_command_line(argv: Sequence[str] | None) -> int:
-    """Serve a job until it is over or a signal ends the control plane; return the exit code.
-
-    Raises:
-        SystemExit: with 2 after one line, when the command line or a file is wrong; with 0 for
-            `--help` and `--version`.
-    """
+    """Serve a job to its end, or until a signal comes; return the exit code. Raises SystemExit."""
     open_missing_streams()
     args = get_args_parser().parse_args(argv)
     try:

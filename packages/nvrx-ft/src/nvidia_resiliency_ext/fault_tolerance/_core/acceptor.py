@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A listening Unix socket and its clients, on an event loop; what they say is the owner's business.
 
-A client that says nothing, or does not end, delays nobody: each has a channel of its own, and of
-too many the oldest is dropped. One that asks again and again, or sends garbage, does not fill the
-log.
+A silent client delays nobody: each has a channel of its own, and of too many the oldest is dropped.
 """
 
 from __future__ import annotations

@@ -35,20 +35,13 @@ _OUTERMOST_FRAMES = ("in <module>", "in _run_module_as_main")
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """What a worker said of its exception: the message, the traceback and the time (unix s).
+    """What a worker said of its exception."""
 
-    Attributes:
-        path: The file that `@record` wrote; empty when this was read from the worker's stderr.
-        message: Type and text of the exception.
-        traceback: Its lines, or an empty text.
-        timestamp: When it was raised, None when that is not known.
-        is_last: Whether the program wrote nothing of its own after it; else it may have gone on.
-    """
-
-    path: str
-    message: str
+    path: str  # What `@record` wrote; empty when it was read from stderr.
+    message: str  # Type and text of the exception.
     traceback: str
-    timestamp: float | None
+    timestamp: float | None  # Unix s, where it is known.
+    # Whether the program wrote nothing of its own after it; else it may have gone on.
     is_last: bool = True
 
 
@@ -76,10 +69,7 @@ def read_error_file(path: str) -> ErrorFile | None:
 
 
 def read_error_output(path: str, since: int) -> ErrorFile | None:
-    """Return the exception in a worker's stderr file that `last_exception` finds, or None.
-
-    The first `since` bytes were there before this worker was started.
-    """
+    """Return what `last_exception` finds in a stderr file, behind its first `since` bytes."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -98,11 +88,10 @@ def read_error_output(path: str, since: int) -> ErrorFile | None:
 
 
 def last_exception(text: str) -> ErrorFile | None:
-    """Return the exception that has ended a program, by its output, or None.
+    """Return the exception that has ended a program, by its output: the last traceback, or None.
 
-    It is the one whose traceback stands last. Where other lines follow, they may be more of its
-    text, or it was caught and the program went on: it counts only if no function can have caught
-    it, and is not `is_last`.
+    Lines behind it may be more of its text, or it was caught and the program went on: then it
+    counts only if no function can have caught it, and is not `is_last`.
     """
     text = _IGNORED.sub("", _RANK_PREFIX.sub("", text))
     at = text.rfind(_TRACEBACK)

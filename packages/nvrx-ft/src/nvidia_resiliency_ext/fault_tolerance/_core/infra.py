@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This node in the cluster: infrastructure rank, replacement group, hardware, short node lists.
 
-Asking a driver means loading tens of milliseconds of code; on most machines without a device these
-questions answer first. Whoever asks does so in a thread: a library may lie on a slow file system.
-The rules of the infrastructure rank are tried in the order of `_RULES`; the first that applies
-decides.
+Whether there is hardware is asked in a thread: a library may lie on a slow file system.
 """
 
 from __future__ import annotations
@@ -76,11 +73,7 @@ def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Return the names that Slurm shortened: `r[1-2]n[01,04]` is r1n01, r1n04, r2n01 and r2n04.
-
-    Raises:
-        ValueError: It is no such list, or has over 100,000 names.
-    """
+    """Return the names that Slurm shortened: `r[1-2]n[01,04]` is r1n01, r1n04 ... or ValueError."""
     names: list[str] = []
     for part in _BETWEEN_HOSTS.split(text):
         texts, heads = _BRACKETS.split(part.strip()), [""]
@@ -110,10 +103,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def compact_nodes(addrs: Iterable[str]) -> str:
-    """Return addresses of any kind in short form, for people: `node[001-004].cluster,10.0.0.[1-3]`.
-
-    Names with one domain are shortened together, although their numbers are not at the end.
-    """
+    """Return addresses in short form, for people: `node[001-004].cluster,10.0.0.[1-3]`."""
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
 
     names_by_domain: dict[str, list[str]] = {}
@@ -212,12 +202,7 @@ def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname:
 
 
 def nodes_per_array_task(environ: _Environment) -> int:
-    """Return how many nodes each task of this Slurm job array has.
-
-    Raises:
-        ValueError: The number is no whole number.
-        RuntimeError: Slurm does not tell it.
-    """
+    """Return the nodes of each task of this array. Raises ValueError, or RuntimeError for none."""
     nodes = _optional_int(environ, _env.SLURM_NNODES)
     if nodes is None:
         nodes = _optional_int(environ, _env.SLURM_JOB_NUM_NODES)
@@ -311,12 +296,7 @@ def replacement_group_id(environ: Mapping[str, str]) -> str | None:
 
 
 def default_replacement_group_size(environ: Mapping[str, str]) -> int | None:
-    """Return the nodes of each array task, or None outside a Slurm job array.
-
-    Raises:
-        ValueError: Their number is no positive whole number.
-        RuntimeError: Slurm does not tell it.
-    """
+    """Return the nodes of each array task, or None outside an array; raises as above."""
     if not environ.get(_env.SLURM_ARRAY_TASK_ID):
         return None
     nodes = nodes_per_array_task(environ)

@@ -74,12 +74,9 @@ def count_visible(environ: Mapping[str, str], present: int) -> int:
 
 
 def devices_of_ranks(environ: Mapping[str, str], nproc: int) -> tuple[str, ...]:
-    """Return the one device that each local rank sees with `--virtual-local-rank`.
+    """Return the one device of each local rank with `--virtual-local-rank`.
 
-    It is the rank's entry of CUDA_VISIBLE_DEVICES, else the rank itself.
-
-    Raises:
-        ValueError: The list is too short.
+    Its entry of CUDA_VISIBLE_DEVICES, else the rank itself; too short a list raises ValueError.
     """
     visible = environ.get(_env.CUDA_VISIBLE_DEVICES)
     if visible is None:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State, events and effects of one node, as `decide` takes and gives them. Values only."""
+"""State, events and effects of one node, as `decide` takes and gives them. Values only.
+
+Some events are effects as well: what another part of this node has to do is what they say.
+"""
 
 from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
-from . import preemption
 from .cause import Cause
 
 EXIT_OK = 0
@@ -74,6 +77,14 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """Why this round's ranks save and leave; `is_own` when this node itself must go."""
+
+    cause: Cause
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """The state of this node. `running` holds the local ranks that have not exited."""
 
@@ -89,7 +100,7 @@ class Node:
     group_world_size: int = 1
     over: RoundClosed | None = None
     budget: int | None = None
-    leaving: preemption.Leaving | None = None
+    leaving: Leaving | None = None
 
     @property
     def must_go(self) -> bool:
@@ -102,6 +113,11 @@ def restarts_left(node: Node) -> int:
     if node.budget is not None:
         return node.budget
     return max(0, node.policy.max_restarts - node.cycle)
+
+
+def agreed_call(calls: Iterable[int]) -> int:
+    """Return the call at which all ranks save, from how often each has called."""
+    return max(calls, default=0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +139,10 @@ class RoundClosed:
 
 @dataclass(frozen=True, slots=True)
 class StoreLost:
-    """This node cannot reach the others any more, or must not go on beside them.
-
-    `stop_within_s` is how long its workers may take to end before they are killed.
-    """
+    """This node cannot reach the others any more, or must not go on beside them."""
 
     what: str
-    stop_within_s: float
+    stop_within_s: float  # Its workers are killed then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +175,13 @@ class NextRoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A worker is gone. `cause` says how when it failed; `no_progress` comes from the tracker.
-
-    `is_hopeless`: the program fails at its start again and again, see `start_failures.py`.
-    """
+    """A worker is gone; `cause` says how when it failed."""
 
     local_rank: int
     status: ExitStatus
     cause: Cause | None = None
-    no_progress: bool = False
-    is_hopeless: bool = False
+    no_progress: bool = False  # The tracker says so.
+    is_hopeless: bool = False  # See `start_failures.py`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +248,44 @@ class RequestReceived:
     description: str
 
 
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """This node must go soon; as an effect: tell the other nodes."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLeaves:
+    """The ranks of all nodes are to save and leave; as an effect: ask those of this one."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class RanksHeld:
+    """No rank here gets out of another call, the furthest made `calls`; as an effect: tell it."""
+
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAgreed:
+    """The ranks of all nodes save at their call number `at`; as an effect: tell those here."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver:
+    """The time is over in which this node's ranks could save and leave."""
+
+
 Event = (
     RoundReady | RoundClosed | NextRoundOpened | StoreLost | JoinTimedOut | NodeUnfit
     | BarrierTimedOut | WorkerExited | WorkerStuck | RanksAsked | HangEvaluated | StartFailed
-    | GroupStopped | Signalled | BudgetChanged | RequestReceived | preemption.Preempted
-    | preemption.RoundLeaves | preemption.RanksHeld | preemption.SaveAgreed | preemption.GraceOver
-    | StopRequested
+    | GroupStopped | Signalled | BudgetChanged | RequestReceived | Preempted | RoundLeaves
+    | RanksHeld | SaveAgreed | GraceOver | StopRequested
 )  # fmt: skip
 
 
@@ -331,8 +373,7 @@ class Finish:
 Effect = (
     Join | StartWorkers | StopWorkers | KillWorkers | ReportFault | OpenNextRound
     | CloseRendezvous | ReportSuccess | ReportBroken | LeaveRendezvous | Finish
-    | preemption.ReportPreempted | preemption.StartGrace | preemption.AskToSave
-    | preemption.ReportHeld | preemption.ReleaseRanks
+    | Preempted | RoundLeaves | RanksHeld | SaveAgreed
 )  # fmt: skip
 logger = logging.getLogger("nvrx")
 

@@ -25,10 +25,9 @@ _CLIENTS_SHARE = 4
 
 
 class Mailbox:
-    """Takes messages from any number of senders and acknowledges each one.
+    """Takes messages from any number of senders; `deliver` gets each before it is acknowledged.
 
-    `deliver` is called with each message before it is acknowledged. A stale socket at the path is
-    removed.
+    Raises ValueError for a path that is too long, FileExistsError where somebody else listens.
     """
 
     def __init__(
@@ -38,12 +37,6 @@ class Mailbox:
         deliver: Callable[[object], None],
         messages: MessageSet = MESSAGES,
     ) -> None:
-        """Listen.
-
-        Raises:
-            ValueError: the path is too long for a socket.
-            FileExistsError: somebody else listens there, or it is no socket.
-        """
         self.socket_path = socket_path
         self._messages = messages
         self._deliver = deliver

@@ -26,10 +26,7 @@ class OkAttributes:
 
 
 class FtMessageSet(MessageSet):
-    """All messages of `data`, and those given; an `OkMsg` passes as a message of its own only.
-
-    Args:
-        extra: further dataclasses and enums that may appear in messages.
+    """All messages of `data`, and the types in `extra`; an `OkMsg` passes as a message alone.
 
     Example:
         >>> from nvidia_resiliency_ext.shared_utils.wire import FrameReader
@@ -47,21 +44,13 @@ class FtMessageSet(MessageSet):
         )  # fmt: skip
 
     def encode(self, message: object) -> bytes:
-        """Return the whole frame of a message, length included.
-
-        Raises:
-            WireError: it holds what is not in the set, or is too large.
-        """
+        """Return the whole frame of a message, length included. Raises WireError."""
         if isinstance(message, OkMsg):
             message = OkAttributes(vars(message))
         return super().encode(message)
 
     def decode(self, payload: bytes) -> object:
-        """Return the message of a payload, as `FrameReader` yields it.
-
-        Raises:
-            WireError: it is no message of the set.
-        """
+        """Return the message of a payload, as `FrameReader` yields it. Raises WireError."""
         message = super().decode(payload)
         return OkMsg(**message.attributes) if isinstance(message, OkAttributes) else message
 

@@ -231,10 +231,8 @@ def get_processes_by_pgids(
 def end_program(code: int, *, is_own: bool) -> NoReturn:
     """End the program with an exit code.
 
-    torch cannot be asked to stop connecting to a store, and a thread that comes back from it while
-    the interpreter is taken down aborts the process (SIGABRT). So where threads are left, that is
-    left out: all that programs ask for at their end is done first.
-
+    A thread that comes back from torch while the interpreter is taken down aborts the process
+    (SIGABRT): where threads are left only what programs ask for at their end is done.
     A process that is not the program's (`is_own`) is not ended so: its caller has things to do.
     """
     if is_own and any(thread.daemon for thread in threading.enumerate()):

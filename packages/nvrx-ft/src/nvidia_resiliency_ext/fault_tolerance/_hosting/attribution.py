@@ -108,10 +108,7 @@ class AttributionManager:
         return cfg.client_endpoint
 
     def launch(self) -> bool:
-        """Start the service if this launcher runs it; return whether there is one to wait for.
-
-        Raises: as `start_if_needed`, without waiting.
-        """
+        """Start the service if this launcher runs it; return whether there is one to wait for."""
         if not (self._cfg.is_managed and self._is_store_host):
             return False
         environment = self._environment()
@@ -182,12 +179,9 @@ class AttributionManager:
 
 
 def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
-    """Return where a managed service keeps what it knows of a job.
+    """Return where a managed service keeps what it knows of a job, beside its log.
 
-    Args:
-        log_file: The service's log.
-        job_id: The job's name; None: it has none by which it could be started again.
-        run_dir: The launcher's private directory, which goes with the job.
+    A job without a name by which it could be started again has it in its launcher's `run_dir`.
     """
     name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
     if log_file is None or name in {"", ".", ".."}:
@@ -220,10 +214,9 @@ def _command() -> list[str]:
 
 
 def _check_key_file(path: str) -> None:
+    why = "it is empty"
     try:
-        if not read_regular_file(path, _KEY_LIMIT_BYTES, follows_symlink=True).strip():
-            why = "it is empty"
-        else:
+        if read_regular_file(path, _KEY_LIMIT_BYTES, follows_symlink=True).strip():
             return
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -261,39 +254,28 @@ LAST_WORDS_S = 0.3
 
 @dataclass(eq=False)
 class AttributionWatch:
-    """Follows a job's cycles on its rendezvous host. `begin` and `ended` come from any thread.
-
-    Args:
-        manager: Where the service is; it is started here, if this launcher runs it.
-        base_log_file: Prefix of the cycle logs.
-        node_id: This node's name in profiling events.
-        job_id: The job's name at the service; None: the scheduler's, if there is one.
-        log_complete: Whether a cycle's log is whole when the cycle has ended: nobody else writes
-            to it.
-        post: Calls what it is given where `on_stop` is to be called.
-        on_stop: Called with the reason of the first STOP that is to be obeyed.
-        on_nodes: Called in any thread with the nodes that are to have no place any more, and why;
-            None: their names are only logged.
-    """
+    """Follows a job's cycles on its rendezvous host. `begin` and `ended` come from any thread."""
 
     manager: AttributionManager
     _: KW_ONLY
-    base_log_file: str
+    base_log_file: str  # Prefix of the cycle logs.
     token_file: str | None
-    node_id: str
+    node_id: str  # In profiling events.
+    # Calls what it is given where `on_stop` is to be called.
     post: Callable[[Callable[[], None]], None]
-    on_stop: Callable[[str], None]
+    on_stop: Callable[[str], None]  # Gets the reason of the first STOP that is to be obeyed.
+    # Gets bad nodes and why, in any thread; None: they are only logged.
     on_nodes: Callable[[tuple[str, ...], str], None] | None = None
     job_id: str | None = None
-    log_complete: bool = False
+    log_complete: bool = False  # Nobody writes to a cycle's log when the cycle has ended.
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._client: AttributionService | None = None
         self._cycle: int | None = None
         self._has_ended = False
-        # The first cycle that ended before there was a client, and what is known of its end.
-        self._missed: tuple[int, tuple[str, ...]] | None = None
+        # What the client is still to be told: cycles may begin and end before the service answers.
+        self._untold: list[Callable[[AttributionService], object]] = []
         self._is_closed = False
 
     def start(self) -> None:
@@ -317,8 +299,8 @@ class AttributionWatch:
                 return
             self._end()
             self._cycle, self._has_ended = cycle, False
-            if self._client is not None:
-                self._submit(self._client, cycle)
+            path = cycle_log_file(self.base_log_file, cycle)
+            self._tell(lambda client: client._submit_log(path, cycle))  # noqa: SLF001 - a public name
 
     def ended(self, evidence: tuple[str, ...] = ()) -> None:
         """Record that the present cycle is over."""
@@ -326,11 +308,7 @@ class AttributionWatch:
             self._end(evidence)
 
     def close(self, *, asks: bool = True) -> None:
-        """End the service and stop asking; what is still to be sent has a moment.
-
-        Args:
-            asks: Whether the present cycle ends here, so that a last verdict is asked for.
-        """
+        """End the service; what is still to be sent has a moment. The cycle ends here if `asks`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -346,23 +324,14 @@ class AttributionWatch:
         """Ask for the verdict on the present cycle, once; the lock is held."""
         if self._cycle is not None and not self._has_ended:
             self._has_ended = True
-            if self._client is not None:
-                self._client.request_terminal_analysis(evidence)
-            elif self._missed is None:
-                self._missed = self._cycle, evidence
+            self._tell(lambda client: client.request_terminal_analysis(evidence))
 
-    def _submit(self, client: AttributionService, cycle: int) -> None:
-        path = cycle_log_file(self.base_log_file, cycle)
-        client._submit_log(path, cycle)  # noqa: SLF001 - its name is public
-
-    def _catch_up(self, client: AttributionService) -> None:
-        """Submit the first cycle that has ended, and the one that runs; the lock is held."""
-        if self._missed is not None:
-            cycle, evidence = self._missed
-            self._submit(client, cycle)
-            client.request_terminal_analysis(evidence)
-        if self._cycle is not None and not self._has_ended:
-            self._submit(client, self._cycle)
+    def _tell(self, call: Callable[[AttributionService], object]) -> None:
+        """Hand a call to the client once there is one; the lock is held."""
+        if self._client is not None:
+            call(self._client)
+        else:
+            self._untold.append(call)
 
     def _connect_when_ready(self) -> None:
         try:
@@ -393,7 +362,8 @@ class AttributionWatch:
             is_late = self._is_closed
             if not is_late:
                 self._client = client
-                self._catch_up(client)
+                for call in self._untold:
+                    call(client)
         if is_late:
             # Nobody else knows of it. Its poller takes the lock.
             client.stop_poller(0.0)

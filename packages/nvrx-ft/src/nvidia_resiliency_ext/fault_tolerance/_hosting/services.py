@@ -82,35 +82,17 @@ def _snapshot(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
-    """What the host of a job runs beside the store; a launch plan says that, too.
-
-    Attributes:
-        fault_tol_cfg: Where files about cycles go, whether hosts that attribution names get a
-            place, and the file with the job's token.
-        logs: Which log servers there are, and where they may write.
-        cycle_info_job_id: The job in the names of files about cycles and at the service; None takes
-            the scheduler's.
-        job_name: The job's name at a service where no scheduler has one; None: it has none.
-        attribution: The service that is asked why a cycle ended.
-    """
+    """What the host of a job runs beside the store; a launch plan says that, too."""
 
     fault_tol_cfg: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
+    # In files about cycles and at the service; None: the scheduler's.
     cycle_info_job_id: str | None = None
-    job_name: str | None = None
+    job_name: str | None = None  # At a service where no scheduler has one.
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
 
 
 logger = logging.getLogger("nvrx")
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorContext:
-    """Where the host is."""
-
-    address: str
-    host: str
-    run_dir: str
 
 
 @dataclass(eq=False)
@@ -118,22 +100,17 @@ class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
     Without a loop there are no log servers, and a STOP is reported in the thread that learns it.
-
-    Attributes:
-        log_token: What nodes learn of the log servers: a token, or one of the words in
-            `log_token`.
-        cycle: The cycle that was begun last.
-
-    Raises:
-        NvrxError: A port is taken, or a directory cannot be used.
+    Raises NvrxError: a port is taken, or a directory cannot be used.
     """
 
     plan: ServicesPlan | LaunchPlan
     environ: Mapping[str, str]
-    place: CoordinatorContext
     loop: EventLoop | None
     clock: Clock
     _: KW_ONLY
+    address: str
+    host: str
+    run_dir: str
     is_shared: bool
 
     def __post_init__(self) -> None:
@@ -154,9 +131,7 @@ class CoordinatorServices:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
-        token = token_file(
-            self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.place.run_dir
-        )
+        token = token_file(self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.run_dir)
         self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
         if self.is_shared and not token.is_given:
             logger.info(
@@ -166,34 +141,34 @@ class CoordinatorServices:
             )
         assert self.loop is not None
         for root in roots:
-            _make_directory(root)
-        servers = LogServers(
+            try:
+                os.makedirs(root, exist_ok=True)
+            except OSError as error:
+                problem = f"the log directory {root} cannot be made: {error.strerror}"
+                raise NvrxError(problem) from error
+        self._servers = LogServers(
             dataclasses.replace(server, allowed_roots=roots),
-            *(self.place.address, token.path, self.environ, self.loop, self.clock),
+            *(self.address, token.path, self.environ, self.loop, self.clock),
         )
-        servers.start()
-        self._servers = servers
+        self._servers.start()
 
     def _open_info(self) -> None:
         plan = self.plan
         directory = plan.fault_tol_cfg.cycle_info_dir
-        if directory is None:
-            return
-        from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
+        if directory is not None:
+            from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
 
-        self._reporter = CycleInfoReporter(
-            directory, plan.logs.applog_prefix, plan.cycle_info_job_id
-        )
+            self._reporter = CycleInfoReporter(
+                directory, plan.logs.applog_prefix, plan.cycle_info_job_id
+            )
 
     def follow_attribution(
         self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]
     ) -> None:
         """Start the service, or find it, and let it follow the cycles from now on.
 
-        Args:
-            on_stop: Called on the loop with the reason of a STOP that is to be obeyed.
-            on_nodes: Called in any thread with hosts that are to have no place any more, where
-                that was asked for.
+        `on_stop` gets the reason of a STOP that is to be obeyed, on the loop; `on_nodes` hosts that
+        are to have no place any more, in any thread.
         """
         plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
@@ -215,13 +190,13 @@ class CoordinatorServices:
             plan.attribution,
             is_store_host=True,
             environ=self.environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self.place.run_dir),
+            state_dir=state_dir(plan.attribution.log_file, job_id, self.run_dir),
         )
         self._watch = AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.fault_tol_cfg.rdzv_token_file,
-            node_id=self.place.host,
+            node_id=self.host,
             post=(lambda call: call()) if self.loop is None else self.loop.post,
             on_stop=on_stop,
             on_nodes=on_nodes if excludes else None,
@@ -284,9 +259,8 @@ class CoordinatorServices:
     def close(self, *, job_goes_on: bool = False) -> None:
         """End all of it; what log servers have is written.
 
-        Args:
-            job_goes_on: Whether another host is to take over: the present cycle is not over, and
-                servers do not wait for nodes, which keep what was not confirmed.
+        Where the job goes on with another host, the present cycle is not over, and servers do not
+        wait for nodes, which keep what was not confirmed.
         """
         self.end_attribution(job_goes_on=job_goes_on)
         self.end_cycle_info(job_goes_on=job_goes_on)
@@ -305,10 +279,3 @@ def evidence_of(cause: Cause | None) -> tuple[str, ...]:
     if cause.signal is not None:
         return (f"{who}killed by {signal_name(cause.signal)}",)
     return (f"{who}exit code {cause.exit_code}",) if cause.exit_code else ()
-
-
-def _make_directory(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise NvrxError(f"the log directory {path} cannot be made: {error.strerror}") from error

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
@@ -47,17 +48,9 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
     timeout_s: float,
     says: Mapping[str, str],
 ) -> Iterator[JobStore]:
-    """Serve a job's store, and connect to it.
+    """Serve a job's store on `listener`, and connect to it within `timeout_s`.
 
-    Args:
-        listener: The socket that it listens on, which becomes the store's.
-        host: Its address, as clients reach it.
-        port: Its port.
-        prefix: Before all keys of the job.
-        secret: Key of the digests; None: one is made, and left in the store.
-        nodes: How many nodes it is for.
-        timeout_s: How long connecting to it may take.
-        says: What stands in it before anything is decided, by key.
+    Without a `secret` for digests one is made, and left in the store; `says` stands there first.
     """
     server = serve(listener, host, nodes)
     own = connect(host, port, prefix, secret or agree_on_secret(server, prefix), timeout_s)
@@ -69,48 +62,27 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
         del server
 
 
+@dataclass(eq=False, repr=False)
 class CoordinatorThread(threading.Thread):
-    """Decides the job's rounds; it ends, and the store with it, when the job is over for all.
+    """Decides the job's rounds; it ends, and the store with it, when the job is over for all."""
 
-    Args:
-        store: Gives the job's store for as long as it is needed; used in the thread.
-        rules: Returns what decisions go by, once that is known; None where nothing will be
-            decided. Called in the thread, and given the event that says to give up.
-        me: Name under which decisions are signed.
-        services: Who follows the rounds.
-        is_controlled: Whether the store outlives the nodes: it is not in a launcher.
-        on_bad_node: Called with a node that is lost, named, or that failed again and again.
-        denylist: Hosts that are to have no place where that can be.
-        on_end: Called in the thread when it ends.
+    # Gives the job's store for as long as it is needed; used in the thread.
+    store: Callable[[], AbstractContextManager[JobStore]]
+    # Returns what decisions go by, once that is known; None: nothing will be decided.
+    rules: Callable[[JobStore, threading.Event], CoordinatorRules | None]
+    _: KW_ONLY
+    me: str  # Signs the decisions.
+    clock: Clock
+    services: CoordinatorServices
+    is_controlled: bool = False  # Whether the store is in no launcher.
+    # Gets a node that is lost, named, or failed again and again.
+    on_bad_node: Callable[[Cause], None] = lambda _: None
+    # Hosts that are to have no place where that can be.
+    denylist: Denylist = field(default_factory=Denylist)
+    on_end: Callable[[], None] = lambda: None  # Called in the thread.
 
-    Attributes:
-        problem: What ended it before the job was over, in words.
-        outcome: The decision that ended the job, once there is one.
-    """
-
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        store: Callable[[], AbstractContextManager[JobStore]],
-        rules: Callable[[JobStore, threading.Event], CoordinatorRules | None],
-        *,
-        me: str,
-        clock: Clock,
-        services: CoordinatorServices,
-        is_controlled: bool = False,
-        on_bad_node: Callable[[Cause], None] = lambda _: None,
-        denylist: Denylist | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__(name="nvrx-store-host", daemon=True)
-        self._store = store
-        self._rules = rules
-        self._me = me
-        self._clock = clock
-        self._services = services
-        self._is_controlled = is_controlled
-        self._on_bad_node = on_bad_node
-        self._denylist = denylist
-        self._on_end = on_end
         self._end_asked = threading.Event()
         self._host: Coordinator | None = None
         self.problem = ""
@@ -128,7 +100,7 @@ class CoordinatorThread(threading.Thread):
             self.problem = f"a defect in the rendezvous host: {error!r}"
             logger.exception("a defect in the rendezvous host ended the job's store")
         finally:
-            self._on_end()
+            self.on_end()
 
     def stop(self) -> None:
         """End within a second, though the job may go on elsewhere."""
@@ -140,20 +112,20 @@ class CoordinatorThread(threading.Thread):
             self._host.end_job(reason, cause)
 
     def _serve(self) -> None:
-        with self._store() as store:
-            rules = self._rules(store, self._end_asked)
+        with self.store() as store:
+            rules = self.rules(store, self._end_asked)
             if rules is None:
                 return
             self._host = Coordinator(
                 store,
                 rules,
-                me=self._me,
+                me=self.me,
                 epoch=os.urandom(8).hex(),
-                clock=self._clock,
-                is_controlled=self._is_controlled,
-                follower=self._services,
-                on_bad_node=self._on_bad_node,
-                denylist=self._denylist or Denylist(),
+                clock=self.clock,
+                is_controlled=self.is_controlled,
+                follower=self.services,
+                on_bad_node=self.on_bad_node,
+                denylist=self.denylist,
                 stop=self._end_asked,
             )
             self._host.run()

@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_FAILURE,
     RDZV_SHUTDOWN_REASON_GRACEFUL,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.preemption import agreed_call
+from nvidia_resiliency_ext.fault_tolerance._core.machine import agreed_call
 from nvidia_resiliency_ext.shared_utils.hang_culprit import (
     Confidence,
     Finding,

@@ -38,10 +38,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     UnhealthyNodeException,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
-from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
-    CoordinatorContext,
-    CoordinatorServices,
-)
+from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient
@@ -125,10 +122,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._services: CoordinatorServices | None = None
         self._stop_requested = threading.Event()
         if options.is_store_host:
-            context = CoordinatorContext("", self._me.host, "")
             self._services = CoordinatorServices(
-                options.services, os.environ, context, None, self._clock, is_shared=True
-            )
+                *(options.services, os.environ, None, self._clock),
+                address="", host=self._me.host, run_dir="", is_shared=True,
+            )  # fmt: skip
             self._services.follow_attribution(lambda _: self._stop_requested.set(), lambda *_: None)
             self._coordinator = CoordinatorThread(
                 lambda: _guest_store(connect),
