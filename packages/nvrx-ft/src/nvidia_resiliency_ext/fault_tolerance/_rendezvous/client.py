@@ -25,8 +25,8 @@ from . import keys
 from .agreement import differences, read_settings, write_settings
 from .keys import LEASES_TO_EXPIRY, LEASES_TO_FENCE
 from .log import DecisionLog
-from .records import Arrival, Entry, ForeignValueError, Kind, Phase
-from .session import FOREIGN_PAUSE_S, Lost, NodeSession, Over, SessionEvent
+from .records import Arrival, Entry, Kind, Phase
+from .session import Lost, NodeSession, Over, SessionEvent
 from .store import JobStore, NoJobError
 
 logger = logging.getLogger("nvrx")
@@ -66,13 +66,6 @@ def _store_gone(error: StoreLostError) -> str:
     if isinstance(error, NoJobError):
         return str(error)
     return f"the rendezvous host of the job is gone or does not answer ({error})"
-
-
-def _can_read(store: JobStore, key: str) -> bool:
-    try:
-        return store.peek(key) is not None
-    except ForeignValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +251,7 @@ class NodeClient:
         self._watch_number += 1
         watched, number = self._keep(store.another()), self._watch_number
 
-        def hand_over(what: Entry | str) -> None:
+        def hand_over(what: Entry | NvrxError) -> None:
             self._commands.put(
                 _Order(lambda session: self._take_watched(session, number, what), True)
             )
@@ -266,11 +259,11 @@ class NodeClient:
         def watch() -> None:
             try:
                 self._watch(watched, seq, hand_over)
-            except StoreLostError as error:
-                hand_over(str(error))
+            except NvrxError as error:
+                hand_over(error)
             except Exception as error:
                 logger.exception("a defect in the rendezvous of this node")
-                hand_over(repr(error))
+                hand_over(NvrxError(f"the rendezvous of this node failed: {error!r}"))
 
         self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
         self._watcher.start()
@@ -407,26 +400,13 @@ class NodeClient:
             ForeignValueError: this launcher has another token than the job.
         """
         own = write_settings(self._settings.arrival.host, self._settings.must_agree)
-        try:
-            return read_settings(store.create(keys.SETTINGS, own))
-        except ForeignValueError:
-            # Who has another token must not replace what is right: by the host's word that shows.
-            if not store.has(keys.LOG_TOKEN) or not _can_read(store, keys.LOG_TOKEN):
-                raise
-        return store.settle(keys.SETTINGS, own, read_settings)
+        return read_settings(store.create(keys.SETTINGS, own))
 
     def _watch(self, store: JobStore, seq: int, hand_over: Callable[[Entry], None]) -> None:
         """Wait for one decision after the other and hand it to the session's thread."""
         log = DecisionLog(store)
         while not self._ended.is_set():
-            try:
-                entry = log.wait_for(seq + 1, WATCH_WAIT_S)
-            except ForeignValueError as error:
-                # The host puts a decision in its place.
-                store.report_foreign(error)
-                store.put(keys.NOTIFY, "1")
-                self._ended.wait(FOREIGN_PAUSE_S)
-                continue
+            entry = log.wait_for(seq + 1, WATCH_WAIT_S)
             if entry is None:
                 continue
             seq = entry.seq
@@ -434,12 +414,13 @@ class NodeClient:
             if entry.phase is Phase.OVER:
                 return
 
-    def _take_watched(self, session: NodeSession, number: int, what: Entry | str) -> None:
+    def _take_watched(self, session: NodeSession, number: int, what: Entry | NvrxError) -> None:
         """Take a decision, or why there are no more; of an earlier watch the store is gone."""
-        if number == self._watch_number and isinstance(what, Entry):
-            self._take(session, what)
-        elif number == self._watch_number:
-            raise StoreLostError(str(what))
+        if number != self._watch_number:
+            return
+        if isinstance(what, NvrxError):
+            raise what
+        self._take(session, what)
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
         if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):

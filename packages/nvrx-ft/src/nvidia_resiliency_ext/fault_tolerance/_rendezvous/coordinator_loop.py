@@ -130,14 +130,13 @@ class Coordinator:
 
         Raises:
             StoreLostError: the store is gone.
+            ForeignValueError: somebody else has written where a decision belongs.
         """
         wake_at = self.clock.monotonic()
         while not self.stop.is_set() and self._entry.phase is not Phase.OVER:
             wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self.clock.monotonic())
             if wait_s > 0 and self.store.wait_until_set(keys.NOTIFY, wait_s):
                 self.store.delete(keys.NOTIFY)
-                # Again, in case that somebody else has written over it.
-                self._log.announce(self._entry.seq)
             self._looked_at, self._looks_at = self._looks_at, self.clock.monotonic()
             self._follow_log()
             wake_at = self._act(self._end_asked or self._decide())
@@ -152,15 +151,7 @@ class Coordinator:
 
     def _follow_log(self) -> None:
         """Take over what others have decided."""
-        while True:
-            try:
-                entry = self._log.next_after(self._entry.seq)
-            except ForeignValueError as error:
-                self.store.report_foreign(error)
-                # Nobody can go on from there: what holds is said again in its place.
-                entry = self._log.add(self._entry.again(self.me))
-            if entry is None:
-                return
+        while (entry := self._log.next_after(self._entry.seq)) is not None:
             self._adopt(entry)
 
     def _adopt(self, entry: Entry) -> None:

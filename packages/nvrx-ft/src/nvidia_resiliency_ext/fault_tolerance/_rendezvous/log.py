@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log of decisions, and how a new coordinator reads from it where the job stands.
 
-A decision is never taken back. A foreign value at its place is replaced by compare-and-set against
-exactly that value: to delete it could delete the decision that another node has just put there.
+A decision is never taken back. Who finds a foreign value at its place names it and ends.
 
 Launchers go on while the store is away, and tell the new one the last decision they know and their
 own place in it. When all that had a place have done so, the round goes on as if nothing had been;
@@ -32,11 +31,10 @@ class DecisionLog:
         """Write a decision, and return the one that stands at its place then.
 
         Raises:
-            StoreLostError: somebody else writes there all the time.
+            ForeignValueError: something else stands there.
         """
-        return self._store.settle(
-            keys.log(entry.seq), records.encode(entry), lambda text: self._decoded(entry.seq, text)
-        )
+        stands = self._store.create(keys.log(entry.seq), records.encode(entry))
+        return self._decoded(entry.seq, stands)
 
     def wait_for(self, seq: int, timeout_s: float) -> records.Entry | None:
         """Wait for a decision; None after `timeout_s`, or earlier when something else woke this.
@@ -65,18 +63,18 @@ class DecisionLog:
         text = self._store.peek(keys.log(seq + 1)) if self._store.has(keys.log(seq + 1)) else None
         return None if text is None else self._decoded(seq + 1, text)
 
-    def last_known(self) -> records.Entry | None:
+    def last_known(self) -> records.Entry:
         """Return the decision that was last announced; the others follow from it.
 
         Raises:
-            ForeignValueError: somebody else has written over the announcement.
+            ForeignValueError: somebody else has written over the announcement, or removed it.
         """
-        head = self._store.peek(keys.HEAD)
-        if head is None:
-            return None
-        if not head.isdecimal() or len(head) > MAX_DIGITS:
-            raise records.ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no number")
-        return self.next_after(int(head) - 1)
+        head = self._store.peek(keys.HEAD) or ""
+        number = int(head) if head.isdecimal() and len(head) <= MAX_DIGITS else -1
+        entry = self.next_after(number - 1) if number >= 0 else None
+        if entry is None:
+            raise records.ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no decision's number")
+        return entry
 
     def announce(self, seq: int) -> None:
         """Say which decision is the last; the host alone does this."""

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
-from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .log import DecisionLog
 from .records import (
     Arrival,
     Entry,
-    ForeignValueError,
     Kind,
     NodeMessage,
     Phase,
@@ -31,9 +29,6 @@ from .records import (
     encode,
 )
 from .store import JobStore
-
-FOREIGN_PAUSE_S = 0.5
-ATTACH_TRIES = 20
 
 # Messages about the round, and not about who is there.
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
@@ -134,23 +129,13 @@ class NodeSession:
         Raises:
             NoJobError: there is no job in the store in time.
             StoreLostError: the store is gone.
+            ForeignValueError: somebody else has written over where the job stands.
         """
         self.renew_lease()
         if not self._store.wait_until_set(keys.HEAD, timeout_s):
             raise self._store.no_job(timeout_s)
-        for _ in range(ATTACH_TRIES):
-            try:
-                entry = self._log.last_known()
-            except ForeignValueError as error:
-                self._store.report_foreign(error)
-                entry = None
-            if entry is not None:
-                self.entry = self._notified = entry
-                return entry
-            # The host puts right what somebody else has written over.
-            self.notify()
-            self._store.wait_until_set(keys.NEVER, FOREIGN_PAUSE_S)
-        raise StoreLostError("somebody else keeps writing over where the job stands")
+        self.entry = self._notified = entry = self._log.last_known()
+        return entry
 
     @property
     def notified_seq(self) -> int:
@@ -259,14 +244,11 @@ class NodeSession:
 
     def _is_counted_in(self, entry: Entry) -> bool:
         """Return whether another host goes on with this node at the place that it has."""
-        if not self._works_in(entry):
-            return False
-        try:
-            text = self._store.peek(keys.assignment(self.node))
-            return text is not None and decode(RankAssignment, text) == self._assignment
-        except ForeignValueError as error:
-            self._store.report_foreign(error)
-            return True
+        return self._works_in(entry) and self._read_assignment() == self._assignment
+
+    def _read_assignment(self) -> RankAssignment | None:
+        text = self._store.peek(keys.assignment(self.node))
+        return None if text is None else decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
         """Return what a round that is left means for this node: nothing for a spare."""
@@ -279,18 +261,8 @@ class NodeSession:
         """Return this node's part in a closed round."""
         if self._arrived_in != entry.round:
             return SpareNode(entry)
-        try:
-            text = self._store.peek(keys.assignment(self.node))
-            if text is None:
-                return SpareNode(entry)
-            assignment = decode(RankAssignment, text)
-        except ForeignValueError as error:
-            self._store.report_foreign(error)
-            what = f"what the store held as the place of host {self._host} was no place"
-            cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
-            self.send(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
-            return SpareNode(entry)
-        if assignment.round != entry.round:
+        assignment = self._read_assignment()
+        if assignment is None or assignment.round != entry.round:
             return SpareNode(entry)
         self._assignment = assignment
         return Placed(entry, assignment)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-import re
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.store_client import (
     StoreClient,
@@ -43,21 +42,12 @@ _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
 _SHORTEST_TORCH_WAIT_S = 60.0
 _TORCH_LOOK_S = 0.05
-# What torch's store can add to.
-_COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
 # Two connections of each node, and as many again for nodes that come in place of others.
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
-# Whoever else writes to a key of the job is overwritten; not for ever, if it goes on.
-SETTLE_TRIES = 50
-_MEND_TRIES = 5
-# How long a new connection may take, in place of one on which the store has hung up.
-MEND_S = 5.0
 # All messages of a round stand in one value.
 _MAX_ANSWER_BYTES = 256 << 20
-
-_T = TypeVar("_T")
 
 
 class NoJobError(StoreLostError):
@@ -106,39 +96,18 @@ class JobStore:
         Raises:
             ForeignValueError: it has a value that is not this job's.
         """
-        return self.unseal(key, self.swap(key, b"", text))
-
-    def settle(self, key: str, text: str, read: Callable[[str], _T]) -> _T:
-        """Set `key` unless it has a value that `read` takes; return what it reads then.
-
-        What somebody else wrote there is reported and replaced.
-
-        Raises:
-            StoreLostError: somebody else writes there all the time.
-        """
-        replaced = b""
-        for _ in range(SETTLE_TRIES):
-            raw = self.swap(key, replaced, text)
-            try:
-                return read(self.unseal(key, raw))
-            except ForeignValueError as error:
-                self.report_foreign(error)
-                replaced = raw
-        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
+        name, sealed = self._name(key), self._seal(key, text)
+        raw = self._call(lambda: self._client.compare_set(name, b"", sealed))
+        return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
         """Return what to raise when the job was not found in time."""
         return NoJobError(_at(self._client), self._prefix, waited_s)
 
-    def swap(self, key: str, replaced: bytes, text: str) -> bytes:
-        """Set `key` where its raw value is `replaced` (missing: empty); return what it is then."""
-        name, sealed = self._name(key), self._seal(key, text)
-        return bytes(self._call(lambda: self._client.compare_set(name, replaced, sealed)))
-
     def peek(self, key: str) -> str | None:
         """Return the value of `key`, for which nobody waits, or None; it never waits."""
         raw = self._read(key)
-        return None if raw is None else self.unseal(key, raw)
+        return None if raw is None else self._unseal(key, raw)
 
     def has(self, key: str) -> bool:
         name = self._name(key)
@@ -196,18 +165,23 @@ class JobStore:
         self._call(lambda: self._client.append(name, line))
 
     def lines(self, key: str, offset: int) -> tuple[list[str], int]:
-        """Return the lines of `key` that begin at `offset` or later, and the next offset."""
+        """Return the lines of `key` that begin at `offset` or later, and the next offset.
+
+        A line that is not this job's is named in the log and left out.
+
+        Raises:
+            ForeignValueError: there is less than was read before.
+        """
         raw = self._read(key)
         if raw is None:
             return [], 0
         end = raw.rfind(b"\n") + 1
         if end < offset:
-            # Somebody else has overwritten it: what came since may stand at its beginning.
-            offset = 0
+            raise ForeignValueError(f"{key}: somebody else has written over it")
         found = []
         for line in raw[offset:end].splitlines():
             try:
-                found.append(self.unseal(key, line))
+                found.append(self._unseal(key, line))
             except ForeignValueError as error:
                 self.report_foreign(error)
         return found, end
@@ -215,45 +189,15 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
-        What somebody else wrote there that is no number is replaced by 0 before. Where the
-        connection broke before the answer came, the step may count twice.
-
         Raises:
-            StoreLostError: the store is gone, or somebody else writes there all the time.
+            StoreLostError: the store is gone, or somebody else has written what is no number:
+                torch's store hangs up on whoever adds to that (2.13).
         """
         name = self._name(key)
-        for _ in range(_MEND_TRIES):
-            try:
-                return int(self._call(lambda: self._client.add(name, step)))
-            except StoreLostError:
-                if not self._mend_counter(key):
-                    raise
-        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
-
-    def _mend_counter(self, key: str) -> bool:
-        """Begin a counter anew if it is none; False where the store is gone, or the counter.
-
-        torch's store hangs up on whoever adds to what is no number (2.13), so a new connection
-        takes the place of this one. A counter that is a number was put right by another node, or
-        the connection broke before the answer: a step may then count twice, which wakes the host
-        once more and decides nothing.
-        """
-        if self._was_cut.is_set() or not self._can_be_cut:
-            return False
         try:
-            self._client = _connect_client(self._client.host, self._client.port, MEND_S)
-            # Who cuts from here on ends this connection, whatever it waits for.
-            if self._was_cut.is_set():
-                self._client.cut()
-            raw = self._read(key)
-            if raw is None:
-                return False
-            if not _COUNTER.fullmatch(raw):
-                self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
-                self._call(lambda: self._client.compare_set(self._name(key), raw, "0"))
-        except StoreLostError:
-            return False
-        return True
+            return int(self._call(lambda: self._client.add(name, step)))
+        except StoreLostError as error:
+            raise StoreLostError(f"{error}, asked to add to {key}") from None
 
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
@@ -283,13 +227,16 @@ class JobStore:
     def _seal(self, key: str, text: str) -> str:
         return self._digest(key, text.encode()) + text
 
-    def unseal(self, key: str, raw: bytes) -> str:
+    def _unseal(self, key: str, raw: bytes) -> str:
         """Return the text of a raw value of `key`. Raises ForeignValueError."""
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
         if not hmac.compare_digest(digest, self._digest(key, text).encode()):
-            raise ForeignValueError(f"{key}: the signature is wrong")
+            raise ForeignValueError(
+                f"{key}: the signature is wrong: another program has written this key of the job's"
+                " store, or a launcher with another token"
+            )
         return text.decode("ascii", "replace")
 
     def _digest(self, key: str, text: bytes) -> str:
