@@ -21,14 +21,13 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import agreement, coordinator, keys, restarts
-from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
+from .log import DecisionLog, ResumeState, resume_state_from
 from .placement import Placement, check_texts, summary
 from .records import (
     Arrival,
     Entry,
     ForeignValueError,
     HangStage,
-    HostReputation,
     Kind,
     NodeMessage,
     Phase,
@@ -263,64 +262,36 @@ class Coordinator:
         is_new = self._entry.seq == 0
         if state is None or not (is_new or state.entry.round > self._entry.round):
             return False
+        now, old = self.clock.monotonic(), state.entry
         if self._resuming_since is None:
-            self._resuming_since = self.clock.monotonic()
-        waited_s = self.clock.monotonic() - self._resuming_since
+            self._resuming_since = now
+        missing = old.active - len(state.members)
+        is_late = now - self._resuming_since >= coordinator.expiry_s(self.rules)
         # A round that other launchers have begun beside it cannot just be taken up.
-        patience_s = coordinator.expiry_s(self.rules) if is_new else 0.0
-        answer = decide_resume(state, waited_s, patience_s)
-        if answer is None:
+        if is_new and old.phase is not Phase.OPEN and missing > 0 and not is_late:
             return True
         self._resuming_since = None
-        self._opened_at = [self.clock.monotonic() - age for age in state.entry.restart_ages_s]
-        self._take_over(state.reputation)
-        if isinstance(answer, GoOn) and is_new:
-            self._go_on(answer.state)
-        elif isinstance(answer, GoOn):
-            cause = Cause("opened", "the job had begun anew beside its own launchers")
-            self._create(self._next(Phase.OPEN, state.entry.round + 1, cause=cause))
+        self._opened_at = [now - age for age in old.restart_ages_s]
+        if old.phase is Phase.OPEN:
+            cause = old.cause or Cause("opened", "a round was open when the store was lost")
+            self._reopen(old.round, cause)
+        elif missing > 0:
+            what = f"{missing} of {old.active} nodes were lost while the store was away"
+            self._reopen(old.round + 1, Cause("node_lost", what, detected_by="lease"))
+        elif not is_new:
+            what = "the job had begun anew beside its own launchers"
+            self._reopen(old.round + 1, Cause("opened", what))
         else:
-            # Followers that know the begin of the round before may not know its end.
-            self._report_end(answer.round - 1, answer.cause)
-            self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
+            self._go_on(state)
         return True
 
-    def _take_over(self, reputation: HostReputation) -> None:
-        """Go on from what the host before knew of hosts and nodes."""
-        self._memory = dataclasses.replace(
-            self._memory,
-            failures=restarts.failures_in(reputation, self.clock.monotonic()),
-            unhealthy=self._memory.unhealthy | frozenset(reputation.unhealthy),
-        )
-        for name, why in reversed(reputation.named):
-            self.denylist.add([name], why)
-
-    def _reputation(self) -> HostReputation | None:
-        """Return what another host would have to know; nobody follows one that is in a launcher."""
-        if not self._entry.is_controlled:
-            return None
-        unhealthy = {message.node for message in self._messages if message.kind is Kind.UNHEALTHY}
-        return restarts.reputation_of(
-            self._memory.failures,
-            self.denylist.why,
-            self._memory.unhealthy | unhealthy,
-            self.clock.monotonic(),
-            self.rules.blame,
-        )
-
-    def _publish_reputation(self) -> None:
-        """Say again what holds, with what came since: a round may last for days.
-
-        Not before the first decision: this may be a new host, and launchers come to tell it more.
-        """
-        if self._entry.phase is not Phase.OVER and self._entry.is_controlled and self._entry.seq:
-            now = self._reputation() or HostReputation()
-            said = self._entry.reputation or HostReputation()
-            if (now.named, now.unhealthy) != (said.named, said.unhealthy):
-                self._create(self._entry.again(self.me, reputation=now))
+    def _reopen(self, round_: int, cause: Cause) -> None:
+        # Followers that know the begin of the round before may not know its end.
+        self._report_end(round_ - 1, cause)
+        self._create(self._next(Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
-        """Say once which hosts get no place; what the log says, another host would know, too."""
+        """Say once which hosts get no place."""
         for name, why in self.denylist.why.items():
             if name not in self._announced:
                 self._announced.add(name)
@@ -347,7 +318,6 @@ class Coordinator:
             notify_from=own.notify_from,
             is_controlled=own.is_controlled,
             clocks="",
-            reputation=self._reputation(),
         )
         if self._create(closed):
             # That the round is another one than here before is no restart.
@@ -359,12 +329,8 @@ class Coordinator:
             }
             members = tuple(ranked[rank] for rank in sorted(ranked))
             now = self.clock.monotonic()
-            self._memory = coordinator.Memory(
-                active=members,
-                unhealthy=self._memory.unhealthy,
-                gone=self._memory.gone,
-                failures=self._memory.failures,
-                resumed_at=now,
+            self._memory = dataclasses.replace(
+                self._memory, active=members, spares=frozenset(), enough_since=None, resumed_at=now
             )
             # First, so that what a spare said since, perhaps that it leaves, still holds.
             self._messages[:0] = [
@@ -386,7 +352,6 @@ class Coordinator:
         self._read_messages_of(self._entry.round)
         if self._resume():
             return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
-        self._publish_reputation()
         self._announce_named()
         if self._entry.phase is Phase.OPEN:
             named = frozenset(self.denylist.why)
@@ -516,7 +481,7 @@ class Coordinator:
         ages = tuple(
             round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
         )
-        said = {"restart_ages_s": ages, "reputation": self._reputation(), **fields}
+        said = {"restart_ages_s": ages, **fields}
         return self._entry.next(self.me, phase=phase, round=round_, **said)
 
     def _create(self, entry: Entry) -> bool:

@@ -10,11 +10,9 @@ when some stay away, a new round is opened without them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-
-from . import keys, records, restarts
+from . import keys, records
 from .store import JobStore
 
 MAX_DIGITS = 18
@@ -97,29 +95,13 @@ class ResumeState:
     """What launchers reported of a lost store: its last decision, who is in its round, who waits.
 
     `gone` is what nodes said that take part no longer: they are no spares, and a member among them
-    is one that has left. `reputation` is what the lost host knew of hosts and nodes.
+    is one that has left.
     """
 
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
     gone: tuple[records.NodeMessage, ...] = ()
-    reputation: records.HostReputation = field(default_factory=records.HostReputation)
-
-
-@dataclass(frozen=True, slots=True)
-class GoOn:
-    """The job stands where `state` says, and goes on."""
-
-    state: ResumeState
-
-
-@dataclass(frozen=True, slots=True)
-class Reopen:
-    """The job needs a round: the one that was open, or a new one."""
-
-    round: int
-    cause: Cause
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:
@@ -147,8 +129,7 @@ def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState 
         for message in latest.values()
         if message.arrival is not None and message not in members and message.node not in gone
     )
-    reputation = restarts.merged(n.entry.reputation for n in resumed if n.entry)
-    return ResumeState(entry, members, spares, tuple(gone.values()), reputation)
+    return ResumeState(entry, members, spares, tuple(gone.values()))
 
 
 def _gone(messages: tuple[records.NodeMessage, ...]) -> dict[str, records.NodeMessage]:
@@ -160,18 +141,3 @@ def _gone(messages: tuple[records.NodeMessage, ...]) -> dict[str, records.NodeMe
         elif message.kind is records.Kind.ARRIVED:
             gone.pop(message.node, None)
     return gone
-
-
-def decide_resume(state: ResumeState, waited_s: float, patience_s: float) -> GoOn | Reopen | None:
-    """Return how the job goes on, or None while launchers may still come."""
-    entry = state.entry
-    if entry.phase is records.Phase.OPEN:
-        cause = entry.cause or Cause("opened", "a round was open when the store was lost")
-        return Reopen(entry.round, cause)
-    if len(state.members) >= entry.active:
-        return GoOn(state)
-    if waited_s < patience_s:
-        return None
-    missing = entry.active - len(state.members)
-    what = f"{missing} of {entry.active} nodes were lost while the store was away"
-    return Reopen(entry.round + 1, Cause("node_lost", what, detected_by="lease"))

@@ -101,21 +101,6 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class HostReputation:
-    """What is held against hosts and nodes.
-
-    Attributes:
-        failures: Hosts that caused restarts, and how long ago (s) each was, the oldest first.
-        named: Hosts that somebody outside the job named, and why.
-        unhealthy: Nodes that said that they are.
-    """
-
-    failures: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    named: tuple[tuple[str, str], ...] = ()
-    unhealthy: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """A decision that holds for everybody, with all that a node that joins must know.
 
@@ -137,7 +122,6 @@ class Entry:
         save_at: At which call of `should_checkpoint` they do, once that is agreed.
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
         clocks: Whose clock is off, in words for everybody's log.
-        reputation: What another host of the job has to know of hosts and nodes.
         hang: How far the nodes are in finding the culprit of a hang (`HangStage`); `cause` says it
             once that is judged.
     """
@@ -159,7 +143,6 @@ class Entry:
     is_leaving: bool = False
     save_at: int = 0
     clocks: str = ""
-    reputation: HostReputation | None = None
     hang: HangStage = HangStage.NONE
 
     def __post_init__(self) -> None:
@@ -234,7 +217,7 @@ class NodeMessage:
 
 
 _MESSAGES = MessageSet(
-    Activity, Arrival, Cause, Entry, HangStage, HostReputation, Kind, NodeMessage, Phase,
+    Activity, Arrival, Cause, Entry, HangStage, Kind, NodeMessage, Phase,
     RankAssignment, RankState, WorkerState,
 )  # fmt: skip
 _Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
