@@ -216,7 +216,7 @@ def test_what_is_not_plain_is_left_out_of_details() -> None:
 
 
 def test_an_entry_that_says_the_same_again_follows_nothing() -> None:
-    """A decision repeated to fill a place is told from a new one by phase and round."""
+    """A round that another host has taken up is told from a new one by phase and round."""
     again = dataclasses.replace(ENTRY, seq=6, by="other")
     assert not again.follows(ENTRY)
     assert dataclasses.replace(ENTRY, round=3).follows(ENTRY)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the rendezvous host decides: when a round closes, opens, or the job is over. Pure.
 
-`decide(rules, memory, view, now)` looks at all that the store says and returns one decision. It is
-asked again whenever something may have changed, so no single event can be missed or come twice.
+`decide(rules, memory, view, now)` looks at all that the store says, and returns the next entry of
+the log, the placement that closes the round, or how long to wait. It is asked again whenever
+something may have changed, so no single event can be missed or come twice.
 
     phase    sees                                              decides
-    OPEN     enough nodes, nobody worth waiting for            Close(placement)
-    OPEN     two launchers with one address, bad segments ...  End(failure)
-    OPEN     nodes that were started with other settings       End(failure), in the first round
-    OPEN     more unhealthy nodes than may be missing          End(failure)
-    CLOSED   every node with a place succeeded                 End(graceful)
-    CLOSED   a node with a place is lost or has left           Open(cause), or End without budget
-    CLOSED   a limit was broken by a rank that may wait        AskRanks: what do the others do?
-    CLOSED   all have reported what their ranks do, or 3 s passed  EvaluateHang: whom to blame
-    CLOSED   a node that must go                               Leave, and agree where ranks save
-    CLOSED   all left, and enough without those that must go   Open(cause)
-    CLOSED   min-healthy: too few nodes healthy or done        Open(cause), or End without budget
+    OPEN     enough nodes, nobody worth waiting for            the placement
+    OPEN     two launchers with one address, bad segments ...  over (failure)
+    OPEN     nodes that were started with other settings       over (failure), in the first round
+    OPEN     more unhealthy nodes than may be missing          over (failure)
+    CLOSED   every node with a place succeeded                 over (graceful)
+    CLOSED   a node with a place is lost or has left           open, or over without budget
+    CLOSED   a limit was broken by a rank that may wait        hang: what do the others do?
+    CLOSED   all have reported what their ranks do, or 3 s passed  hang: whom to blame
+    CLOSED   a node that must go                               leave, and agree where ranks save
+    CLOSED   all left, and enough without those that must go   open
+    CLOSED   min-healthy: too few nodes healthy or done        open, or over without budget
 """
 
 from __future__ import annotations
@@ -112,49 +113,7 @@ class Wait:
     is_last_call: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The round is complete."""
-
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A restart is needed, and nobody else may have said so."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The round's ranks save and leave: at call `at`, once that is agreed (0 before)."""
-
-    cause: Cause
-    at: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class AskRanks:
-    """A rank has broken a limit: all nodes look at what their ranks do."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateHang:
-    """All nodes have reported what their ranks do: this is why the round ends."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """There is no further round."""
-
-    reason: str
-    cause: Cause | None = None
-
-
-Decision = Wait | Close | Open | Leave | AskRanks | EvaluateHang | End
+Decision = Wait | Placement | Entry
 
 
 def arrived(messages: tuple[NodeMessage, ...]) -> dict[str, Arrival]:
@@ -204,11 +163,12 @@ def present(rules: CoordinatorRules, view: View) -> dict[str, Arrival]:
 def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
     for message in view.messages:
         if message.kind is Kind.MISMATCH and not memory.active:
-            return _failure("mismatch", message.text)
+            return _failure(view, "mismatch", message.text)
     unhealthy = memory.unhealthy | {n.node for n in view.messages if n.kind is Kind.UNHEALTHY}
     surplus = rules.placement.max_nodes - rules.placement.min_nodes
     if rules.counts_unhealthy and len(unhealthy) > surplus:
         return _failure(
+            view,
             "unhealthy",
             f"{len(unhealthy)} nodes are unhealthy, and --nnodes allows {surplus} to be missing:"
             f" {', '.join(sorted(unhealthy))}",
@@ -222,7 +182,7 @@ def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float)
             view.quiet_s.get(node, 0.0) > LEASES_IN_DOUBT * rules.lease_s for node in error.nodes
         ):
             return Wait(now + LOOK_AGAIN_S, str(error))
-        return _failure("placement", str(error))
+        return _failure(view, "placement", str(error))
     if isinstance(result, NotEnough):
         return Wait(now + LOOK_AGAIN_S, result.reason)
     absent = _absent(rules, memory, view, there)
@@ -240,7 +200,7 @@ def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float)
     if why and now < since + rules.last_call_s:
         until = min(since + rules.last_call_s, now + LAST_CALL_LOOK_S)
         return Wait(until, why, is_last_call=True)
-    return Close(result)
+    return result
 
 
 def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
@@ -355,10 +315,10 @@ def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: floa
     if memory.active and done == len(memory.active):
         drained = _goes_on_without(rules, memory, view)
         if drained:
-            return Open(drained)
+            return view.entry.opened(view.me, drained)
         if view.entry.save_at and may_have_more_nodes(rules, memory, now):
             return Wait(now + LAST_CALL_LOOK_S, "spares may come back")
-        return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+        return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
     broken = [member for member in memory.active if states[member.node][0] in _BROKEN]
     if not broken:
         patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
@@ -367,15 +327,15 @@ def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: floa
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
         if healthy == 0 and done >= rules.placement.min_nodes:
-            return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+            return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
         if healthy + done >= rules.placement.min_nodes:
             return Wait(now + rules.lease_s / 4)
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
-        return Open(cause)
-    return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+        return view.entry.opened(view.me, cause)
+    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)
 
 
-def _hang(memory: Memory, view: View) -> AskRanks | EvaluateHang | None:
+def _hang(memory: Memory, view: View) -> Entry | None:
     """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
 
     What is certain is not waited for: a stopped rank is to blame, whatever the others do.
@@ -389,8 +349,9 @@ def _hang(memory: Memory, view: View) -> AskRanks | EvaluateHang | None:
     silent = [m.host for m in memory.active if m.node not in reports]
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
     if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
-        return None if view.entry.hang else AskRanks()
-    return EvaluateHang(hang_cause(finding, accusation, silent))
+        return None if view.entry.hang else view.entry.again(view.me, hang=HangStage.ASKED)
+    cause = hang_cause(finding, accusation, silent)
+    return view.entry.again(view.me, hang=HangStage.EVALUATED, cause=cause)
 
 
 def hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
@@ -430,7 +391,7 @@ def _must_go(view: View) -> dict[str, Cause]:
     return {n.node: n.cause or unknown for n in view.messages if n.kind is Kind.PREEMPTED}
 
 
-def _leave(memory: Memory, view: View) -> Leave | None:
+def _leave(memory: Memory, view: View) -> Entry | None:
     """Return the next step of a round that a node must leave; without its store it is over, too."""
     active = {member.node for member in memory.active}
     concerned = active | {view.me}
@@ -438,12 +399,12 @@ def _leave(memory: Memory, view: View) -> Leave | None:
     if not causes or view.entry.save_at:
         return None
     if not view.entry.is_leaving:
-        return Leave(causes[0])
+        return view.entry.again(view.me, cause=causes[0], is_leaving=True)
     held = {message.node: message.calls for message in view.messages if message.kind is Kind.HELD}
     done = {n.node for n in view.messages if n.state is WorkerState.SUCCEEDED}
     if not active - done <= held.keys():
         return None
-    return Leave(causes[0], agreed_call(held.values()))
+    return view.entry.again(view.me, cause=causes[0], save_at=agreed_call(held.values()))
 
 
 def _goes_on_without(rules: CoordinatorRules, memory: Memory, view: View) -> Cause | None:
@@ -519,5 +480,6 @@ def _lost(member: Arrival) -> Cause:
     return Cause("node_lost", what, host=member.host, detected_by="lease")
 
 
-def _failure(kind: str, what: str) -> End:
-    return End(RDZV_SHUTDOWN_REASON_FAILURE, Cause(kind, what, detected_by="rendezvous"))
+def _failure(view: View, kind: str, what: str) -> Entry:
+    cause = Cause(kind, what, detected_by="rendezvous")
+    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)

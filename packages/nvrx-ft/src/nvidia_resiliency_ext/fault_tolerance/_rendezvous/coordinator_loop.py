@@ -27,7 +27,6 @@ from .records import (
     Arrival,
     Entry,
     ForeignValueError,
-    HangStage,
     Kind,
     NodeMessage,
     Phase,
@@ -105,7 +104,7 @@ class Coordinator:
         self._clocks: dict[str, agreement.Reading] = {}
         self._resuming_since: float | None = None
         # Written once, by whatever thread asks for the end.
-        self._end_asked: coordinator.End | None = None
+        self._end_asked: tuple[str, Cause] | None = None
         first = Entry(
             seq=0,
             phase=Phase.OPEN,
@@ -138,13 +137,14 @@ class Coordinator:
                 self.store.delete(keys.NOTIFY)
             self._looked_at, self._looks_at = self._looks_at, self.clock.monotonic()
             self._follow_log()
-            wake_at = self._act(self._end_asked or self._decide())
+            asked = self._end_asked
+            wake_at = self._act(self._entry.over(self.me, *asked) if asked else self._decide())
         if self._entry.phase is Phase.OVER:
             self._wait_for_goodbyes()
 
     def end_job(self, reason: str, cause: Cause) -> None:
         """End the job for everybody, within a second; from any thread. The first reason stays."""
-        self._end_asked = self._end_asked or coordinator.End(reason, cause)
+        self._end_asked = self._end_asked or (reason, cause)
 
     # What the store says -----------------------------------------------------------------------
 
@@ -155,9 +155,7 @@ class Coordinator:
 
     def _adopt(self, entry: Entry) -> None:
         before, self._entry = self._entry, entry
-        now = self.clock.monotonic()
-        if entry.follows(before):
-            self._entry_at = now
+        now = self._entry_at = self.clock.monotonic()
         if before.phase is Phase.CLOSED and (entry.phase, entry.round) != (
             Phase.CLOSED,
             before.round,
@@ -170,7 +168,7 @@ class Coordinator:
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:
-                self._opened_at.append(self.clock.monotonic())
+                self._opened_at.append(now)
             self._read_messages_of(before.round)
             self._memory = coordinator.carried_over(self._memory, tuple(self._messages))
             self._messages, self._read_to = [], 0
@@ -288,7 +286,7 @@ class Coordinator:
     def _reopen(self, round_: int, cause: Cause) -> None:
         # Followers that know the begin of the round before may not know its end.
         self._report_end(round_ - 1, cause)
-        self._create(self._next(Phase.OPEN, round_, cause=cause))
+        self._create(self._entry.next(self.me, phase=Phase.OPEN, round=round_, cause=cause))
 
     def _announce_named(self) -> None:
         """Say once which hosts get no place."""
@@ -395,24 +393,10 @@ class Coordinator:
     def _act(self, decision: coordinator.Decision) -> float:
         if isinstance(decision, coordinator.Wait):
             return decision.until
-        if isinstance(decision, coordinator.Close):
-            self._close_round(decision.placement)
-        elif isinstance(decision, coordinator.Open):
-            self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
-        elif isinstance(decision, coordinator.Leave):
-            said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
-            self._create(self._entry.again(self.me, **said))
-        elif isinstance(decision, coordinator.AskRanks):
-            self._create(self._entry.again(self.me, hang=HangStage.ASKED))
-        elif isinstance(decision, coordinator.EvaluateHang):
-            said = {"cause": decision.cause, "hang": HangStage.EVALUATED}
-            self._create(self._entry.again(self.me, **said))
-        elif isinstance(decision, coordinator.End):
-            self._create(
-                self._next(
-                    Phase.OVER, self._entry.round, cause=decision.cause, reason=decision.reason
-                )
-            )
+        if isinstance(decision, Placement):
+            self._close_round(decision)
+        else:
+            self._create(decision)
         return self.clock.monotonic()
 
     def _close_round(self, placement: Placement) -> None:
@@ -437,9 +421,9 @@ class Coordinator:
             }
         )
         first = placement.active[0]
-        closed = self._next(
-            Phase.CLOSED,
-            entry.round,
+        closed = entry.next(
+            self.me,
+            phase=Phase.CLOSED,
             active=len(placement.active),
             world_size=world_size,
             master_addr=first.addr,
@@ -475,17 +459,11 @@ class Coordinator:
                 what = f"attribution names host {node.host}: {why[name]}"
                 self.on_bad_node(Cause("attribution", what, host=node.host))
 
-    def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
-        now = self.clock.monotonic()
-        window = self.rules.budget.window_s
-        ages = tuple(
-            round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
-        )
-        said = {"restart_ages_s": ages, **fields}
-        return self._entry.next(self.me, phase=phase, round=round_, **said)
-
     def _create(self, entry: Entry) -> bool:
         """Put a decision into the log; False when another stands there, which then holds."""
+        window, now = self.rules.budget.window_s, self.clock.monotonic()
+        ages = [now - at for at in self._opened_at if window is not None and now - at < window]
+        entry = dataclasses.replace(entry, restart_ages_s=tuple(round(age, 3) for age in ages))
         stands = self._log.add(entry)
         self._adopt(stands)
         return encode(stands) == encode(entry)

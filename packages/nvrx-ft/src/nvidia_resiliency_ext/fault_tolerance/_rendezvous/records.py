@@ -158,8 +158,16 @@ class Entry:
         """Return the decision after this one, without what holds for this one only."""
         return self.again(by, **{**_OF_ONE_DECISION, **fields})
 
+    def opened(self, by: str, cause: Cause) -> Entry:
+        """Return the decision after this one that opens the next round."""
+        return self.next(by, phase=Phase.OPEN, round=self.round + 1, cause=cause)
+
+    def over(self, by: str, reason: str, cause: Cause | None = None) -> Entry:
+        """Return the decision after this one that ends the job."""
+        return self.next(by, phase=Phase.OVER, reason=reason, cause=cause)
+
     def follows(self, before: Entry) -> bool:
-        """Whether it says anything new; one that says the same again only fills its place."""
+        """Whether it says anything that `before` does not: a round taken up may say the same."""
         return self._says() != before._says()
 
     def _says(self) -> tuple[object, ...]:

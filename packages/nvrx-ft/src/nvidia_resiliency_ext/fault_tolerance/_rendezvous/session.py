@@ -218,8 +218,6 @@ class NodeSession:
             self._say_it_is_there(entry.round)
         if resumes is not None and resumes.phase is entry.phase is Phase.CLOSED:
             return self._part_taken_up(entry, resumes)
-        if notified is not None and resumes is None and not entry.follows(notified):
-            return None
         if entry.phase is Phase.OVER:
             return None if entry.seq == self._ended_at else Over(entry)
         if entry.phase is Phase.OPEN:
@@ -271,13 +269,13 @@ class NodeSession:
         """Open the round after `round_`, unless that has happened or the job is over."""
         self._opened_round = max(self._opened_round, round_ + 1)
         self._decide(
-            lambda now: now.next(self.node, phase=Phase.OPEN, round=round_ + 1, cause=cause),
+            lambda now: now.opened(self.node, cause),
             until=lambda now: now.phase is not Phase.CLOSED or now.round != round_,
         )
 
     def end(self, reason: str, cause: Cause | None) -> None:
         self._decide(
-            lambda now: now.next(self.node, phase=Phase.OVER, reason=reason, cause=cause),
+            lambda now: now.over(self.node, reason, cause),
             until=lambda now: now.phase is Phase.OVER,
         )
 
