@@ -182,14 +182,39 @@ class NodeClient:
             self._report_lost(f"the rendezvous of this node failed: {error!r}")
 
     def _live(self) -> None:
-        session = self._begin()
-        while True:
+        """Serve one store after the other, where one that goes may come back."""
+        deadline = self._clock.monotonic() + self._settings.connect_timeout_s
+        session: NodeSession | None = None
+        for tries in itertools.count(1):
+            store = self._keep(self._connect(self._store_is_absent))
             try:
+                if session is None:
+                    session = self._enter(store)
+                else:
+                    self._resume(session, store)
                 self._serve(session)
             except StoreLostError as error:
-                self._wait_for_another(session, error)
+                is_late = self._clock.monotonic() >= deadline
+                if not self._may_come_back(session, tries, is_late=is_late):
+                    raise
+                goes_on = "" if session is None else "going on, and "
+                logger.warning("%s; %swaiting for it to come back", _store_gone(error), goes_on)
+                self._cut()
+                self._ended.wait(DYING_S)
             else:
                 return
+
+    def _may_come_back(self, session: NodeSession | None, tries: int, *, is_late: bool) -> bool:
+        """Whether another store may follow: where a control plane serves it, for as long as asked.
+
+        One that is lost before it could be asked is tried a few times.
+        """
+        if self._ended.is_set():
+            return False
+        if session is not None:
+            return session.entry is not None and session.entry.is_controlled
+        is_controlled = self._is_controlled
+        return not is_late and (tries < ENTRY_TRIES if is_controlled is None else is_controlled)
 
     def _report_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
@@ -211,26 +236,6 @@ class NodeClient:
         for store in stores:
             store.cut()
 
-    def _begin(self) -> NodeSession:
-        """Enter the job; a store that goes meanwhile is waited for where it may come back."""
-        deadline = self._clock.monotonic() + self._settings.connect_timeout_s
-        for tries in itertools.count(1):
-            store = self._keep(self._connect(lambda: None))
-            try:
-                return self._enter(store)
-            except StoreLostError as error:
-                may_come_back = self._is_controlled
-                if may_come_back is None:
-                    # It did not live long enough to be asked.
-                    may_come_back = tries < ENTRY_TRIES
-                is_late = self._clock.monotonic() >= deadline
-                if not may_come_back or is_late or self._ended.is_set():
-                    raise
-                logger.warning("%s; waiting for it to come back", _store_gone(error))
-                self._cut()
-                self._ended.wait(DYING_S)
-        raise AssertionError("unreachable")
-
     def _enter(self, store: JobStore) -> NodeSession:
         arrival = self._settings.arrival
         session = NodeSession(store, arrival.node, arrival.host)
@@ -248,17 +253,22 @@ class NodeClient:
         return session
 
     def _start_watch(self, store: JobStore, seq: int) -> None:
+        """Wait for one decision after the other in a thread, and hand it to the session's."""
         self._watch_number += 1
-        watched, number = self._keep(store.another()), self._watch_number
+        log, number = DecisionLog(self._keep(store.another())), self._watch_number
 
         def hand_over(what: Entry | NvrxError) -> None:
-            self._commands.put(
-                _Order(lambda session: self._take_watched(session, number, what), True)
-            )
+            order = _Order(lambda session: self._take_watched(session, number, what), at_once=True)
+            self._commands.put(order)
 
         def watch() -> None:
+            known, is_over = seq, False
             try:
-                self._watch(watched, seq, hand_over)
+                while not is_over and not self._ended.is_set():
+                    entry = log.wait_for(known + 1, WATCH_WAIT_S)
+                    if entry is not None:
+                        known, is_over = entry.seq, entry.phase is Phase.OVER
+                        hand_over(entry)
             except NvrxError as error:
                 hand_over(error)
             except Exception as error:
@@ -302,29 +312,6 @@ class NodeClient:
             else:
                 self._held.append(order.do)
 
-    def _wait_for_another(self, session: NodeSession, error: StoreLostError) -> None:
-        """Connect again, where the store may come back: one that a control plane serves.
-
-        Raises:
-            StoreLostError: it does not come back.
-        """
-        if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
-            raise error
-        while True:
-            logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
-            self._cut()
-            self._ended.wait(DYING_S)
-            store = self._keep(self._connect(self._store_is_absent))
-            try:
-                self._resume(session, store)
-            except StoreLostError as lost_again:
-                if self._ended.is_set():
-                    raise
-                error = lost_again
-            else:
-                logger.info("the store is back")
-                return
-
     def _resume(self, session: NodeSession, store: JobStore) -> None:
         """Go on with another store.
 
@@ -339,10 +326,12 @@ class NodeClient:
         if event is not None:
             self._post(event)
         self._start_watch(store, session.notified_seq)
+        logger.info("the store is back")
 
     def _store_is_absent(self) -> None:
         """Record that nobody serves a store: then nobody can have replaced this node either."""
-        self._confirmed_at = self._clock.monotonic()
+        if self._confirmed_at is not None:
+            self._confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
         """Never renew a lease that has expired, though the store would take it.
@@ -401,18 +390,6 @@ class NodeClient:
         """
         own = write_settings(self._settings.arrival.host, self._settings.must_agree)
         return read_settings(store.create(keys.SETTINGS, own))
-
-    def _watch(self, store: JobStore, seq: int, hand_over: Callable[[Entry], None]) -> None:
-        """Wait for one decision after the other and hand it to the session's thread."""
-        log = DecisionLog(store)
-        while not self._ended.is_set():
-            entry = log.wait_for(seq + 1, WATCH_WAIT_S)
-            if entry is None:
-                continue
-            seq = entry.seq
-            hand_over(entry)
-            if entry.phase is Phase.OVER:
-                return
 
     def _take_watched(self, session: NodeSession, number: int, what: Entry | NvrxError) -> None:
         """Take a decision, or why there are no more; of an earlier watch the store is gone."""
