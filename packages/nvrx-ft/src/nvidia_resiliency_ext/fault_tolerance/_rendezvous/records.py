@@ -223,6 +223,11 @@ class NodeMessage:
     calls: int = 0
     ranks: tuple[RankState, ...] = ()
 
+    def __post_init__(self) -> None:
+        for state in self.ranks:
+            for number in (state.rank, *(state.progress or ())):
+                _check_range("rank or progress", number, 0)
+
 
 _MESSAGES = MessageSet(
     Activity, Arrival, Cause, Entry, HangStage, Kind, NodeMessage, Phase,
@@ -249,12 +254,11 @@ def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
 
 def decode(kind: type[_Record], text: str | bytes) -> _Record:
     """Return the record of `kind` in `text`. Raises ForeignValueError: it is anything else."""
-    if len(text) > MAX_VALUE_BYTES:
-        raise ForeignValueError(f"a value of {len(text)} bytes; at most {MAX_VALUE_BYTES} are read")
     name = f"{'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
     try:
         record = _MESSAGES.decode(text.encode() if isinstance(text, str) else text)
-        _check_texts(record)
+        if _cut(record, MAX_TEXT) != record:
+            raise ForeignValueError(f"not {name}: texts or details that nobody writes")
     except (ValueError, WireError) as error:
         raise ForeignValueError(f"not {name}: {_printable(error)}") from None
     if not isinstance(record, kind):
@@ -268,9 +272,15 @@ def _printable(value: object) -> str:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """Return a value with its texts cut, and of a cause's details what is plain and small."""
+    """Return a value with its texts cut, and of a cause's details what is plain and small.
+
+    Raises:
+        ValueError: A number is too large, or none.
+    """
     if isinstance(value, str):
         return value[:limit].encode("utf-8", "replace").decode()
+    if isinstance(value, (int, float)) and not _is_plain(value):
+        raise ValueError("a number is too large, or none")
     if isinstance(value, tuple):
         return tuple(_cut(item, limit) for item in value)
     if isinstance(value, Mapping):
@@ -300,38 +310,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, int):
         return abs(value) < _MAX_WHOLE
     return isinstance(value, str)
-
-
-def _check_texts(value: object) -> None:
-    """Refuse texts that are too long or cannot be printed, and numbers that are none.
-
-    Raises:
-        ValueError: One of them is in the value, however deep.
-    """
-    if isinstance(value, str):
-        if len(value) > MAX_TEXT:
-            raise ValueError(f"a text of {len(value)} characters")
-        value.encode()  # A surrogate without its other half cannot be.
-    elif isinstance(value, (int, float)):
-        if not abs(value) < _MAX_WHOLE:
-            raise ValueError("a number is too large, or none")
-    elif isinstance(value, Mapping):
-        if not all(map(_is_plain, value.values())):
-            raise ValueError("details that are not plain")
-        _check_texts((*value.keys(), *value.values()))
-    elif isinstance(value, tuple):
-        for item in value:
-            _check_texts(item)
-    elif dataclasses.is_dataclass(value):
-        if isinstance(value, RankState):
-            _check_rank(value)
-        for field in dataclasses.fields(value):
-            _check_texts(getattr(value, field.name))
-
-
-def _check_rank(state: RankState) -> None:
-    for number in (state.rank, *(state.progress or ())):
-        _check_range("rank or progress", number, 0)
 
 
 def _check_range(name: str, value: int, least: int, most: int = _MAX_WHOLE) -> None:
