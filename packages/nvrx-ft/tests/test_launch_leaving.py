@@ -267,8 +267,9 @@ def evaluate(entry, *messages, successes=0, me=B, min_nodes=2, memory=MEMORY, re
     done = tuple(
         NodeMessage(Kind.STATE, n, state=WorkerState.SUCCEEDED) for n in (A, B)[:successes]
     )
-    view = coordinator.View(entry, (*messages, *done), dict.fromkeys((A, B, C), 0.0), me=me)
-    return coordinator.decide(rules, memory, view, 100.0)
+    quiet_s = dict.fromkeys((A, B, C), 0.0)
+    view = coordinator.View(rules, memory, 100.0, entry, (*messages, *done), quiet_s, me=me)
+    return coordinator.decide(view)
 
 
 def test_the_round_leaves_when_a_node_must_go():

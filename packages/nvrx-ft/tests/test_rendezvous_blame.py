@@ -64,8 +64,10 @@ def decide(names, failures, **placement):
         PlacementRules(**sizes), Budget(9, None), 5.0, RULES, last_call_s=0.0
     )
     memory = coordinator.Memory(failures=failures)
-    view = coordinator.View(Entry(1, Phase.OPEN, 3), tuple(node(name) for name in names))
-    return coordinator.decide(rules, memory, view, 50.0)
+    messages = tuple(node(name) for name in names)
+    return coordinator.decide(
+        coordinator.View(rules, memory, 50.0, Entry(1, Phase.OPEN, 3), messages)
+    )
 
 
 def names_of(decision):

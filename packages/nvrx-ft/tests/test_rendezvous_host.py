@@ -73,7 +73,7 @@ def ask(
     by: CoordinatorRules, memory: Memory, entry: Entry, *messages: NodeMessage, **view: Any
 ) -> Decision:
     """Return the decision on a view."""
-    return decide(by, memory, View(entry=entry, messages=messages, **view), NOW)
+    return decide(View(by, memory, NOW, entry=entry, messages=messages, **view))
 
 
 def is_verdict(decision: Decision) -> TypeGuard[Entry]:

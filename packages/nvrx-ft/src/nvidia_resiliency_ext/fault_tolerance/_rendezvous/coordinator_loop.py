@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -136,7 +137,8 @@ class Coordinator:
             if wait_s > 0 and self.store.wait_until_set(keys.NOTIFY, wait_s):
                 self.store.delete(keys.NOTIFY)
             self._looked_at, self._looks_at = self._looks_at, self.clock.monotonic()
-            self._follow_log()
+            while (entry := self._log.next_after(self._entry.seq)) is not None:
+                self._adopt(entry)
             asked = self._end_asked
             wake_at = self._act(self._entry.over(self.me, *asked) if asked else self._decide())
         if self._entry.phase is Phase.OVER:
@@ -148,18 +150,11 @@ class Coordinator:
 
     # What the store says -----------------------------------------------------------------------
 
-    def _follow_log(self) -> None:
-        """Take over what others have decided."""
-        while (entry := self._log.next_after(self._entry.seq)) is not None:
-            self._adopt(entry)
-
     def _adopt(self, entry: Entry) -> None:
         before, self._entry = self._entry, entry
         now = self._entry_at = self.clock.monotonic()
-        if before.phase is Phase.CLOSED and (entry.phase, entry.round) != (
-            Phase.CLOSED,
-            before.round,
-        ):
+        goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
+        if before.phase is Phase.CLOSED and not goes_on:
             self._report_end(before.round, entry.cause)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
@@ -192,7 +187,7 @@ class Coordinator:
             self.on_bad_node(cause)
         before = restarts.blamed(self._memory.failures, now, rules)
         failures = restarts.record_failure(self._memory.failures, cause.host, now, rules)
-        self._memory = dataclasses.replace(self._memory, failures=failures)
+        self._memory.failures = failures
         if cause.host in restarts.blamed(failures, now, rules) - before:
             what = (
                 f"host {cause.host} caused {rules.limit} restarts within {rules.window_s:g} s: "
@@ -216,17 +211,10 @@ class Coordinator:
     def _read_clock(self, message: NodeMessage) -> None:
         """Read the clock of a node that has arrived since the last look."""
         if message.kind is Kind.ARRIVED and message.arrival is not None and message.arrival.clock:
-            now = self.clock.monotonic()
+            not_before, now = self._looked_at + self._wall_ahead_s, self.clock.monotonic()
             self._clocks[message.node] = agreement.read(
-                message.arrival.clock,
-                self._looked_at + self._wall_ahead_s,
-                now + self._wall_ahead_s,
+                message.arrival.clock, not_before, now + self._wall_ahead_s
             )
-
-    def _clocks_off(self, there: Mapping[str, Arrival]) -> Mapping[str, float]:
-        """Return which of the nodes have clocks that are off, and by how much."""
-        self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
-        return agreement.off_by(self._clocks)
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
@@ -299,13 +287,8 @@ class Coordinator:
     def _go_on(self, state: ResumeState) -> None:
         old, opened_at = state.entry, list(self._opened_at)
         # First: a node that comes back once more finds there that it was counted.
-        self.store.put_all(
-            {
-                keys.assignment(n.node): encode(n.assignment)
-                for n in state.members
-                if n.assignment is not None
-            }
-        )
+        places = {n.node: n.assignment for n in state.members if n.assignment is not None}
+        self.store.put_all({keys.assignment(n): encode(place) for n, place in places.items()})
         own = self._entry
         closed = dataclasses.replace(
             old,
@@ -320,24 +303,13 @@ class Coordinator:
         if self._create(closed):
             # That the round is another one than here before is no restart.
             self._opened_at = opened_at
-            ranked = {
-                n.assignment.group_rank: n.arrival
-                for n in state.members
-                if n.arrival is not None and n.assignment is not None
-            }
-            members = tuple(ranked[rank] for rank in sorted(ranked))
-            now = self.clock.monotonic()
-            self._memory = dataclasses.replace(
-                self._memory, active=members, spares=frozenset(), enough_since=None, resumed_at=now
-            )
+            arrivals = [n.arrival for n in state.members if n.arrival is not None]
+            members = tuple(sorted(arrivals, key=lambda arrival: places[arrival.node].group_rank))
+            self._memory.active, self._memory.spares = members, frozenset()
+            self._memory.enough_since, self._memory.resumed_at = None, self.clock.monotonic()
             # First, so that what a spare said since, perhaps that it leaves, still holds.
-            self._messages[:0] = [
-                *(
-                    NodeMessage(Kind.ARRIVED, message.node, arrival=message.arrival)
-                    for message in state.spares
-                ),
-                *state.gone,
-            ]
+            spares = [NodeMessage(Kind.ARRIVED, n.node, arrival=n.arrival) for n in state.spares]
+            self._messages[:0] = [*spares, *state.gone]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
             if self.follower is not None:
@@ -352,38 +324,31 @@ class Coordinator:
             return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
         self._announce_named()
         if self._entry.phase is Phase.OPEN:
-            named = frozenset(self.denylist.why)
-            self._memory = dataclasses.replace(self._memory, excluded=named)
+            self._memory.excluded = frozenset(self.denylist.why)
+        messages = tuple(self._messages)
         view = coordinator.View(
+            self.rules,
+            self._memory,
+            now,
             entry=self._entry,
-            messages=tuple(self._messages),
-            quiet_s=self._quiet_s(),
-            acknowledged=self._acknowledged(),
+            messages=messages,
+            quiet_s={node: now - at for node, (_, at) in self._leases.items()},
+            acknowledged=frozenset(n.node for n in messages if n.kind is Kind.ACKNOWLEDGED),
             entry_age_s=now - self._entry_at,
             me=self.me,
         )
-        decision = coordinator.decide(self.rules, self._memory, view, now)
+        decision = coordinator.decide(view)
         if isinstance(decision, coordinator.Wait):
             self._record_wait(decision, now)
-            for message in coordinator.losses(self.rules, self._memory, view):
+            for message in coordinator.losses(view):
                 # The others cannot see leases, and may want to know.
                 self.store.append_line(keys.messages(self._entry.round), encode(message))
         return decision
 
-    def _quiet_s(self) -> dict[str, float]:
-        now = self.clock.monotonic()
-        return {node: now - at for node, (_, at) in self._leases.items()}
-
-    def _acknowledged(self) -> frozenset[str]:
-        """Return who has seen that the present round is open: not who has in an earlier one."""
-        return frozenset(
-            message.node for message in self._messages if message.kind is Kind.ACKNOWLEDGED
-        )
-
     def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
         self._is_last_call = decision.is_last_call
         if self._memory.enough_since is None and decision.is_last_call:
-            self._memory = dataclasses.replace(self._memory, enough_since=now)
+            self._memory.enough_since = now
         if decision.why and decision.why != self._waits_for:
             logger.info("round %d: %s", self._entry.round, decision.why)
         self._waits_for = decision.why
@@ -407,11 +372,9 @@ class Coordinator:
         """
         entry = self._entry
         there = coordinator.arrived(tuple(self._messages))
-        offsets, world_size = [], 0
-        for candidate in placement.active:
-            offsets.append(world_size)
-            world_size += candidate.nproc
-        off = self._clocks_off(there)
+        *offsets, world_size = itertools.accumulate((n.nproc for n in placement.active), initial=0)
+        self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
+        off = agreement.off_by(self._clocks)
         self.store.put_all(
             {
                 keys.assignment(one.node): encode(
@@ -431,11 +394,8 @@ class Coordinator:
             clocks=agreement.sentence((there[n].host or n, off_s) for n, off_s in off.items()),
         )
         if self._create(closed):
-            self._memory = dataclasses.replace(
-                self._memory,
-                active=placement.active,
-                gone=self._memory.gone - there.keys(),
-            )
+            self._memory.active = placement.active
+            self._memory.gone -= there.keys()
             logger.info("round %d: %s", entry.round, summary(placement))
             self._report_named(placement)
             self._is_last_call = False
