@@ -287,18 +287,20 @@ class NodeClient:
             StoreLostError: the store is gone.
             LeaseExpiredError: this node was away for too long.
         """
-        next_lease = self._first_lease_at()
+        # At once where that was not done in this job.
+        confirmed, next_lease = self._confirmed_at, self._clock.monotonic()
+        if confirmed is not None:
+            next_lease = confirmed + self._lease_period()
         while True:
             self._check_lease(session)
-            is_due = next_lease <= self._clock.monotonic()
-            if self._held and not session.is_resuming and not is_due:
-                self._held[0](session)
-                self._held.popleft()
-                continue
             wait_s = next_lease - self._clock.monotonic()
             if wait_s <= 0:
                 self._renew(session)
                 next_lease = self._clock.monotonic() + self._lease_period()
+                continue
+            if self._held and not session.is_resuming:
+                self._held[0](session)
+                self._held.popleft()
                 continue
             try:
                 order = self._commands.get(timeout=wait_s)
@@ -348,12 +350,6 @@ class NodeClient:
                 f"this node gave no sign of life for {quiet_s:.1f} s;"
                 " it ends, for the others may have replaced it"
             )
-
-    def _first_lease_at(self) -> float:
-        """Return when to renew the lease next: at once where that was not done in this job."""
-        if self._confirmed_at is None:
-            return self._clock.monotonic()
-        return self._confirmed_at + self._lease_period()
 
     def _lease_period(self) -> float:
         # Spread, so that thousands of nodes do not speak in the same instant.

@@ -114,30 +114,19 @@ def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState 
         (n.entry for n in resumed if n.entry),
         key=lambda e: (e.round, e.phase is records.Phase.CLOSED, e.is_leaving, e.save_at),
     )
-    latest = {n.node: n for n in resumed}
+    latest = {n.node: n for n in resumed}.values()
+    is_closed = records.Phase.CLOSED, entry.round
     members = tuple(
-        message
-        for message in latest.values()
-        if message.entry is not None
-        and message.entry.round == entry.round
-        and message.entry.phase is records.Phase.CLOSED
-        and message.assignment is not None
+        n
+        for n in latest
+        if n.assignment and n.entry and (n.entry.phase, n.entry.round) == is_closed
     )
-    gone = _gone(messages)
-    spares = tuple(
-        message
-        for message in latest.values()
-        if message.arrival is not None and message not in members and message.node not in gone
-    )
-    return ResumeState(entry, members, spares, tuple(gone.values()))
-
-
-def _gone(messages: tuple[records.NodeMessage, ...]) -> dict[str, records.NodeMessage]:
-    """Return what nodes said last that left and have not arrived since."""
+    # What nodes said last that left and have not arrived since.
     gone: dict[str, records.NodeMessage] = {}
     for message in messages:
         if message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
             gone[message.node] = message
         elif message.kind is records.Kind.ARRIVED:
             gone.pop(message.node, None)
-    return gone
+    spares = tuple(n for n in latest if n.arrival and n not in members and n.node not in gone)
+    return ResumeState(entry, members, spares, tuple(gone.values()))
