@@ -321,18 +321,12 @@ def _hang(view: View) -> Entry | None:
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
     if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
         return None if view.entry.hang else view.entry.again(view.me, hang=HangStage.ASKED)
-    cause = hang_cause(finding, accusation, silent)
+    cause = _hang_cause(finding, accusation, silent)
     return view.entry.again(view.me, hang=HangStage.EVALUATED, cause=cause)
 
 
-def hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
-    """Return why a round ends in which a rank broke a limit.
-
-    Args:
-        finding: Whom the nodes blame together.
-        accusation: What the node said whose rank broke the limit; `detail` has `limit_words`.
-        silent: Hosts that did not say what their ranks do.
-    """
+def _hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
+    """Return why a round ends in which a rank broke a limit; its `detail` has `limit_words`."""
     what = f"{describe(finding)} ({accusation.detail.get('limit_words', accusation.what)})"
     if silent and finding.confidence is not Confidence.CERTAIN:
         what += f"; no answer from {', '.join(silent)}"

@@ -274,7 +274,7 @@ class Coordinator:
     def _reopen(self, round_: int, cause: Cause) -> None:
         # Followers that know the begin of the round before may not know its end.
         self._report_end(round_ - 1, cause)
-        self._create(self._entry.next(self.me, phase=Phase.OPEN, round=round_, cause=cause))
+        self._create(self._entry.next(self.me, Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
         """Say once which hosts get no place."""
@@ -386,7 +386,8 @@ class Coordinator:
         first = placement.active[0]
         closed = entry.next(
             self.me,
-            phase=Phase.CLOSED,
+            Phase.CLOSED,
+            entry.round,
             active=len(placement.active),
             world_size=world_size,
             master_addr=first.addr,

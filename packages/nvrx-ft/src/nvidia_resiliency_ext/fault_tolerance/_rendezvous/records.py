@@ -7,6 +7,7 @@ write to it, so what is read is untrusted until it has passed `decode`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
@@ -154,17 +155,18 @@ class Entry:
         """Return the decision after this one that says the same but for `fields`."""
         return dataclasses.replace(self, **{"seq": self.seq + 1, "by": by, **fields})
 
-    def next(self, by: str, **fields: Any) -> Entry:
-        """Return the decision after this one, without what holds for this one only."""
-        return self.again(by, **{**_OF_ONE_DECISION, **fields})
+    def next(self, by: str, phase: Phase, round_: int, **fields: Any) -> Entry:
+        """Return the decision after this one: of this one it keeps what holds for the whole job."""
+        kept = {name: getattr(self, name) for name in _OF_THE_JOB}
+        return Entry(self.seq + 1, phase, round_, by=by, **kept, **fields)
 
     def opened(self, by: str, cause: Cause) -> Entry:
         """Return the decision after this one that opens the next round."""
-        return self.next(by, phase=Phase.OPEN, round=self.round + 1, cause=cause)
+        return self.next(by, Phase.OPEN, self.round + 1, cause=cause)
 
     def over(self, by: str, reason: str, cause: Cause | None = None) -> Entry:
         """Return the decision after this one that ends the job."""
-        return self.next(by, phase=Phase.OVER, reason=reason, cause=cause)
+        return self.next(by, Phase.OVER, self.round, reason=reason, cause=cause)
 
     def follows(self, before: Entry) -> bool:
         """Whether it says anything that `before` does not: a round taken up may say the same."""
@@ -174,18 +176,7 @@ class Entry:
         return self.phase, self.round, self.is_leaving, self.save_at, self.hang
 
 
-_OF_ONE_DECISION: Mapping[str, Any] = {
-    "cause": None,
-    "reason": "",
-    "active": 0,
-    "world_size": 0,
-    "master_addr": "",
-    "master_port": 0,
-    "is_leaving": False,
-    "save_at": 0,
-    "hang": HangStage.NONE,
-    "clocks": "",
-}
+_OF_THE_JOB = ("epoch", "notify_from", "restart_ages_s", "is_controlled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +229,13 @@ _Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
 
 def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
     """Return one line of ASCII without a newline; texts that are too long are cut."""
-    line = ""
-    for limit in _TEXT_LIMITS:
-        try:
+    for limit in _TEXT_LIMITS[:-1]:
+        with contextlib.suppress(FrameTooLargeError):
             line = _MESSAGES.encode_payload(_cut(record, limit)).decode("ascii")
-        except FrameTooLargeError:
-            if limit == _TEXT_LIMITS[-1]:
-                raise
-            continue
-        # Beyond ASCII a character takes up to twelve bytes here.
-        if len(line) <= MAX_LINE_BYTES:
-            break
-    return line
+            # Beyond ASCII a character takes up to twelve bytes here.
+            if len(line) <= MAX_LINE_BYTES:
+                return line
+    return _MESSAGES.encode_payload(_cut(record, _TEXT_LIMITS[-1])).decode("ascii")
 
 
 def decode(kind: type[_Record], text: str | bytes) -> _Record:

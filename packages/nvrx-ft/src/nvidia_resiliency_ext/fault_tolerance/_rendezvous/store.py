@@ -340,7 +340,7 @@ def serve(listener: socket.socket, host: str, nodes: int) -> Any:
     Raises:
         StoreLostError: torch cannot serve it.
     """
-    store, version = _store_class()
+    store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]
     return _guarded(
@@ -382,13 +382,11 @@ def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) ->
     return client
 
 
-def load_torch() -> None:
-    """Load torch, which takes seconds, for whoever must be quick afterwards."""
-    _store_class()
+def load_torch() -> tuple[Any, str]:
+    """Load torch, which takes seconds; return its TCPStore and version.
 
-
-def _store_class() -> tuple[Any, str]:
-    """Return torch's TCPStore and version; its C++ log is silent, as its errors are raised, too."""
+    Its C++ log is silent, as its errors are raised, too.
+    """
     level = os.environ.get(_TORCH_LOG_LEVEL)
     if level is None:
         os.environ[_TORCH_LOG_LEVEL] = "FATAL"
