@@ -395,7 +395,7 @@ def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert entry.round == 1
         assert [type(one) for one in new.catch_up(entry)] == [SpareNode]
-        lines, _ = plane.served.connect().lines(keys.messages(1), 0)
+        lines, _ = plane.served.connect().lines(keys.messages(1), 0, str)
         assert any(name(3) in line and '"ARRIVED"' in line for line in lines)
 
 
@@ -506,7 +506,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert spare.resume(plane) is None, "it was one before"
-        lines, _ = plane.served.connect().lines(keys.messages(0), 0)
+        lines, _ = plane.served.connect().lines(keys.messages(0), 0, str)
         assert any(name(2) in line and '"ARRIVED"' in line for line in lines)
 
 

@@ -125,12 +125,12 @@ def test_append_is_atomic(served: Served) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    lines, end = served.connect().lines("k", 0)
+    lines, end = served.connect().lines("k", 0, str)
     assert len(lines) == 800
     assert {line.rsplit(":", 1)[0] for line in lines} == {
         f"{index}:{number}" for index in range(4) for number in range(200)
     }
-    assert served.connect().lines("k", end) == ([], end)
+    assert served.connect().lines("k", end, str) == ([], end)
 
 
 def test_a_wait_ends_when_the_key_is_set_deleted_or_not(served: Served) -> None:
@@ -170,7 +170,7 @@ def test_what_one_connection_does_happens_in_order(served: Served) -> None:
         one.put("b", str(number))
         one.count("c", 1)
         assert [other.peek("a"), other.peek("b")] == [str(number)] * 2
-        assert len(other.lines("k", 0)[0]) == number + 1
+        assert len(other.lines("k", 0, str)[0]) == number + 1
 
 
 # Signatures ------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_foreign_lines_are_left_out_and_reported_once(
     for number in range(3):
         served.raw().append(PREFIX + "k", "garbage \x00\n")
         one.append_line("k", str(number))
-    assert one.lines("k", 0)[0] == ["0", "1", "2"]
+    assert one.lines("k", 0, str)[0] == ["0", "1", "2"]
     assert len(caplog.records) == 1
 
 
@@ -255,10 +255,10 @@ def test_lines_that_somebody_else_has_written_over_are_named(served: Served) -> 
     one = served.connect()
     for number in range(3):
         one.append_line("k", str(number))
-    _, end = one.lines("k", 0)
+    _, end = one.lines("k", 0, str)
     served.raw().set(PREFIX + "k", "garbage\n")
     with pytest.raises(ForeignValueError, match="k: somebody else has written over it"):
-        one.lines("k", end)
+        one.lines("k", end, str)
 
 
 def test_a_counter_that_is_no_number_counts_as_nothing(served: Served) -> None:
@@ -304,7 +304,7 @@ def test_operations_are_counted_honestly(served: Served) -> None:
         lambda: one.wait_for("k", 1),
         lambda: one.wait_for("missing", 0.01),
         lambda: one.append_line("l", "x"),
-        lambda: one.lines("l", 0),
+        lambda: one.lines("l", 0, str),
         lambda: one.count("c", 1),
         lambda: one.counters(["c"]),
         lambda: one.delete("k"),
@@ -382,7 +382,7 @@ def test_many_messages_of_a_round_are_read(served: Served) -> None:
     line = one._seal("k", "x" * 60_000) + "\n"
     for _ in range(3):
         one._client.append(PREFIX + "k", line * 100)
-    assert len(one.lines("k", 0)[0]) == 300
+    assert len(one.lines("k", 0, str)[0]) == 300
 
 
 def test_a_look_at_a_prefix_store_can_be_cut() -> None:

@@ -73,6 +73,9 @@ class Coordinator:
         on_bad_node: Called with a node that is lost, or that failed again and again.
         denylist: Hosts that are to have no place where that can be.
         stop: Makes `run` return soon; for a host that goes before the job is over.
+
+    Attributes:
+        entry: The last decision.
     """
 
     store: JobStore
@@ -86,6 +89,7 @@ class Coordinator:
     on_bad_node: Callable[[Cause], None] = lambda _: None
     denylist: Denylist = field(default_factory=Denylist)
     stop: threading.Event = field(default_factory=threading.Event)
+    entry: Entry = field(init=False)
 
     def __post_init__(self) -> None:
         self._log = DecisionLog(self.store)
@@ -116,13 +120,8 @@ class Coordinator:
             is_controlled=self.is_controlled,
         )
         self._adopted = collections.deque([(0, self.clock.monotonic())])
-        self._entry = self._log.add(first)
-        self._log.announce(self._entry.seq)
-
-    @property
-    def entry(self) -> Entry:
-        """The last decision."""
-        return self._entry
+        self.entry = self._log.add(first)
+        self._log.announce(self.entry.seq)
 
     def run(self) -> None:
         """Decide until the job is over and everybody knows, or `stop` is set.
@@ -132,16 +131,16 @@ class Coordinator:
             ForeignValueError: somebody else has written where a decision belongs.
         """
         wake_at = self.clock.monotonic()
-        while not self.stop.is_set() and self._entry.phase is not Phase.OVER:
+        while not self.stop.is_set() and self.entry.phase is not Phase.OVER:
             wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self.clock.monotonic())
             if wait_s > 0 and self.store.wait_until_set(keys.NOTIFY, wait_s):
                 self.store.delete(keys.NOTIFY)
             self._looked_at, self._looks_at = self._looks_at, self.clock.monotonic()
-            while (entry := self._log.next_after(self._entry.seq)) is not None:
+            while (entry := self._log.next_after(self.entry.seq)) is not None:
                 self._adopt(entry)
             asked = self._end_asked
-            wake_at = self._act(self._entry.over(self.me, *asked) if asked else self._decide())
-        if self._entry.phase is Phase.OVER:
+            wake_at = self._act(self.entry.over(self.me, *asked) if asked else self._decide())
+        if self.entry.phase is Phase.OVER:
             self._wait_for_goodbyes()
 
     def end_job(self, reason: str, cause: Cause) -> None:
@@ -151,7 +150,7 @@ class Coordinator:
     # What the store says -----------------------------------------------------------------------
 
     def _adopt(self, entry: Entry) -> None:
-        before, self._entry = self._entry, entry
+        before, self.entry = self.entry, entry
         now = self._entry_at = self.clock.monotonic()
         goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
         if before.phase is Phase.CLOSED and not goes_on:
@@ -198,14 +197,9 @@ class Coordinator:
             self.on_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
 
     def _read_messages_of(self, round_: int) -> None:
-        lines, self._read_to = self.store.lines(keys.messages(round_), self._read_to)
-        for line in lines:
-            try:
-                message = _read_message(line)
-            except ForeignValueError as error:
-                self.store.report_foreign(error)
-                continue
-            self._messages.append(message)
+        new, self._read_to = self.store.lines(keys.messages(round_), self._read_to, _read_message)
+        self._messages += new
+        for message in new:
             self._read_clock(message)
 
     def _read_clock(self, message: NodeMessage) -> None:
@@ -244,9 +238,9 @@ class Coordinator:
 
     def _resume(self) -> bool:
         """Take the job up where its launchers say it stands; False when there is nothing to do."""
-        state = resume_state_from(tuple(self._messages)) if self._entry.is_controlled else None
-        is_new = self._entry.seq == 0
-        if state is None or not (is_new or state.entry.round > self._entry.round):
+        state = resume_state_from(tuple(self._messages)) if self.entry.is_controlled else None
+        is_new = self.entry.seq == 0
+        if state is None or not (is_new or state.entry.round > self.entry.round):
             return False
         now, old = self.clock.monotonic(), state.entry
         if self._resuming_since is None:
@@ -274,7 +268,7 @@ class Coordinator:
     def _reopen(self, round_: int, cause: Cause) -> None:
         # Followers that know the begin of the round before may not know its end.
         self._report_end(round_ - 1, cause)
-        self._create(self._entry.next(self.me, Phase.OPEN, round_, cause=cause))
+        self._create(self.entry.next(self.me, Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
         """Say once which hosts get no place."""
@@ -289,7 +283,7 @@ class Coordinator:
         # First: a node that comes back once more finds there that it was counted.
         places = {n.node: n.assignment for n in state.members if n.assignment is not None}
         self.store.put_all({keys.assignment(n): encode(place) for n, place in places.items()})
-        own = self._entry
+        own = self.entry
         closed = dataclasses.replace(
             old,
             seq=own.seq + 1,
@@ -319,18 +313,18 @@ class Coordinator:
         now = self.clock.monotonic()
         if self._is_last_call or now - self._leases_at >= self.rules.lease_s / 4:
             self._read_leases()
-        self._read_messages_of(self._entry.round)
+        self._read_messages_of(self.entry.round)
         if self._resume():
             return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
         self._announce_named()
-        if self._entry.phase is Phase.OPEN:
+        if self.entry.phase is Phase.OPEN:
             self._memory.excluded = frozenset(self.denylist.why)
         messages = tuple(self._messages)
         view = coordinator.View(
             self.rules,
             self._memory,
             now,
-            entry=self._entry,
+            entry=self.entry,
             messages=messages,
             quiet_s={node: now - at for node, (_, at) in self._leases.items()},
             acknowledged=frozenset(n.node for n in messages if n.kind is Kind.ACKNOWLEDGED),
@@ -342,7 +336,7 @@ class Coordinator:
             self._record_wait(decision, now)
             for message in coordinator.losses(view):
                 # The others cannot see leases, and may want to know.
-                self.store.append_line(keys.messages(self._entry.round), encode(message))
+                self.store.append_line(keys.messages(self.entry.round), encode(message))
         return decision
 
     def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
@@ -350,7 +344,7 @@ class Coordinator:
         if self._memory.enough_since is None and decision.is_last_call:
             self._memory.enough_since = now
         if decision.why and decision.why != self._waits_for:
-            logger.info("round %d: %s", self._entry.round, decision.why)
+            logger.info("round %d: %s", self.entry.round, decision.why)
         self._waits_for = decision.why
 
     # What is done ------------------------------------------------------------------------------
@@ -370,7 +364,7 @@ class Coordinator:
         Who is in the round is what the queue held when that was decided, and nodes learn it from
         their place alone, so nothing that happens meanwhile can make two views of it.
         """
-        entry = self._entry
+        entry = self.entry
         there = coordinator.arrived(tuple(self._messages))
         *offsets, world_size = itertools.accumulate((n.nproc for n in placement.active), initial=0)
         self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
@@ -414,7 +408,7 @@ class Coordinator:
                 continue
             if node in placement.active:
                 what = f"host {node.host} works although attribution names it: others are too few"
-                logger.warning("round %d: %s", self._entry.round, what)
+                logger.warning("round %d: %s", self.entry.round, what)
             if name not in self._reported:
                 self._reported.add(name)
                 what = f"attribution names host {node.host}: {why[name]}"
@@ -442,7 +436,7 @@ class Coordinator:
         )
         while not self.stop.is_set():
             try:
-                self._read_messages_of(self._entry.round)
+                self._read_messages_of(self.entry.round)
                 said = {n.node for n in self._messages if n.kind in (Kind.GOODBYE, Kind.LEFT)}
                 now = self.clock.monotonic()
                 awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils.store_client import (
     StoreClient,
@@ -48,6 +48,9 @@ _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
 # All messages of a round stand in one value.
 _MAX_ANSWER_BYTES = 256 << 20
+
+
+_T = TypeVar("_T")
 
 
 class NoJobError(StoreLostError):
@@ -96,8 +99,7 @@ class JobStore:
         Raises:
             ForeignValueError: it has a value that is not this job's.
         """
-        name, sealed = self._name(key), self._seal(key, text)
-        raw = self._call(lambda: self._client.compare_set(name, b"", sealed))
+        raw = self._call("compare_set", self._name(key), b"", self._seal(key, text))
         return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
@@ -110,8 +112,7 @@ class JobStore:
         return None if raw is None else self._unseal(key, raw)
 
     def has(self, key: str) -> bool:
-        name = self._name(key)
-        return bool(self._call(lambda: self._client.check([name])))
+        return bool(self._call("check", [self._name(key)]))
 
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """Wait in the store until `key` has a value and return it; None after `timeout_s`."""
@@ -131,18 +132,17 @@ class JobStore:
             self._client.wait([name], timedelta(seconds=limit_s))
         except WaitExpiredError:
             return False
-        except OSError as error:
-            raise StoreLostError(_first_line(error)) from None
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             # The network's own timeouts use the same words as torch, but come at other times.
-            if _is_timeout(error) and time.monotonic() - began >= limit_s - _CLOCK_STEP_S:
+            is_late = time.monotonic() - began >= limit_s - _CLOCK_STEP_S
+            if is_late and isinstance(error, RuntimeError) and _is_timeout(error):
                 return False
             raise StoreLostError(_first_line(error)) from None
         return True
 
     def _look_until(self, name: str, deadline: float) -> bool:
         """Look again and again: torch prints a warning for each wait that times out."""
-        while not _guarded(lambda: self._client.check([name])):
+        while not _guarded(self._client.check, [name]):
             if time.monotonic() >= deadline:
                 return False
             if self._was_cut.wait(_TORCH_LOOK_S):
@@ -150,24 +150,22 @@ class JobStore:
         return True
 
     def put(self, key: str, text: str) -> None:
-        name, sealed = self._name(key), self._seal(key, text)
-        self._call(lambda: self._client.set(name, sealed))
+        self._call("set", self._name(key), self._seal(key, text))
 
     def put_all(self, values: Mapping[str, str]) -> None:
         """Set many keys in one operation."""
         names = [self._name(key) for key in values]
         sealed = [self._seal(key, text) for key, text in values.items()]
-        self._call(lambda: self._client.multi_set(names, sealed))
+        self._call("multi_set", names, sealed)
 
     def append_line(self, key: str, text: str) -> None:
         """Add one line to `key` in one operation; lines of several nodes never mix."""
-        name, line = self._name(key), self._seal(key, text) + "\n"
-        self._call(lambda: self._client.append(name, line))
+        self._call("append", self._name(key), self._seal(key, text) + "\n")
 
-    def lines(self, key: str, offset: int) -> tuple[list[str], int]:
-        """Return the lines of `key` that begin at `offset` or later, and the next offset.
+    def lines(self, key: str, offset: int, read: Callable[[str], _T]) -> tuple[list[_T], int]:
+        """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
 
-        A line that is not this job's is named in the log and left out.
+        A line that is not this job's, or none for `read`, is named in the log and left out.
 
         Raises:
             ForeignValueError: there is less than was read before.
@@ -181,7 +179,7 @@ class JobStore:
         found = []
         for line in raw[offset:end].splitlines():
             try:
-                found.append(self._unseal(key, line))
+                found.append(read(self._unseal(key, line)))
             except ForeignValueError as error:
                 self.report_foreign(error)
         return found, end
@@ -193,21 +191,18 @@ class JobStore:
             StoreLostError: the store is gone, or somebody else has written what is no number:
                 torch's store hangs up on whoever adds to that (2.13).
         """
-        name = self._name(key)
         try:
-            return int(self._call(lambda: self._client.add(name, step)))
+            return int(self._call("add", self._name(key), step))
         except StoreLostError as error:
             raise StoreLostError(f"{error}, asked to add to {key}") from None
 
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
-        names = [self._name(key) for key in keys]
-        raw = self._call(lambda: self._client.multi_get(names))
+        raw = self._call("multi_get", [self._name(key) for key in keys])
         return [_number(value) for value in raw]
 
     def delete(self, key: str) -> None:
-        name = self._name(key)
-        self._call(lambda: self._client.delete_key(name))
+        self._call("delete_key", self._name(key))
 
     def report_foreign(self, error: ForeignValueError) -> None:
         """Log a refused value, the same once."""
@@ -217,8 +212,7 @@ class JobStore:
             logger.warning("refused what somebody else wrote into the job's store: %s", text)
 
     def _read(self, key: str) -> bytes | None:
-        name = self._name(key)
-        raw = self._call(lambda: self._client.compare_set(name, _NOTHING, _NOTHING))
+        raw = self._call("compare_set", self._name(key), _NOTHING, _NOTHING)
         return None if raw == _NOTHING.encode() else bytes(raw)
 
     def _name(self, key: str) -> str:
@@ -246,9 +240,9 @@ class JobStore:
         signed.update(key.encode() + b"\0" + text)
         return signed.hexdigest()
 
-    def _call(self, function: Callable[[], Any]) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
         self.operations += 1
-        return _guarded(function)
+        return _guarded(getattr(self._client, method), *args)
 
 
 def connect(
@@ -324,7 +318,7 @@ def agree_on_secret(client: Any, prefix: str) -> bytes:
     import secrets
 
     name, wanted = prefix + _SECRET, secrets.token_bytes(32).hex()
-    stands: bytes = _guarded(lambda: client.compare_set(name, "", wanted))
+    stands: bytes = _guarded(client.compare_set, name, "", wanted)
     try:
         return bytes.fromhex(stands.decode("ascii"))
     except ValueError:
@@ -343,15 +337,8 @@ def serve(listener: socket.socket, host: str, nodes: int) -> Any:
     store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]
-    return _guarded(
-        lambda: store(
-            host,
-            port,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=CALL_TIMEOUT_S),
-            **serving_options(listener, version),
-        )
-    )
+    timeout, options = timedelta(seconds=CALL_TIMEOUT_S), serving_options(listener, version)
+    return _guarded(store, host, port, wait_for_workers=False, timeout=timeout, **options)
 
 
 def _allow_open_files(wanted: int) -> None:
@@ -399,9 +386,9 @@ def load_torch() -> tuple[Any, str]:
     return TCPStore, torch.__version__
 
 
-def _guarded(function: Callable[[], Any]) -> Any:
+def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
-        return function()
+        return function(*args, **options)
     except (RuntimeError, ValueError, OSError) as error:
         # torch: DistNetworkError, DistStoreError and others, all of them RuntimeError.
         raise StoreLostError(_first_line(error)) from None
