@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import socket
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rendezvous_store import PREFIX, Served, rules
+from rendezvous_store import PREFIX, Served
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
+from nvidia_resiliency_ext.fault_tolerance._agent import many_nodes
 from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import must_agree, rules_of
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._control import plan, plane
@@ -26,9 +26,9 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
     differences,
     read_settings,
-    settings_of,
     write_settings,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 
 NEEDED = ("--nnodes=2:3", "--rdzv-endpoint=control1:29400")
@@ -220,21 +220,20 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-def test_settings_that_a_stranger_has_written_are_removed_and_waited_for(served: Served) -> None:
-    """A value that is not the job's ends no control plane: the launchers' own is taken."""
-    launch = rules(2)
-    text = write_settings("n1", settings_of(launch))
+def test_settings_that_a_stranger_has_written_are_refused(served: Served) -> None:
+    """A value that is not the job's ends a control plane, which names the key."""
     served.raw().set(PREFIX + keys.SETTINGS, "garbage")
-    found: queue.Queue[Any] = queue.Queue()
-    stop, own, other = threading.Event(), served.connect(), served.connect()
-    waiting = threading.Thread(target=lambda: found.put(plane._wait_for_rules(own, stop)))
-    waiting.start()
-    deadline = time.monotonic() + 10.0
-    while other.has(keys.SETTINGS):
-        assert time.monotonic() < deadline
-    other.create(keys.SETTINGS, text)
-    assert found.get(timeout=60.0) == launch
-    waiting.join(10.0)
+    with pytest.raises(ForeignValueError, match="settings: the signature is wrong"):
+        plane._wait_for_rules(served.connect(), threading.Event())
+
+
+def test_a_launcher_with_another_token_writes_nothing(served: Served) -> None:
+    """It is refused by the host's word, which is there first, whether it needs that or not."""
+    served.connect().put(keys.LOG_TOKEN, "none")
+    asks_nothing = types.SimpleNamespace(asks_for_log_server=False)
+    with pytest.raises(ForeignValueError, match="or a launcher with another token"):
+        many_nodes._fetch_log_token(served.connect(b"another"), asks_nothing, 10.0)
+    assert not served.connect().has(keys.SETTINGS)
 
 
 def test_settings_that_are_no_rules_are_no_fault_of_its_command_line(served: Served) -> None:

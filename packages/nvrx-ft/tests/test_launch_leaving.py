@@ -252,17 +252,19 @@ def evaluate(entry, *messages, successes=0, me=B, min_nodes=2, memory=MEMORY, re
     done = tuple(
         NodeMessage(Kind.STATE, n, state=WorkerState.SUCCEEDED) for n in (A, B)[:successes]
     )
-    view = coordinator.View(entry, (*messages, *done), dict.fromkeys((A, B, C), 0.0), me=me)
-    return coordinator.decide(rules, memory, view, 100.0)
+    quiet_s = dict.fromkeys((A, B, C), 0.0)
+    view = coordinator.View(rules, memory, 100.0, entry, (*messages, *done), quiet_s, me=me)
+    return coordinator.decide(view)
 
 
 def test_the_round_leaves_when_a_node_must_go():
     """The host says so once; then it waits until every node has told how far its ranks are."""
-    assert evaluate(closed(), WANTS_TO_GO) == coordinator.Leave(GOES)
+    leaves = closed().again(B, cause=GOES, is_leaving=True)
+    assert evaluate(closed(), WANTS_TO_GO) == leaves
     asked = closed(is_leaving=True)
     held = (NodeMessage(Kind.HELD, A, calls=7), NodeMessage(Kind.HELD, B, calls=9))
     assert isinstance(evaluate(asked, WANTS_TO_GO, held[0]), coordinator.Wait)
-    assert evaluate(asked, WANTS_TO_GO, *held) == coordinator.Leave(GOES, 10)
+    assert evaluate(asked, WANTS_TO_GO, *held) == asked.again(B, cause=GOES, save_at=10)
     agreed = closed(is_leaving=True, save_at=10)
     assert isinstance(evaluate(agreed, WANTS_TO_GO, *held), coordinator.Wait)
 
@@ -270,11 +272,14 @@ def test_the_round_leaves_when_a_node_must_go():
 def test_the_round_leaves_when_the_store_host_must_go_though_it_has_no_ranks():
     """Only nodes that work are waited for; the job is over then, whoever else is there."""
     spare_goes = NodeMessage(Kind.PREEMPTED, C, cause=GOES)
-    assert evaluate(closed(), spare_goes, me=C) == coordinator.Leave(GOES)
+    leaves = closed().again(C, cause=GOES, is_leaving=True)
+    assert evaluate(closed(), spare_goes, me=C) == leaves
     held = (NodeMessage(Kind.HELD, A, calls=7), NodeMessage(Kind.HELD, B, calls=9))
-    assert evaluate(closed(is_leaving=True), spare_goes, *held, me=C) == coordinator.Leave(GOES, 10)
+    asked = closed(is_leaving=True)
+    agreed = asked.again(C, cause=GOES, save_at=10)
+    assert evaluate(asked, spare_goes, *held, me=C) == agreed
     left = closed(is_leaving=True, save_at=10)
-    assert evaluate(left, spare_goes, successes=2, me=C) == coordinator.End("graceful")
+    assert evaluate(left, spare_goes, successes=2, me=C) == left.over(C, "graceful")
 
 
 def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
@@ -282,7 +287,8 @@ def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
     done = NodeMessage(Kind.STATE, B, state=WorkerState.SUCCEEDED)
     asked = closed(is_leaving=True)
     reported = NodeMessage(Kind.HELD, A, calls=4)
-    assert evaluate(asked, WANTS_TO_GO, done, reported) == coordinator.Leave(GOES, 5)
+    agreed = asked.again(B, cause=GOES, save_at=5)
+    assert evaluate(asked, WANTS_TO_GO, done, reported) == agreed
     assert isinstance(
         evaluate(closed(), NodeMessage(Kind.PREEMPTED, C, cause=GOES)), coordinator.Wait
     )
@@ -291,13 +297,12 @@ def test_a_node_that_is_done_or_a_spare_is_not_waited_for():
 def test_the_job_goes_on_without_the_node_when_enough_others_are_there():
     """With a spare the next round opens; with none, or without restarts left, the job is over."""
     left = closed(is_leaving=True, save_at=10)
-    assert evaluate(left, WANTS_TO_GO, successes=2) == coordinator.Open(GOES)
+    opened = left.opened(B, GOES)
+    assert evaluate(left, WANTS_TO_GO, successes=2) == opened
     alone = coordinator.Memory(active=MEMORY.active)
-    over = coordinator.End("graceful")
+    over = left.over(B, "graceful")
     assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone) == over
-    assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == coordinator.Open(
-        GOES
-    )
+    assert evaluate(left, WANTS_TO_GO, successes=2, memory=alone, min_nodes=1) == opened
     assert evaluate(left, WANTS_TO_GO, successes=2, restarts=0) == over
     gone = NodeMessage(Kind.LEFT, C)
     assert evaluate(left, WANTS_TO_GO, gone, successes=2) == over
@@ -307,8 +312,8 @@ def test_the_job_ends_when_all_nodes_or_the_store_host_must_go():
     """A job that is preempted as a whole is over when its ranks have left."""
     left = closed(is_leaving=True, save_at=10)
     both = (WANTS_TO_GO, NodeMessage(Kind.PREEMPTED, B, cause=GOES))
-    assert evaluate(left, *both, successes=2) == coordinator.End("graceful")
-    assert evaluate(left, WANTS_TO_GO, successes=2, me=A) == coordinator.End("graceful")
+    assert evaluate(left, *both, successes=2) == left.over(B, "graceful")
+    assert evaluate(left, WANTS_TO_GO, successes=2, me=A) == left.over(A, "graceful")
 
 
 def test_new_fields_pass_through_the_store():

@@ -64,12 +64,14 @@ def decide(names, failures, **placement):
         PlacementRules(**sizes), Budget(9, None), 5.0, RULES, last_call_s=0.0
     )
     memory = coordinator.Memory(failures=failures)
-    view = coordinator.View(Entry(1, Phase.OPEN, 3), tuple(node(name) for name in names))
-    return coordinator.decide(rules, memory, view, 50.0)
+    messages = tuple(node(name) for name in names)
+    return coordinator.decide(
+        coordinator.View(rules, memory, 50.0, Entry(1, Phase.OPEN, 3), messages)
+    )
 
 
 def names_of(decision):
-    return {candidate.addr for candidate in decision.placement.active}
+    return {candidate.addr for candidate in decision.active}
 
 
 BAD = {"a": (10.0, 20.0, 30.0)}
@@ -79,7 +81,7 @@ def test_a_host_to_blame_makes_room_for_a_spare():
     """With a spare the host to blame does not work, and the one line says why."""
     decision = decide("abc", BAD)
     assert names_of(decision) == {"b", "c"}
-    assert "1 failed again and again" in summary(decision.placement)
+    assert "1 failed again and again" in summary(decision)
     assert names_of(decide("abc", {})) == {"a", "b"}
 
 
@@ -97,7 +99,7 @@ def test_where_all_nodes_work_nobody_is_left_out():
 def test_all_hosts_to_blame_are_no_obstacle():
     """When everybody failed often, everybody is as good as before."""
     bad = dict.fromkeys("abc", (10.0, 20.0, 30.0))
-    assert len(decide("abc", bad).placement.active) == 2
+    assert len(decide("abc", bad).active) == 2
 
 
 def test_the_rules_travel_to_a_control_plane():

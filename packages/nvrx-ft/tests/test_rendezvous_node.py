@@ -16,14 +16,17 @@ from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.machine import StoreLost
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import client, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import write_settings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import (
     LeaseExpiredError,
     NodeClient,
     NodeSettings,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Kind
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
+    Arrival,
+    ForeignValueError,
+    Kind,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
     NodeSession,
@@ -286,23 +289,16 @@ def test_a_job_that_is_not_there_is_said_so(beside: Callable[..., Beside]) -> No
     other.close()
 
 
-def test_settings_that_a_stranger_has_written_over_are_put_right(
-    served: Served, beside: Callable[..., Beside]
+@pytest.mark.parametrize("key", [keys.SETTINGS, keys.HEAD, keys.log(1)])
+def test_what_a_stranger_has_written_is_named(
+    served: Served, beside: Callable[..., Beside], key: str
 ) -> None:
-    """Who can read the host's word has the job's token, and replaces what cannot be read."""
-    with hosted(served, rules(1)) as host:
-        host.store.put(keys.LOG_TOKEN, "none")
-        served.raw().set(PREFIX + keys.SETTINGS, "garbage")
-        one = beside(must_agree={"--nnodes": "1:1"})
-        one.join(0)
-        assert isinstance(one.next(), Placed)
-        text = served.connect().peek(keys.SETTINGS)
-        assert text == write_settings("node0", {"--nnodes": "1:1"})
-        foreign = beside(1, connect=lambda _: served.connect(secret=b"another"))
-        notified = foreign.next()
-        assert isinstance(notified, Lost)
-        assert "the signature is wrong" in notified.what
-        assert served.connect().peek(keys.SETTINGS) == text
+    """A node that needs a value which is not the job's ends, and says which one it is."""
+    with contextlib.suppress(ForeignValueError), hosted(served, rules(2)):
+        served.raw().set(PREFIX + key, "garbage")
+        notified = beside().next()
+    assert isinstance(notified, Lost)
+    assert notified.what.startswith(f"{key}: the signature is wrong")
 
 
 class Session(NodeSession):

@@ -15,7 +15,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Entry,
     ForeignValueError,
     HangStage,
-    HostReputation,
     Kind,
     NodeMessage,
     Phase,
@@ -47,7 +46,6 @@ ENTRY = Entry(
     False,
     12,
     "clocks are off",
-    HostReputation((("node1", (0.5, 7.0)),), (("node2", "why"),), ("10.0.0.3_7_0",)),
     hang=HangStage.ASKED,
 )
 PLACE = RankAssignment(2, 3, 24, -180.5)
@@ -115,12 +113,6 @@ WRONG_VALUES = [
     *((Entry, "seq", value) for value in (-1, 1.0, "1", None, 1 << 62, [], {})),
     *((Entry, "phase", value) for value in ("OPEN", 1, None, [], {}, "x" * 60000)),
     *((Entry, "phase", {"$": "Phase", "v": value}) for value in ("closing", 1, None, {})),
-    *((Entry, "reputation", value) for value in (1, [], {"failures": 1}, {"$": "HostReputation"})),
-    *(
-        (Entry, "reputation", {"$": "HostReputation", "f": {name: value}})
-        for name in ("failures", "named", "unhealthy")
-        for value in ("n", 1, [["n", 1]], {"$": "tuple", "v": [1]}, {"$": "tuple", "v": [["n"]]})
-    ),
     *((Entry, "restart_ages_s", value) for value in (1, "1", ["1"], [1.0], [None], {"a": 1})),
     *((Entry, "is_controlled", value) for value in (1, 0, "yes", None)),
     *((Entry, "cause", value) for value in (1, [], "x", {"kind": 1}, {"$": "Cause", "f": {}})),
@@ -224,7 +216,7 @@ def test_what_is_not_plain_is_left_out_of_details() -> None:
 
 
 def test_an_entry_that_says_the_same_again_follows_nothing() -> None:
-    """A decision repeated to fill a place is told from a new one by phase and round."""
+    """A round that another host has taken up is told from a new one by phase and round."""
     again = dataclasses.replace(ENTRY, seq=6, by="other")
     assert not again.follows(ENTRY)
     assert dataclasses.replace(ENTRY, round=3).follows(ENTRY)

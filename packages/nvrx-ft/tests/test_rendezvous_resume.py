@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import queue
 import threading
@@ -19,7 +18,6 @@ from rendezvous_store import Served, arrival, name, rules
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import restarts as restarts_module
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
@@ -31,17 +29,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placemen
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     Entry,
-    HostReputation,
     Kind,
     NodeMessage,
     Phase,
     RankAssignment,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import (
-    BlameRules,
-    Budget,
-    Denylist,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Leaves,
     NodeSession,
@@ -122,8 +115,6 @@ class Plane:
         self.is_dying = False
         self._stop = threading.Event()
         self.ended = threading.Event()
-        self.named = Denylist()
-        self.reported: list[Cause] = []
         store = self.served.connect()
         self.host = Coordinator(
             store,
@@ -133,8 +124,6 @@ class Plane:
             clock=SystemClock(),
             is_controlled=True,
             follower=self.followed,
-            on_bad_node=self.reported.append,
-            denylist=self.named,
             stop=self._stop,
         )
         self._thread = threading.Thread(target=self._run)
@@ -406,7 +395,7 @@ def test_a_node_that_came_before_the_round_went_on_is_known() -> None:
         entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert entry.round == 1
         assert [type(one) for one in new.catch_up(entry)] == [SpareNode]
-        lines, _ = plane.served.connect().lines(keys.messages(1), 0)
+        lines, _ = plane.served.connect().lines(keys.messages(1), 0, str)
         assert any(name(3) in line and '"ARRIVED"' in line for line in lines)
 
 
@@ -517,7 +506,7 @@ def test_a_spare_that_comes_back_late_is_known() -> None:
             node.resume(plane)
         plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
         assert spare.resume(plane) is None, "it was one before"
-        lines, _ = plane.served.connect().lines(keys.messages(0), 0)
+        lines, _ = plane.served.connect().lines(keys.messages(0), 0, str)
         assert any(name(2) in line and '"ARRIVED"' in line for line in lines)
 
 
@@ -678,143 +667,6 @@ def test_who_left_after_it_told_the_host_is_no_spare() -> None:
     )
     assert known is not None
     assert known.gone == ()
-
-
-# What is held against hosts ---------------------------------------------------------------------
-
-FAILED = Cause("exited", "rank 0 exited with 1", host="node0")
-
-
-def test_what_a_decision_says_of_hosts_is_the_newest_and_no_more() -> None:
-    """Ages count on where they stopped; old failures and what is too much are left out."""
-    failures = {f"n{index}": (100.0 + index, 200.0 + index) for index in range(50)}
-    named = {f"bad{index}": "x" * 1000 for index in range(50)}
-    nodes = [name(index) for index in range(99)]
-    made = restarts_module.reputation_of(failures, named, nodes, 300.0, BlameRules(2, 160.0))
-    assert made is not None
-    assert [host for host, _ in made.failures[:2]] == ["n49", "n48"]
-    assert made.failures[0][1] == (151.0, 51.0)
-    assert (len(made.failures), len(made.named), len(made.unhealthy)) == (32, 32, 64)
-    assert made.named[0][0] == "bad0"
-    assert len(made.named[0][1]) == 200
-    assert (
-        restarts_module.reputation_of({"old": (1.0,)}, {}, (), 300.0, BlameRules(2, 150.0)) is None
-    )
-    assert restarts_module.failures_in(HostReputation((("n1", (9.0, 4.0)),)), 20.0) == {
-        "n1": (11.0, 16.0)
-    }
-    received = HostReputation((("n1", (9.0,)),), (("bad", "why"),))
-    more = HostReputation((("n1", (9.0, 4.0)),), (), ("n2",))
-    both = HostReputation((("n1", (9.0, 4.0)),), (("bad", "why"),), ("n2",))
-    assert restarts_module.merged((received, None, more)) == both
-
-
-def fail(plane: Plane, nodes: list[Node]) -> None:
-    """Let the first host cause a restart."""
-    round_ = plane.host.entry.round
-    nodes[0].open_next(round_, FAILED)
-    opened = plane.wait_for(lambda entry: entry.round == round_ + 1)
-    for index, node in enumerate(nodes):
-        node.catch_up(opened)
-        node.arrive(arrival(index))
-    closed = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
-    for node in nodes:
-        node.catch_up(closed)
-
-
-def blamed_in(plane: Plane) -> int:
-    """Return how many failures a host counts against the first node's."""
-    return len(plane.host._memory.failures.get("node0", ()))
-
-
-@pytest.mark.parametrize("is_open", [False, True], ids=["goes on", "reopened"])
-def test_what_hosts_did_is_known_to_the_next_host(is_open: bool) -> None:
-    """Failures are counted on, once each, also where the host died again at once."""
-    with planes(of(blame=BlameRules(3, 3600.0))) as control:
-        plane = control.present
-        nodes = placed(plane)
-        spare = spare_of(plane)
-        fail(plane, nodes)
-        if is_open:
-            nodes[0].open_next(1, FAILED)
-            nodes[1].catch_up(plane.wait_for(lambda entry: entry.round == 2))
-        plane = control.restart()
-        for node in (*nodes, spare):
-            node.resume(plane)
-        plane.wait_for(lambda entry: entry.round == 1 + is_open)
-        plane.wait_until(lambda: blamed_in(plane) == 1 + is_open)
-        plane = control.restart()
-        for node in (*nodes, spare):
-            node.resume(plane)
-        plane.wait_for(lambda entry: entry.round == 1 + is_open)
-        plane.wait_until(lambda: blamed_in(plane) == 1 + is_open)
-
-
-def test_named_and_unhealthy_nodes_are_known_to_the_next_host() -> None:
-    """What came while workers run is told at once, and is no event for them."""
-    with planes(of()) as control:
-        plane = control.present
-        nodes = placed(plane)
-        plane.named.add(["node1"], "it fell off the bus")
-        spare = Node(2, plane)
-        spare.tell(Kind.UNHEALTHY, cause=GOES, arrival=arrival(2))
-        entry = plane.wait_for(
-            lambda entry: entry.reputation is not None and len(entry.reputation.unhealthy) == 1
-        )
-        assert entry.reputation == HostReputation(
-            (), (("node1", "it fell off the bus"),), (name(2),)
-        )
-        assert [node.catch_up(entry) for node in nodes] == [[], []]
-        plane = control.restart()
-        for node in nodes:
-            node.resume(plane)
-        entry = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
-        assert plane.named.why == {"node1": "it fell off the bus"}
-        plane.wait_until(lambda: plane.host._memory.unhealthy == {name(2)})
-        assert plane.reported == []
-
-
-def test_names_that_come_between_rounds_are_known_to_the_next_host() -> None:
-    """A verdict mostly comes while the next round waits for nodes, and that may take long."""
-    with planes(of()) as control:
-        plane = control.present
-        nodes = placed(plane)
-        nodes[0].open_next(0, FAILED)
-        plane.wait_for(lambda entry: entry.phase is Phase.OPEN)
-        plane.named.add(["node1"], "it fell off the bus")
-        opened = plane.wait_for(
-            lambda entry: entry.reputation is not None and entry.reputation.named
-        )
-        assert opened.phase is Phase.OPEN
-        assert nodes[0].catch_up(opened) == [], "it opened the round itself"
-        assert [type(event) for event in nodes[1].catch_up(opened)] == [Opened]
-        plane = control.restart()
-        for node in nodes:
-            node.resume(plane)
-        plane.wait_for(lambda entry: entry.round == 1)
-        assert plane.named.why == {"node1": "it fell off the bus"}
-
-
-def test_what_the_log_says_of_names_is_known_to_the_next_host() -> None:
-    """The line is written once a decision says it: who dies right after it has lost nothing."""
-    found: list[HostReputation | None] = []
-
-    def look(record: logging.LogRecord) -> bool:
-        if "get no place" in record.getMessage():
-            found.append(plane.host.entry.reputation)
-        return True
-
-    with planes(of()) as control:
-        plane = control.present
-        placed(plane)
-        logger = logging.getLogger("nvrx")
-        logger.addFilter(look)
-        try:
-            plane.named.add(["node1"], "it fell off the bus")
-            plane.wait_until(lambda: bool(found))
-        finally:
-            logger.removeFilter(look)
-    assert found == [HostReputation((), (("node1", "it fell off the bus"),), ())]
 
 
 def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:

@@ -125,12 +125,12 @@ def test_append_is_atomic(served: Served) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    lines, end = served.connect().lines("k", 0)
+    lines, end = served.connect().lines("k", 0, str)
     assert len(lines) == 800
     assert {line.rsplit(":", 1)[0] for line in lines} == {
         f"{index}:{number}" for index in range(4) for number in range(200)
     }
-    assert served.connect().lines("k", end) == ([], end)
+    assert served.connect().lines("k", end, str) == ([], end)
 
 
 def test_a_wait_ends_when_the_key_is_set_deleted_or_not(served: Served) -> None:
@@ -170,14 +170,14 @@ def test_what_one_connection_does_happens_in_order(served: Served) -> None:
         one.put("b", str(number))
         one.count("c", 1)
         assert [other.peek("a"), other.peek("b")] == [str(number)] * 2
-        assert len(other.lines("k", 0)[0]) == number + 1
+        assert len(other.lines("k", 0, str)[0]) == number + 1
 
 
 # Signatures ------------------------------------------------------------------------------------
 
 
 def test_values_come_back(served: Served) -> None:
-    """Put, put_all, create, swap, peek and has speak of the same values."""
+    """Put, put_all, create, peek and has speak of the same values."""
     one, other = served.connect(), served.connect()
     one.put("a", "1")
     one.put_all({"b": "2", "c": ""})
@@ -186,9 +186,6 @@ def test_values_come_back(served: Served) -> None:
     assert [other.has(key) for key in "ad"] == [True, False]
     assert other.create("a", "9") == "1"
     assert other.create("d", "4") == "4"
-    raw = other.swap("a", b"", "5")
-    assert other.unseal("a", raw) == "1"
-    assert other.unseal("a", other.swap("a", raw, "5")) == "5"
 
 
 @pytest.mark.parametrize("value", ["", "x", "0" * 32, "0" * 40, "\x00", "x" * 100_000])
@@ -249,19 +246,19 @@ def test_foreign_lines_are_left_out_and_reported_once(
     for number in range(3):
         served.raw().append(PREFIX + "k", "garbage \x00\n")
         one.append_line("k", str(number))
-    assert one.lines("k", 0)[0] == ["0", "1", "2"]
+    assert one.lines("k", 0, str)[0] == ["0", "1", "2"]
     assert len(caplog.records) == 1
 
 
-def test_lines_are_found_again_after_somebody_has_written_over_them(served: Served) -> None:
-    """A reader that is beyond the end of what is there now begins anew."""
+def test_lines_that_somebody_else_has_written_over_are_named(served: Served) -> None:
+    """A reader that is beyond the end of what is there now does not pass it over."""
     one = served.connect()
     for number in range(3):
         one.append_line("k", str(number))
-    _, end = one.lines("k", 0)
+    _, end = one.lines("k", 0, str)
     served.raw().set(PREFIX + "k", "garbage\n")
-    one.append_line("k", "3")
-    assert one.lines("k", end)[0] == ["3"]
+    with pytest.raises(ForeignValueError, match="k: somebody else has written over it"):
+        one.lines("k", end, str)
 
 
 def test_a_counter_that_is_no_number_counts_as_nothing(served: Served) -> None:
@@ -273,19 +270,15 @@ def test_a_counter_that_is_no_number_counts_as_nothing(served: Served) -> None:
 
 
 @pytest.mark.parametrize("garbage", ["garbage", "", "9" * 30])
-def test_a_counter_that_somebody_else_has_written_over_begins_anew(
-    served: Served, garbage: str, caplog: pytest.LogCaptureFixture
+def test_a_counter_that_somebody_else_has_written_over_is_named(
+    served: Served, garbage: str
 ) -> None:
-    """Adding to what is no number is told, and costs neither the connection nor the counter."""
+    """torch's store hangs up on whoever adds to what is no number; the error says to which key."""
     one = served.connect()
-    one.count("k", 3)
+    assert one.count("k", 3) == 3
     served.raw().set(PREFIX + "k", garbage)
-    assert one.count("k", 2) == 2
-    assert one.count("k", 1) == 3
-    assert "is no number" in caplog.text
-    one.cut()
-    with pytest.raises(store.StoreLostError):
-        one.count("k", 1)
+    with pytest.raises(StoreLostError, match="asked to add to k"):
+        one.count("k", 2)
 
 
 # Operations, waits, the end --------------------------------------------------------------------
@@ -305,20 +298,19 @@ def test_operations_are_counted_honestly(served: Served) -> None:
         lambda: one.put("k", "v"),
         lambda: one.put_all({"a": "1", "b": "2"}),
         lambda: one.create("k", "v"),
-        lambda: one.swap("k", b"", "v"),
         lambda: one.has("k"),
         lambda: one.peek("k"),
         lambda: one.wait_until_set("k", 1),
         lambda: one.wait_for("k", 1),
         lambda: one.wait_for("missing", 0.01),
         lambda: one.append_line("l", "x"),
-        lambda: one.lines("l", 0),
+        lambda: one.lines("l", 0, str),
         lambda: one.count("c", 1),
         lambda: one.counters(["c"]),
         lambda: one.delete("k"),
     ):
         count(call)
-    assert spent == [1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1]
+    assert spent == [1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.05, 0.3])
@@ -390,7 +382,7 @@ def test_many_messages_of_a_round_are_read(served: Served) -> None:
     line = one._seal("k", "x" * 60_000) + "\n"
     for _ in range(3):
         one._client.append(PREFIX + "k", line * 100)
-    assert len(one.lines("k", 0)[0]) == 300
+    assert len(one.lines("k", 0, str)[0]) == 300
 
 
 def test_a_look_at_a_prefix_store_can_be_cut() -> None:
@@ -404,29 +396,6 @@ def test_a_look_at_a_prefix_store_can_be_cut() -> None:
     one = JobStore(Endless(), PREFIX, SECRET)
     with pytest.raises(StoreLostError, match="cut"):
         one.wait_until_set("k", 50)
-
-
-def test_a_cut_reaches_the_connection_that_mends_a_counter(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever cuts while a new connection takes the old one's place ends the new one."""
-    one = served.connect()
-    connect = store._connect_client
-    limits = []
-
-    def connect_and_cut(*where: Any) -> Any:
-        made = connect(*where)
-        limits.append(where[2])
-        one.cut()
-        return made
-
-    served.raw().set(PREFIX + "k", "garbage")
-    monkeypatch.setattr(store, "_connect_client", connect_and_cut)
-    with pytest.raises(StoreLostError):
-        one.count("k", 1)
-    assert limits == [store.MEND_S]
-    with pytest.raises(OSError, match="pipe"):
-        one._client.set("k", "v")
 
 
 def test_a_name_that_none_can_have_is_told_of() -> None:

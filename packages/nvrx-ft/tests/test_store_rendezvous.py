@@ -166,6 +166,6 @@ def test_that_a_node_leaves_is_in_the_queue_before_its_ranks_are_ended(
         assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
         for _ in range(20):
             rendezvous.leave(cause)
-            lines, _ = store.lines(keys.messages(0), 0)
+            lines, _ = store.lines(keys.messages(0), 0, str)
             assert any(cause.what in line for line in lines)
             store.delete(keys.messages(0))

@@ -373,6 +373,10 @@ class StoreConnector:
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the rendezvous host says of log servers; it does so before it decides anything."""
+    """Fetch what the rendezvous host says of log servers; it does so before it decides anything.
+
+    Always read: who has another token is refused by it before it writes anything itself.
+    """
+    said = store.wait_for(keys.LOG_TOKEN, wait_s)
     if records.asks_for_log_server:
-        records.log_server_said(store.wait_for(keys.LOG_TOKEN, wait_s))
+        records.log_server_said(said)

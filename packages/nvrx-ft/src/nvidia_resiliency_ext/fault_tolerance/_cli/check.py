@@ -319,7 +319,7 @@ def compare_nodes(
             store.put(f"{topic}/all", "1")
         if serves:
             store.wait_until_set(f"{topic}/all", limit_s)
-            lines, _ = store.lines(topic, 0)
+            lines, _ = store.lines(topic, 0, str)
             store.put(f"{topic}/answer", json_within(answer(lines), MAX_LINE_BYTES))
         answered = store.wait_for(f"{topic}/answer", limit_s + ANSWER_S)
         if answered is None:
@@ -328,7 +328,7 @@ def compare_nodes(
 
     def compared(clocks: list[str]) -> list[dict[str, Any]]:
         clock_of: dict[str, float] = dict(map(json.loads, clocks))
-        lines, _ = store.lines("reports", 0)
+        lines, _ = store.lines("reports", 0, str)
         reports = [_report(line, clock_of) for line in lines[:count]]
         nodes = nodes_finding(reports, plan.min_nodes, plan.max_nodes, wait_s)
         found = [nodes, *compare(reports)]

@@ -23,7 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     claim,
     read_token,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import ForeignValueError
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
@@ -222,15 +221,9 @@ class ControlPlane:
 def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules | None:
     """Wait for the first launcher, which tells what all launchers go by. Raises NvrxError."""
     while not stop.is_set():
-        try:
-            text = store.wait_for(keys.SETTINGS, LOOK_S)
-            settings = None if text is None else agreement.read_settings(text)
-        except ForeignValueError as error:
-            store.report_foreign(error)
-            store.delete(keys.SETTINGS)
-            continue
-        if settings is not None:
-            return _rules_from(settings)
+        text = store.wait_for(keys.SETTINGS, LOOK_S)
+        if text is not None:
+            return _rules_from(agreement.read_settings(text))
     return None
 
 

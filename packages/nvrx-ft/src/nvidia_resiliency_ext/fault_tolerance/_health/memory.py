@@ -67,11 +67,6 @@ class GpuMemory:
             logger.warning("restarts do not wait for GPU memory, it is unknown: %s", why)
 
 
-def busy(used_mb: Mapping[int, float], tolerance_mb: float) -> dict[int, float]:
-    """Return the local ranks whose GPU is not free, with the megabytes in use."""
-    return {rank: used for rank, used in used_mb.items() if used > tolerance_mb}
-
-
 def wait_for_memory(
     memory: GpuMemory, rules: MemoryRules, clock: Clock, stopped: threading.Event
 ) -> float | None:
@@ -84,7 +79,7 @@ def wait_for_memory(
         used = memory.used_mb(ranks)
         if used is None:
             return None
-        waiting_for = busy(used, rules.tolerance_mb)
+        waiting_for = {rank: mb for rank, mb in used.items() if mb > rules.tolerance_mb}
         waited_s = clock.monotonic() - began
         if not waiting_for:
             return waited_s

@@ -25,8 +25,8 @@ from . import keys
 from .agreement import differences, read_settings, write_settings
 from .keys import LEASES_TO_EXPIRY, LEASES_TO_FENCE
 from .log import DecisionLog
-from .records import Arrival, Entry, ForeignValueError, Kind, Phase
-from .session import FOREIGN_PAUSE_S, Lost, NodeSession, Over, SessionEvent
+from .records import Arrival, Entry, Kind, Phase
+from .session import Lost, NodeSession, Over, SessionEvent
 from .store import JobStore, NoJobError
 
 logger = logging.getLogger("nvrx")
@@ -66,13 +66,6 @@ def _store_gone(error: StoreLostError) -> str:
     if isinstance(error, NoJobError):
         return str(error)
     return f"the rendezvous host of the job is gone or does not answer ({error})"
-
-
-def _can_read(store: JobStore, key: str) -> bool:
-    try:
-        return store.peek(key) is not None
-    except ForeignValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +182,39 @@ class NodeClient:
             self._report_lost(f"the rendezvous of this node failed: {error!r}")
 
     def _live(self) -> None:
-        session = self._begin()
-        while True:
+        """Serve one store after the other, where one that goes may come back."""
+        deadline = self._clock.monotonic() + self._settings.connect_timeout_s
+        session: NodeSession | None = None
+        for tries in itertools.count(1):
+            store = self._keep(self._connect(self._store_is_absent))
             try:
+                if session is None:
+                    session = self._enter(store)
+                else:
+                    self._resume(session, store)
                 self._serve(session)
             except StoreLostError as error:
-                self._wait_for_another(session, error)
+                is_late = self._clock.monotonic() >= deadline
+                if not self._may_come_back(session, tries, is_late=is_late):
+                    raise
+                goes_on = "" if session is None else "going on, and "
+                logger.warning("%s; %swaiting for it to come back", _store_gone(error), goes_on)
+                self._cut()
+                self._ended.wait(DYING_S)
             else:
                 return
+
+    def _may_come_back(self, session: NodeSession | None, tries: int, *, is_late: bool) -> bool:
+        """Whether another store may follow: where a control plane serves it, for as long as asked.
+
+        One that is lost before it could be asked is tried a few times.
+        """
+        if self._ended.is_set():
+            return False
+        if session is not None:
+            return session.entry is not None and session.entry.is_controlled
+        is_controlled = self._is_controlled
+        return not is_late and (tries < ENTRY_TRIES if is_controlled is None else is_controlled)
 
     def _report_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
@@ -218,26 +236,6 @@ class NodeClient:
         for store in stores:
             store.cut()
 
-    def _begin(self) -> NodeSession:
-        """Enter the job; a store that goes meanwhile is waited for where it may come back."""
-        deadline = self._clock.monotonic() + self._settings.connect_timeout_s
-        for tries in itertools.count(1):
-            store = self._keep(self._connect(lambda: None))
-            try:
-                return self._enter(store)
-            except StoreLostError as error:
-                may_come_back = self._is_controlled
-                if may_come_back is None:
-                    # It did not live long enough to be asked.
-                    may_come_back = tries < ENTRY_TRIES
-                is_late = self._clock.monotonic() >= deadline
-                if not may_come_back or is_late or self._ended.is_set():
-                    raise
-                logger.warning("%s; waiting for it to come back", _store_gone(error))
-                self._cut()
-                self._ended.wait(DYING_S)
-        raise AssertionError("unreachable")
-
     def _enter(self, store: JobStore) -> NodeSession:
         arrival = self._settings.arrival
         session = NodeSession(store, arrival.node, arrival.host)
@@ -255,22 +253,27 @@ class NodeClient:
         return session
 
     def _start_watch(self, store: JobStore, seq: int) -> None:
+        """Wait for one decision after the other in a thread, and hand it to the session's."""
         self._watch_number += 1
-        watched, number = self._keep(store.another()), self._watch_number
+        log, number = DecisionLog(self._keep(store.another())), self._watch_number
 
-        def hand_over(what: Entry | str) -> None:
-            self._commands.put(
-                _Order(lambda session: self._take_watched(session, number, what), True)
-            )
+        def hand_over(what: Entry | NvrxError) -> None:
+            order = _Order(lambda session: self._take_watched(session, number, what), at_once=True)
+            self._commands.put(order)
 
         def watch() -> None:
+            known, is_over = seq, False
             try:
-                self._watch(watched, seq, hand_over)
-            except StoreLostError as error:
-                hand_over(str(error))
+                while not is_over and not self._ended.is_set():
+                    entry = log.wait_for(known + 1, WATCH_WAIT_S)
+                    if entry is not None:
+                        known, is_over = entry.seq, entry.phase is Phase.OVER
+                        hand_over(entry)
+            except NvrxError as error:
+                hand_over(error)
             except Exception as error:
                 logger.exception("a defect in the rendezvous of this node")
-                hand_over(repr(error))
+                hand_over(NvrxError(f"the rendezvous of this node failed: {error!r}"))
 
         self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
         self._watcher.start()
@@ -284,18 +287,20 @@ class NodeClient:
             StoreLostError: the store is gone.
             LeaseExpiredError: this node was away for too long.
         """
-        next_lease = self._first_lease_at()
+        # At once where that was not done in this job.
+        confirmed, next_lease = self._confirmed_at, self._clock.monotonic()
+        if confirmed is not None:
+            next_lease = confirmed + self._lease_period()
         while True:
             self._check_lease(session)
-            is_due = next_lease <= self._clock.monotonic()
-            if self._held and not session.is_resuming and not is_due:
-                self._held[0](session)
-                self._held.popleft()
-                continue
             wait_s = next_lease - self._clock.monotonic()
             if wait_s <= 0:
                 self._renew(session)
                 next_lease = self._clock.monotonic() + self._lease_period()
+                continue
+            if self._held and not session.is_resuming:
+                self._held[0](session)
+                self._held.popleft()
                 continue
             try:
                 order = self._commands.get(timeout=wait_s)
@@ -308,29 +313,6 @@ class NodeClient:
                 order.do(session)
             else:
                 self._held.append(order.do)
-
-    def _wait_for_another(self, session: NodeSession, error: StoreLostError) -> None:
-        """Connect again, where the store may come back: one that a control plane serves.
-
-        Raises:
-            StoreLostError: it does not come back.
-        """
-        if session.entry is None or not session.entry.is_controlled or self._ended.is_set():
-            raise error
-        while True:
-            logger.warning("%s; going on, and waiting for it to come back", _store_gone(error))
-            self._cut()
-            self._ended.wait(DYING_S)
-            store = self._keep(self._connect(self._store_is_absent))
-            try:
-                self._resume(session, store)
-            except StoreLostError as lost_again:
-                if self._ended.is_set():
-                    raise
-                error = lost_again
-            else:
-                logger.info("the store is back")
-                return
 
     def _resume(self, session: NodeSession, store: JobStore) -> None:
         """Go on with another store.
@@ -346,10 +328,12 @@ class NodeClient:
         if event is not None:
             self._post(event)
         self._start_watch(store, session.notified_seq)
+        logger.info("the store is back")
 
     def _store_is_absent(self) -> None:
         """Record that nobody serves a store: then nobody can have replaced this node either."""
-        self._confirmed_at = self._clock.monotonic()
+        if self._confirmed_at is not None:
+            self._confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
         """Never renew a lease that has expired, though the store would take it.
@@ -366,12 +350,6 @@ class NodeClient:
                 f"this node gave no sign of life for {quiet_s:.1f} s;"
                 " it ends, for the others may have replaced it"
             )
-
-    def _first_lease_at(self) -> float:
-        """Return when to renew the lease next: at once where that was not done in this job."""
-        if self._confirmed_at is None:
-            return self._clock.monotonic()
-        return self._confirmed_at + self._lease_period()
 
     def _lease_period(self) -> float:
         # Spread, so that thousands of nodes do not speak in the same instant.
@@ -407,39 +385,15 @@ class NodeClient:
             ForeignValueError: this launcher has another token than the job.
         """
         own = write_settings(self._settings.arrival.host, self._settings.must_agree)
-        try:
-            return read_settings(store.create(keys.SETTINGS, own))
-        except ForeignValueError:
-            # Who has another token must not replace what is right: by the host's word that shows.
-            if not store.has(keys.LOG_TOKEN) or not _can_read(store, keys.LOG_TOKEN):
-                raise
-        return store.settle(keys.SETTINGS, own, read_settings)
+        return read_settings(store.create(keys.SETTINGS, own))
 
-    def _watch(self, store: JobStore, seq: int, hand_over: Callable[[Entry], None]) -> None:
-        """Wait for one decision after the other and hand it to the session's thread."""
-        log = DecisionLog(store)
-        while not self._ended.is_set():
-            try:
-                entry = log.wait_for(seq + 1, WATCH_WAIT_S)
-            except ForeignValueError as error:
-                # The host puts a decision in its place.
-                store.report_foreign(error)
-                store.put(keys.NOTIFY, "1")
-                self._ended.wait(FOREIGN_PAUSE_S)
-                continue
-            if entry is None:
-                continue
-            seq = entry.seq
-            hand_over(entry)
-            if entry.phase is Phase.OVER:
-                return
-
-    def _take_watched(self, session: NodeSession, number: int, what: Entry | str) -> None:
+    def _take_watched(self, session: NodeSession, number: int, what: Entry | NvrxError) -> None:
         """Take a decision, or why there are no more; of an earlier watch the store is gone."""
-        if number == self._watch_number and isinstance(what, Entry):
-            self._take(session, what)
-        elif number == self._watch_number:
-            raise StoreLostError(str(what))
+        if number != self._watch_number:
+            return
+        if isinstance(what, NvrxError):
+            raise what
+        self._take(session, what)
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
         if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):

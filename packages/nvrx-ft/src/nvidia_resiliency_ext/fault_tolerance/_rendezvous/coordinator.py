@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the rendezvous host decides: when a round closes, opens, or the job is over. Pure.
 
-`decide(rules, memory, view, now)` looks at all that the store says and returns one decision. It is
-asked again whenever something may have changed, so no single event can be missed or come twice.
+`decide(view)` looks at all that the store says, and returns the next entry of the log, the
+placement that closes the round, or how long to wait. It is asked again whenever something may have
+changed, so no single event can be missed or come twice.
 
     phase    sees                                              decides
-    OPEN     enough nodes, nobody worth waiting for            Close(placement)
-    OPEN     two launchers with one address, bad segments ...  End(failure)
-    OPEN     nodes that were started with other settings       End(failure), in the first round
-    OPEN     more unhealthy nodes than may be missing          End(failure)
-    CLOSED   every node with a place succeeded                 End(graceful)
-    CLOSED   a node with a place is lost or has left           Open(cause), or End without budget
-    CLOSED   a limit was broken by a rank that may wait        AskRanks: what do the others do?
-    CLOSED   all have reported what their ranks do, or 3 s passed  EvaluateHang: whom to blame
-    CLOSED   a node that must go                               Leave, and agree where ranks save
-    CLOSED   all left, and enough without those that must go   Open(cause)
-    CLOSED   min-healthy: too few nodes healthy or done        Open(cause), or End without budget
+    OPEN     enough nodes, nobody worth waiting for            the placement
+    OPEN     two launchers with one address, bad segments ...  over (failure)
+    OPEN     nodes that were started with other settings       over (failure), in the first round
+    OPEN     more unhealthy nodes than may be missing          over (failure)
+    CLOSED   every node with a place succeeded                 over (graceful)
+    CLOSED   a node with a place is lost or has left           open, or over without budget
+    CLOSED   a limit was broken by a rank that may wait        hang: what do the others do?
+    CLOSED   all have reported what their ranks do, or 3 s passed  hang: whom to blame
+    CLOSED   a node that must go                               leave, and agree where ranks save
+    CLOSED   all left, and enough without those that must go   open
+    CLOSED   min-healthy: too few nodes healthy or done        open, or over without budget
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +68,7 @@ class CoordinatorRules:
     counts_unhealthy: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Memory:
     """What the host remembers beyond the present round. Times are of its monotonic clock.
 
@@ -86,12 +88,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store says at one moment.
+    """What the store says at one moment, `now` (monotonic s), and what it is judged by.
 
     `quiet_s` is how long a node's lease did not move; `acknowledged` are nodes that know that the
     present round is open; `me` is who looks.
     """
 
+    rules: CoordinatorRules
+    memory: Memory
+    now: float
     entry: Entry
     messages: tuple[NodeMessage, ...] = ()
     quiet_s: Mapping[str, float] = field(default_factory=dict)
@@ -112,49 +117,7 @@ class Wait:
     is_last_call: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The round is complete."""
-
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A restart is needed, and nobody else may have said so."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The round's ranks save and leave: at call `at`, once that is agreed (0 before)."""
-
-    cause: Cause
-    at: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class AskRanks:
-    """A rank has broken a limit: all nodes look at what their ranks do."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateHang:
-    """All nodes have reported what their ranks do: this is why the round ends."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """There is no further round."""
-
-    reason: str
-    cause: Cause | None = None
-
-
-Decision = Wait | Close | Open | Leave | AskRanks | EvaluateHang | End
+Decision = Wait | Placement | Entry
 
 
 def arrived(messages: tuple[NodeMessage, ...]) -> dict[str, Arrival]:
@@ -180,13 +143,13 @@ def carried_over(memory: Memory, messages: tuple[NodeMessage, ...]) -> Memory:
     )
 
 
-def decide(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
+def decide(view: View) -> Decision:
     """Return what follows from what the store says."""
     if view.entry.phase is Phase.OPEN:
-        return _while_open(rules, memory, view, now)
+        return _while_open(view)
     if view.entry.phase is Phase.CLOSED:
-        return _while_closed(rules, memory, view, now)
-    return Wait(now + LOOK_AGAIN_S)
+        return _while_closed(view)
+    return Wait(view.now + LOOK_AGAIN_S)
 
 
 def expiry_s(rules: CoordinatorRules) -> float:
@@ -194,53 +157,62 @@ def expiry_s(rules: CoordinatorRules) -> float:
     return LEASES_TO_EXPIRY * rules.lease_s
 
 
-def present(rules: CoordinatorRules, view: View) -> dict[str, Arrival]:
-    """Return the nodes of an open round that are there and alive."""
-    limit = expiry_s(rules)
-    there = arrived(view.messages)
-    return {node: a for node, a in there.items() if view.quiet_s.get(node, 0.0) <= limit}
-
-
-def _while_open(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
+def _while_open(view: View) -> Decision:
+    rules, memory, now = view.rules, view.memory, view.now
     for message in view.messages:
         if message.kind is Kind.MISMATCH and not memory.active:
-            return _failure("mismatch", message.text)
+            return _failure(view, "mismatch", message.text)
     unhealthy = memory.unhealthy | {n.node for n in view.messages if n.kind is Kind.UNHEALTHY}
     surplus = rules.placement.max_nodes - rules.placement.min_nodes
     if rules.counts_unhealthy and len(unhealthy) > surplus:
         return _failure(
+            view,
             "unhealthy",
             f"{len(unhealthy)} nodes are unhealthy, and --nnodes allows {surplus} to be missing:"
             f" {', '.join(sorted(unhealthy))}",
         )
-    there = present(rules, view)
+    limit = expiry_s(rules)
+    there = {n: a for n, a in arrived(view.messages).items() if view.quiet_s.get(n, 0.0) <= limit}
+    blamed = restarts.blamed(memory.failures, now, rules.blame)
     try:
-        result = place_all(rules, memory, there, unhealthy_groups(view.messages), now)
+        result = place_all(view, there, blamed)
     except PlacementError as error:
         # One of them may be dead, and its place be taken by the launcher that follows it.
         if any(
             view.quiet_s.get(node, 0.0) > LEASES_IN_DOUBT * rules.lease_s for node in error.nodes
         ):
             return Wait(now + LOOK_AGAIN_S, str(error))
-        return _failure("placement", str(error))
+        return _failure(view, "placement", str(error))
     if isinstance(result, NotEnough):
         return Wait(now + LOOK_AGAIN_S, result.reason)
-    absent = _absent(rules, memory, view, there)
+    gone = memory.gone | nodes_gone(view.messages)
+    # Who had a place before and is neither here nor gone nor lost.
+    absent = [
+        member
+        for member in memory.active
+        if (node := member.node) not in there
+        and node not in gone
+        and view.quiet_s.get(node, limit) < limit
+    ]
     doubtful = [m.host for m in absent if m.node not in view.acknowledged]
     if doubtful:
         # It may be cut off and train on: nobody starts beside it before its lease has expired.
         why = f"no sign of life of {', '.join(doubtful)}, active before"
         return Wait(now + LAST_CALL_LOOK_S, why, is_last_call=True)
     since = memory.enough_since if memory.enough_since is not None else now
-    limit = expiry_s(rules)
     late = [n for n in memory.spares if n not in there and view.quiet_s.get(n, limit) < limit]
-    why = _last_call(rules, memory, result, late, absent)
+    why = _last_call(view, result, late, absent)
     if late and not why:
-        why = _in_place_of_unwanted(rules, memory, result, now)
+        unwanted = [
+            c.host
+            for c in result.active
+            if c.host in blamed or is_named(c.host, c.addr, memory.excluded)
+        ]
+        why = f"spare nodes in place of {', '.join(unwanted)}" if unwanted else ""
     if why and now < since + rules.last_call_s:
         until = min(since + rules.last_call_s, now + LAST_CALL_LOOK_S)
         return Wait(until, why, is_last_call=True)
-    return Close(result)
+    return result
 
 
 def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
@@ -249,25 +221,21 @@ def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
 
 
 def place_all(
-    rules: CoordinatorRules,
-    memory: Memory,
-    there: Mapping[str, Arrival],
-    bad_groups: frozenset[str],
-    now: float,
+    view: View, there: Mapping[str, Arrival], blamed: frozenset[str]
 ) -> Placement | NotEnough:
     """Return who works; hosts that are not wanted only where others are not enough.
 
-    These are hosts that somebody outside the job named, and hosts that failed again and again.
+    These are hosts that somebody outside the job named, and those that failed again and again.
 
     Raises:
         PlacementError: these nodes cannot work together.
     """
+    rules, bad_groups = view.rules.placement, unhealthy_groups(view.messages)
     candidates = list(there.values())
-    result = place(candidates, rules.placement, bad_groups)
+    result = place(candidates, rules, bad_groups)
     if isinstance(result, NotEnough):
         return result
-    blamed = restarts.blamed(memory.failures, now, rules.blame)
-    named = [c for c in candidates if is_named(c.host, c.addr, memory.excluded)]
+    named = [c for c in candidates if is_named(c.host, c.addr, view.memory.excluded)]
     failed = [c for c in candidates if c.host in blamed and c not in named]
     out: list[tuple[list[Arrival], str]] = []
     # Where all nodes work that come, those that are named still have to go.
@@ -276,24 +244,17 @@ def place_all(
         (failed, "failed again and again", False),
     ):
         kept = [c for c in candidates if c not in nodes]
-        better = _placed(kept, rules, bad_groups) if nodes else None
-        if better is not None and (may_be_fewer or len(better.active) >= len(result.active)):
+        better: Placement | NotEnough | None = None
+        with contextlib.suppress(PlacementError):
+            better = place(kept, rules, bad_groups) if nodes else None
+        if isinstance(better, Placement) and (
+            may_be_fewer or len(better.active) >= len(result.active)
+        ):
             candidates, result = kept, better
             out.append((nodes, why))
     for nodes, why in out:
         result = result.without(nodes, why)
     return result
-
-
-def _placed(
-    candidates: list[Arrival], rules: CoordinatorRules, bad_groups: frozenset[str]
-) -> Placement | None:
-    """Return who works of some nodes, None where these are not enough or do not fit."""
-    try:
-        result = place(candidates, rules.placement, bad_groups)
-    except PlacementError:
-        return None
-    return None if isinstance(result, NotEnough) else result
 
 
 def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
@@ -305,77 +266,47 @@ def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
     return frozenset(group for group in groups if group is not None)
 
 
-def _absent(
-    rules: CoordinatorRules, memory: Memory, view: View, there: Mapping[str, Arrival]
-) -> list[Arrival]:
-    """Return who had a place before and is neither here nor gone nor lost."""
-    gone = memory.gone | nodes_gone(view.messages)
-    limit = expiry_s(rules)
-    return [
-        member
-        for member in memory.active
-        if (node := member.node) not in there
-        and node not in gone
-        and view.quiet_s.get(node, limit) < limit
-    ]
-
-
-def _last_call(
-    rules: CoordinatorRules,
-    memory: Memory,
-    result: Placement,
-    late: list[str],
-    absent: list[Arrival],
-) -> str:
+def _last_call(view: View, result: Placement, late: list[str], absent: list[Arrival]) -> str:
     """Return for whom the round is kept open although there are enough nodes, or ''."""
-    may_be_more = rules.placement.elastic and len(result.active) < rules.placement.max_nodes
-    if may_be_more and (absent or late or not memory.active):
+    placement = view.rules.placement
+    may_be_more = placement.elastic and len(result.active) < placement.max_nodes
+    if may_be_more and (absent or late or not view.memory.active):
         return "more nodes may come"
     if not absent:
         return ""
     return f"active before: {', '.join(member.host for member in absent)}"
 
 
-def _in_place_of_unwanted(
-    rules: CoordinatorRules, memory: Memory, result: Placement, now: float
-) -> str:
-    """Return in whose place spares that are late would work, or ''."""
-    blamed = restarts.blamed(memory.failures, now, rules.blame)
-    unwanted = [
-        c.host
-        for c in result.active
-        if c.host in blamed or is_named(c.host, c.addr, memory.excluded)
-    ]
-    return f"spare nodes in place of {', '.join(unwanted)}" if unwanted else ""
-
-
-def _while_closed(rules: CoordinatorRules, memory: Memory, view: View, now: float) -> Decision:
-    states = _states(rules, memory, view)
-    done = sum(states[member.node][0] in _DONE for member in memory.active)
+def _while_closed(view: View) -> Decision:
+    rules, memory, now = view.rules, view.memory, view.now
+    messages = (*view.messages, *losses(view))
+    states = _states(memory, messages)
+    done = sum(states[member.node] in _DONE for member in memory.active)
     if memory.active and done == len(memory.active):
-        drained = _goes_on_without(rules, memory, view)
+        drained = _goes_on_without(view)
         if drained:
-            return Open(drained)
+            return view.entry.opened(view.me, drained)
         if view.entry.save_at and may_have_more_nodes(rules, memory, now):
             return Wait(now + LAST_CALL_LOOK_S, "spares may come back")
-        return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
-    broken = [member for member in memory.active if states[member.node][0] in _BROKEN]
+        return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
+    broken = [member for member in memory.active if states[member.node] in _BROKEN]
     if not broken:
         patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
-        return _leave(memory, view) or _hang(memory, view) or Wait(now + patience_s)
-    cause = _first_cause(view.messages, states) or _lost(broken[0])
+        return _leave(view) or _hang(view) or Wait(now + patience_s)
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
         if healthy == 0 and done >= rules.placement.min_nodes:
-            return End(RDZV_SHUTDOWN_REASON_GRACEFUL)
+            return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
         if healthy + done >= rules.placement.min_nodes:
             return Wait(now + rules.lease_s / 4)
+    causes = (n.cause for n in messages if n.cause is not None and states.get(n.node) in _BROKEN)
+    cause = next(causes, None) or _lost(broken[0])
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
-        return Open(cause)
-    return End(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+        return view.entry.opened(view.me, cause)
+    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)
 
 
-def _hang(memory: Memory, view: View) -> AskRanks | EvaluateHang | None:
+def _hang(view: View) -> Entry | None:
     """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
 
     What is certain is not waited for: a stopped rank is to blame, whatever the others do.
@@ -386,21 +317,16 @@ def _hang(memory: Memory, view: View) -> AskRanks | EvaluateHang | None:
         return None
     states = [state for message in reports.values() for state in message.ranks]
     finding = find_culprit(states, view.entry.world_size)
-    silent = [m.host for m in memory.active if m.node not in reports]
+    silent = [m.host for m in view.memory.active if m.node not in reports]
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
     if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
-        return None if view.entry.hang else AskRanks()
-    return EvaluateHang(hang_cause(finding, accusation, silent))
+        return None if view.entry.hang else view.entry.again(view.me, hang=HangStage.ASKED)
+    cause = _hang_cause(finding, accusation, silent)
+    return view.entry.again(view.me, hang=HangStage.EVALUATED, cause=cause)
 
 
-def hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
-    """Return why a round ends in which a rank broke a limit.
-
-    Args:
-        finding: Whom the nodes blame together.
-        accusation: What the node said whose rank broke the limit; `detail` has `limit_words`.
-        silent: Hosts that did not say what their ranks do.
-    """
+def _hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
+    """Return why a round ends in which a rank broke a limit; its `detail` has `limit_words`."""
     what = f"{describe(finding)} ({accusation.detail.get('limit_words', accusation.what)})"
     if silent and finding.confidence is not Confidence.CERTAIN:
         what += f"; no answer from {', '.join(silent)}"
@@ -430,25 +356,25 @@ def _must_go(view: View) -> dict[str, Cause]:
     return {n.node: n.cause or unknown for n in view.messages if n.kind is Kind.PREEMPTED}
 
 
-def _leave(memory: Memory, view: View) -> Leave | None:
+def _leave(view: View) -> Entry | None:
     """Return the next step of a round that a node must leave; without its store it is over, too."""
-    active = {member.node for member in memory.active}
+    active = {member.node for member in view.memory.active}
     concerned = active | {view.me}
     causes = [cause for node, cause in _must_go(view).items() if node in concerned]
     if not causes or view.entry.save_at:
         return None
     if not view.entry.is_leaving:
-        return Leave(causes[0])
+        return view.entry.again(view.me, cause=causes[0], is_leaving=True)
     held = {message.node: message.calls for message in view.messages if message.kind is Kind.HELD}
     done = {n.node for n in view.messages if n.state is WorkerState.SUCCEEDED}
     if not active - done <= held.keys():
         return None
-    return Leave(causes[0], agreed_call(held.values()))
+    return view.entry.again(view.me, cause=causes[0], save_at=agreed_call(held.values()))
 
 
-def _goes_on_without(rules: CoordinatorRules, memory: Memory, view: View) -> Cause | None:
+def _goes_on_without(view: View) -> Cause | None:
     """Return why the job goes on without nodes that had to go, or None when it is over."""
-    going = _must_go(view)
+    rules, memory, going = view.rules, view.memory, _must_go(view)
     if (
         not view.entry.save_at
         or view.me in going
@@ -465,53 +391,30 @@ def _goes_on_without(rules: CoordinatorRules, memory: Memory, view: View) -> Cau
     return next(iter(going.values()), None)
 
 
-def losses(rules: CoordinatorRules, memory: Memory, view: View) -> tuple[NodeMessage, ...]:
+def losses(view: View) -> tuple[NodeMessage, ...]:
     """Return what nobody has said yet: the nodes of a closed round that are lost."""
     if view.entry.phase is not Phase.CLOSED:
         return ()
-    reported, states = _reported_states(memory, view), _states(rules, memory, view)
+    limit, states = expiry_s(view.rules), _states(view.memory, view.messages)
     return tuple(
         NodeMessage(Kind.STATE, node, state=WorkerState.UNKNOWN, cause=_lost(member))
-        for member in memory.active
-        if states[node := member.node][0] is WorkerState.UNKNOWN
-        and reported[node][0] is not WorkerState.UNKNOWN
+        for member in view.memory.active
+        if states[node := member.node] is WorkerState.HEALTHY
+        and view.quiet_s.get(node, 0.0) > limit
     )
 
 
-def _states(
-    rules: CoordinatorRules, memory: Memory, view: View
-) -> dict[str, tuple[WorkerState, Cause | None]]:
-    """Return what is known of each node with a place, and why it is not healthy."""
-    states = _reported_states(memory, view)
-    for node, (state, _) in states.items():
-        if state is WorkerState.HEALTHY and view.quiet_s.get(node, 0.0) > expiry_s(rules):
-            states[node] = (WorkerState.UNKNOWN, None)
-    return states
-
-
-def _reported_states(memory: Memory, view: View) -> dict[str, tuple[WorkerState, Cause | None]]:
-    """Return what nodes with a place have reported of themselves."""
-    states: dict[str, tuple[WorkerState, Cause | None]] = {
-        member.node: (WorkerState.HEALTHY, None) for member in memory.active
-    }
-    for message in view.messages:
-        if message.node not in states or states[message.node][0] is WorkerState.SUCCEEDED:
+def _states(memory: Memory, messages: Sequence[NodeMessage]) -> dict[str, WorkerState]:
+    """Return what is said of each node with a place."""
+    states = {member.node: WorkerState.HEALTHY for member in memory.active}
+    for message in messages:
+        if states.get(message.node) in (None, WorkerState.SUCCEEDED):
             continue
         if message.kind is Kind.STATE and message.state is not None:
-            states[message.node] = (message.state, message.cause)
+            states[message.node] = message.state
         elif message.kind in (Kind.LEFT, Kind.UNHEALTHY):
-            states[message.node] = (WorkerState.UNKNOWN, message.cause)
+            states[message.node] = WorkerState.UNKNOWN
     return states
-
-
-def _first_cause(
-    messages: tuple[NodeMessage, ...], states: Mapping[str, tuple[WorkerState, Cause | None]]
-) -> Cause | None:
-    """Return the first cause that a broken node reported."""
-    for message in messages:
-        if message.cause is not None and states.get(message.node, (None,))[0] in _BROKEN:
-            return message.cause
-    return None
 
 
 def _lost(member: Arrival) -> Cause:
@@ -519,5 +422,6 @@ def _lost(member: Arrival) -> Cause:
     return Cause("node_lost", what, host=member.host, detected_by="lease")
 
 
-def _failure(kind: str, what: str) -> End:
-    return End(RDZV_SHUTDOWN_REASON_FAILURE, Cause(kind, what, detected_by="rendezvous"))
+def _failure(view: View, kind: str, what: str) -> Entry:
+    cause = Cause(kind, what, detected_by="rendezvous")
+    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)

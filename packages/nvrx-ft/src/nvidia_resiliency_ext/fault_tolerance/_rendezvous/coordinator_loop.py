@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -21,14 +22,12 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import agreement, coordinator, keys, restarts
-from .log import DecisionLog, GoOn, ResumeState, decide_resume, resume_state_from
+from .log import DecisionLog, ResumeState, resume_state_from
 from .placement import Placement, check_texts, summary
 from .records import (
     Arrival,
     Entry,
     ForeignValueError,
-    HangStage,
-    HostReputation,
     Kind,
     NodeMessage,
     Phase,
@@ -74,6 +73,9 @@ class Coordinator:
         on_bad_node: Called with a node that is lost, or that failed again and again.
         denylist: Hosts that are to have no place where that can be.
         stop: Makes `run` return soon; for a host that goes before the job is over.
+
+    Attributes:
+        entry: The last decision.
     """
 
     store: JobStore
@@ -87,6 +89,7 @@ class Coordinator:
     on_bad_node: Callable[[Cause], None] = lambda _: None
     denylist: Denylist = field(default_factory=Denylist)
     stop: threading.Event = field(default_factory=threading.Event)
+    entry: Entry = field(init=False)
 
     def __post_init__(self) -> None:
         self._log = DecisionLog(self.store)
@@ -106,7 +109,7 @@ class Coordinator:
         self._clocks: dict[str, agreement.Reading] = {}
         self._resuming_since: float | None = None
         # Written once, by whatever thread asks for the end.
-        self._end_asked: coordinator.End | None = None
+        self._end_asked: tuple[str, Cause] | None = None
         first = Entry(
             seq=0,
             phase=Phase.OPEN,
@@ -117,61 +120,40 @@ class Coordinator:
             is_controlled=self.is_controlled,
         )
         self._adopted = collections.deque([(0, self.clock.monotonic())])
-        self._entry = self._log.add(first)
-        self._log.announce(self._entry.seq)
-
-    @property
-    def entry(self) -> Entry:
-        """The last decision."""
-        return self._entry
+        self.entry = self._log.add(first)
+        self._log.announce(self.entry.seq)
 
     def run(self) -> None:
         """Decide until the job is over and everybody knows, or `stop` is set.
 
         Raises:
             StoreLostError: the store is gone.
+            ForeignValueError: somebody else has written where a decision belongs.
         """
         wake_at = self.clock.monotonic()
-        while not self.stop.is_set() and self._entry.phase is not Phase.OVER:
+        while not self.stop.is_set() and self.entry.phase is not Phase.OVER:
             wait_s = min(coordinator.LOOK_AGAIN_S, wake_at - self.clock.monotonic())
             if wait_s > 0 and self.store.wait_until_set(keys.NOTIFY, wait_s):
                 self.store.delete(keys.NOTIFY)
-                # Again, in case that somebody else has written over it.
-                self._log.announce(self._entry.seq)
             self._looked_at, self._looks_at = self._looks_at, self.clock.monotonic()
-            self._follow_log()
-            wake_at = self._act(self._end_asked or self._decide())
-        if self._entry.phase is Phase.OVER:
+            while (entry := self._log.next_after(self.entry.seq)) is not None:
+                self._adopt(entry)
+            asked = self._end_asked
+            wake_at = self._act(self.entry.over(self.me, *asked) if asked else self._decide())
+        if self.entry.phase is Phase.OVER:
             self._wait_for_goodbyes()
 
     def end_job(self, reason: str, cause: Cause) -> None:
         """End the job for everybody, within a second; from any thread. The first reason stays."""
-        self._end_asked = self._end_asked or coordinator.End(reason, cause)
+        self._end_asked = self._end_asked or (reason, cause)
 
     # What the store says -----------------------------------------------------------------------
 
-    def _follow_log(self) -> None:
-        """Take over what others have decided."""
-        while True:
-            try:
-                entry = self._log.next_after(self._entry.seq)
-            except ForeignValueError as error:
-                self.store.report_foreign(error)
-                # Nobody can go on from there: what holds is said again in its place.
-                entry = self._log.add(self._entry.again(self.me))
-            if entry is None:
-                return
-            self._adopt(entry)
-
     def _adopt(self, entry: Entry) -> None:
-        before, self._entry = self._entry, entry
-        now = self.clock.monotonic()
-        if entry.follows(before):
-            self._entry_at = now
-        if before.phase is Phase.CLOSED and (entry.phase, entry.round) != (
-            Phase.CLOSED,
-            before.round,
-        ):
+        before, self.entry = self.entry, entry
+        now = self._entry_at = self.clock.monotonic()
+        goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
+        if before.phase is Phase.CLOSED and not goes_on:
             self._report_end(before.round, entry.cause)
         self._log.announce(entry.seq)
         self._adopted.append((entry.seq, now))
@@ -180,7 +162,7 @@ class Coordinator:
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:
-                self._opened_at.append(self.clock.monotonic())
+                self._opened_at.append(now)
             self._read_messages_of(before.round)
             self._memory = coordinator.carried_over(self._memory, tuple(self._messages))
             self._messages, self._read_to = [], 0
@@ -204,7 +186,7 @@ class Coordinator:
             self.on_bad_node(cause)
         before = restarts.blamed(self._memory.failures, now, rules)
         failures = restarts.record_failure(self._memory.failures, cause.host, now, rules)
-        self._memory = dataclasses.replace(self._memory, failures=failures)
+        self._memory.failures = failures
         if cause.host in restarts.blamed(failures, now, rules) - before:
             what = (
                 f"host {cause.host} caused {rules.limit} restarts within {rules.window_s:g} s: "
@@ -215,30 +197,18 @@ class Coordinator:
             self.on_bad_node(Cause("blamed", what, host=cause.host, detail=detail))
 
     def _read_messages_of(self, round_: int) -> None:
-        lines, self._read_to = self.store.lines(keys.messages(round_), self._read_to)
-        for line in lines:
-            try:
-                message = _read_message(line)
-            except ForeignValueError as error:
-                self.store.report_foreign(error)
-                continue
-            self._messages.append(message)
+        new, self._read_to = self.store.lines(keys.messages(round_), self._read_to, _read_message)
+        self._messages += new
+        for message in new:
             self._read_clock(message)
 
     def _read_clock(self, message: NodeMessage) -> None:
         """Read the clock of a node that has arrived since the last look."""
         if message.kind is Kind.ARRIVED and message.arrival is not None and message.arrival.clock:
-            now = self.clock.monotonic()
+            not_before, now = self._looked_at + self._wall_ahead_s, self.clock.monotonic()
             self._clocks[message.node] = agreement.read(
-                message.arrival.clock,
-                self._looked_at + self._wall_ahead_s,
-                now + self._wall_ahead_s,
+                message.arrival.clock, not_before, now + self._wall_ahead_s
             )
-
-    def _clocks_off(self, there: Mapping[str, Arrival]) -> Mapping[str, float]:
-        """Return which of the nodes have clocks that are off, and by how much."""
-        self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
-        return agreement.off_by(self._clocks)
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
@@ -268,68 +238,40 @@ class Coordinator:
 
     def _resume(self) -> bool:
         """Take the job up where its launchers say it stands; False when there is nothing to do."""
-        state = resume_state_from(tuple(self._messages)) if self._entry.is_controlled else None
-        is_new = self._entry.seq == 0
-        if state is None or not (is_new or state.entry.round > self._entry.round):
+        state = resume_state_from(tuple(self._messages)) if self.entry.is_controlled else None
+        is_new = self.entry.seq == 0
+        if state is None or not (is_new or state.entry.round > self.entry.round):
             return False
+        now, old = self.clock.monotonic(), state.entry
         if self._resuming_since is None:
-            self._resuming_since = self.clock.monotonic()
-        waited_s = self.clock.monotonic() - self._resuming_since
+            self._resuming_since = now
+        missing = old.active - len(state.members)
+        is_late = now - self._resuming_since >= coordinator.expiry_s(self.rules)
         # A round that other launchers have begun beside it cannot just be taken up.
-        patience_s = coordinator.expiry_s(self.rules) if is_new else 0.0
-        answer = decide_resume(state, waited_s, patience_s)
-        if answer is None:
+        if is_new and old.phase is not Phase.OPEN and missing > 0 and not is_late:
             return True
         self._resuming_since = None
-        self._opened_at = [self.clock.monotonic() - age for age in state.entry.restart_ages_s]
-        self._take_over(state.reputation)
-        if isinstance(answer, GoOn) and is_new:
-            self._go_on(answer.state)
-        elif isinstance(answer, GoOn):
-            cause = Cause("opened", "the job had begun anew beside its own launchers")
-            self._create(self._next(Phase.OPEN, state.entry.round + 1, cause=cause))
+        self._opened_at = [now - age for age in old.restart_ages_s]
+        if old.phase is Phase.OPEN:
+            cause = old.cause or Cause("opened", "a round was open when the store was lost")
+            self._reopen(old.round, cause)
+        elif missing > 0:
+            what = f"{missing} of {old.active} nodes were lost while the store was away"
+            self._reopen(old.round + 1, Cause("node_lost", what, detected_by="lease"))
+        elif not is_new:
+            what = "the job had begun anew beside its own launchers"
+            self._reopen(old.round + 1, Cause("opened", what))
         else:
-            # Followers that know the begin of the round before may not know its end.
-            self._report_end(answer.round - 1, answer.cause)
-            self._create(self._next(Phase.OPEN, answer.round, cause=answer.cause))
+            self._go_on(state)
         return True
 
-    def _take_over(self, reputation: HostReputation) -> None:
-        """Go on from what the host before knew of hosts and nodes."""
-        self._memory = dataclasses.replace(
-            self._memory,
-            failures=restarts.failures_in(reputation, self.clock.monotonic()),
-            unhealthy=self._memory.unhealthy | frozenset(reputation.unhealthy),
-        )
-        for name, why in reversed(reputation.named):
-            self.denylist.add([name], why)
-
-    def _reputation(self) -> HostReputation | None:
-        """Return what another host would have to know; nobody follows one that is in a launcher."""
-        if not self._entry.is_controlled:
-            return None
-        unhealthy = {message.node for message in self._messages if message.kind is Kind.UNHEALTHY}
-        return restarts.reputation_of(
-            self._memory.failures,
-            self.denylist.why,
-            self._memory.unhealthy | unhealthy,
-            self.clock.monotonic(),
-            self.rules.blame,
-        )
-
-    def _publish_reputation(self) -> None:
-        """Say again what holds, with what came since: a round may last for days.
-
-        Not before the first decision: this may be a new host, and launchers come to tell it more.
-        """
-        if self._entry.phase is not Phase.OVER and self._entry.is_controlled and self._entry.seq:
-            now = self._reputation() or HostReputation()
-            said = self._entry.reputation or HostReputation()
-            if (now.named, now.unhealthy) != (said.named, said.unhealthy):
-                self._create(self._entry.again(self.me, reputation=now))
+    def _reopen(self, round_: int, cause: Cause) -> None:
+        # Followers that know the begin of the round before may not know its end.
+        self._report_end(round_ - 1, cause)
+        self._create(self.entry.next(self.me, Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
-        """Say once which hosts get no place; what the log says, another host would know, too."""
+        """Say once which hosts get no place."""
         for name, why in self.denylist.why.items():
             if name not in self._announced:
                 self._announced.add(name)
@@ -339,14 +281,9 @@ class Coordinator:
     def _go_on(self, state: ResumeState) -> None:
         old, opened_at = state.entry, list(self._opened_at)
         # First: a node that comes back once more finds there that it was counted.
-        self.store.put_all(
-            {
-                keys.assignment(n.node): encode(n.assignment)
-                for n in state.members
-                if n.assignment is not None
-            }
-        )
-        own = self._entry
+        places = {n.node: n.assignment for n in state.members if n.assignment is not None}
+        self.store.put_all({keys.assignment(n): encode(place) for n, place in places.items()})
+        own = self.entry
         closed = dataclasses.replace(
             old,
             seq=own.seq + 1,
@@ -356,33 +293,17 @@ class Coordinator:
             notify_from=own.notify_from,
             is_controlled=own.is_controlled,
             clocks="",
-            reputation=self._reputation(),
         )
         if self._create(closed):
             # That the round is another one than here before is no restart.
             self._opened_at = opened_at
-            ranked = {
-                n.assignment.group_rank: n.arrival
-                for n in state.members
-                if n.arrival is not None and n.assignment is not None
-            }
-            members = tuple(ranked[rank] for rank in sorted(ranked))
-            now = self.clock.monotonic()
-            self._memory = coordinator.Memory(
-                active=members,
-                unhealthy=self._memory.unhealthy,
-                gone=self._memory.gone,
-                failures=self._memory.failures,
-                resumed_at=now,
-            )
+            arrivals = [n.arrival for n in state.members if n.arrival is not None]
+            members = tuple(sorted(arrivals, key=lambda arrival: places[arrival.node].group_rank))
+            self._memory.active, self._memory.spares = members, frozenset()
+            self._memory.enough_since, self._memory.resumed_at = None, self.clock.monotonic()
             # First, so that what a spare said since, perhaps that it leaves, still holds.
-            self._messages[:0] = [
-                *(
-                    NodeMessage(Kind.ARRIVED, message.node, arrival=message.arrival)
-                    for message in state.spares
-                ),
-                *state.gone,
-            ]
+            spares = [NodeMessage(Kind.ARRIVED, n.node, arrival=n.arrival) for n in state.spares]
+            self._messages[:0] = [*spares, *state.gone]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
             if self.follower is not None:
@@ -392,46 +313,38 @@ class Coordinator:
         now = self.clock.monotonic()
         if self._is_last_call or now - self._leases_at >= self.rules.lease_s / 4:
             self._read_leases()
-        self._read_messages_of(self._entry.round)
+        self._read_messages_of(self.entry.round)
         if self._resume():
             return coordinator.Wait(now + coordinator.LOOK_AGAIN_S)
-        self._publish_reputation()
         self._announce_named()
-        if self._entry.phase is Phase.OPEN:
-            named = frozenset(self.denylist.why)
-            self._memory = dataclasses.replace(self._memory, excluded=named)
+        if self.entry.phase is Phase.OPEN:
+            self._memory.excluded = frozenset(self.denylist.why)
+        messages = tuple(self._messages)
         view = coordinator.View(
-            entry=self._entry,
-            messages=tuple(self._messages),
-            quiet_s=self._quiet_s(),
-            acknowledged=self._acknowledged(),
+            self.rules,
+            self._memory,
+            now,
+            entry=self.entry,
+            messages=messages,
+            quiet_s={node: now - at for node, (_, at) in self._leases.items()},
+            acknowledged=frozenset(n.node for n in messages if n.kind is Kind.ACKNOWLEDGED),
             entry_age_s=now - self._entry_at,
             me=self.me,
         )
-        decision = coordinator.decide(self.rules, self._memory, view, now)
+        decision = coordinator.decide(view)
         if isinstance(decision, coordinator.Wait):
             self._record_wait(decision, now)
-            for message in coordinator.losses(self.rules, self._memory, view):
+            for message in coordinator.losses(view):
                 # The others cannot see leases, and may want to know.
-                self.store.append_line(keys.messages(self._entry.round), encode(message))
+                self.store.append_line(keys.messages(self.entry.round), encode(message))
         return decision
-
-    def _quiet_s(self) -> dict[str, float]:
-        now = self.clock.monotonic()
-        return {node: now - at for node, (_, at) in self._leases.items()}
-
-    def _acknowledged(self) -> frozenset[str]:
-        """Return who has seen that the present round is open: not who has in an earlier one."""
-        return frozenset(
-            message.node for message in self._messages if message.kind is Kind.ACKNOWLEDGED
-        )
 
     def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
         self._is_last_call = decision.is_last_call
         if self._memory.enough_since is None and decision.is_last_call:
-            self._memory = dataclasses.replace(self._memory, enough_since=now)
+            self._memory.enough_since = now
         if decision.why and decision.why != self._waits_for:
-            logger.info("round %d: %s", self._entry.round, decision.why)
+            logger.info("round %d: %s", self.entry.round, decision.why)
         self._waits_for = decision.why
 
     # What is done ------------------------------------------------------------------------------
@@ -439,24 +352,10 @@ class Coordinator:
     def _act(self, decision: coordinator.Decision) -> float:
         if isinstance(decision, coordinator.Wait):
             return decision.until
-        if isinstance(decision, coordinator.Close):
-            self._close_round(decision.placement)
-        elif isinstance(decision, coordinator.Open):
-            self._create(self._next(Phase.OPEN, self._entry.round + 1, cause=decision.cause))
-        elif isinstance(decision, coordinator.Leave):
-            said = {"cause": decision.cause, "is_leaving": True, "save_at": decision.at}
-            self._create(self._entry.again(self.me, **said))
-        elif isinstance(decision, coordinator.AskRanks):
-            self._create(self._entry.again(self.me, hang=HangStage.ASKED))
-        elif isinstance(decision, coordinator.EvaluateHang):
-            said = {"cause": decision.cause, "hang": HangStage.EVALUATED}
-            self._create(self._entry.again(self.me, **said))
-        elif isinstance(decision, coordinator.End):
-            self._create(
-                self._next(
-                    Phase.OVER, self._entry.round, cause=decision.cause, reason=decision.reason
-                )
-            )
+        if isinstance(decision, Placement):
+            self._close_round(decision)
+        else:
+            self._create(decision)
         return self.clock.monotonic()
 
     def _close_round(self, placement: Placement) -> None:
@@ -465,13 +364,11 @@ class Coordinator:
         Who is in the round is what the queue held when that was decided, and nodes learn it from
         their place alone, so nothing that happens meanwhile can make two views of it.
         """
-        entry = self._entry
+        entry = self.entry
         there = coordinator.arrived(tuple(self._messages))
-        offsets, world_size = [], 0
-        for candidate in placement.active:
-            offsets.append(world_size)
-            world_size += candidate.nproc
-        off = self._clocks_off(there)
+        *offsets, world_size = itertools.accumulate((n.nproc for n in placement.active), initial=0)
+        self._clocks = {n: reading for n, reading in self._clocks.items() if n in there}
+        off = agreement.off_by(self._clocks)
         self.store.put_all(
             {
                 keys.assignment(one.node): encode(
@@ -481,7 +378,8 @@ class Coordinator:
             }
         )
         first = placement.active[0]
-        closed = self._next(
+        closed = entry.next(
+            self.me,
             Phase.CLOSED,
             entry.round,
             active=len(placement.active),
@@ -491,11 +389,8 @@ class Coordinator:
             clocks=agreement.sentence((there[n].host or n, off_s) for n, off_s in off.items()),
         )
         if self._create(closed):
-            self._memory = dataclasses.replace(
-                self._memory,
-                active=placement.active,
-                gone=self._memory.gone - there.keys(),
-            )
+            self._memory.active = placement.active
+            self._memory.gone -= there.keys()
             logger.info("round %d: %s", entry.round, summary(placement))
             self._report_named(placement)
             self._is_last_call = False
@@ -513,23 +408,17 @@ class Coordinator:
                 continue
             if node in placement.active:
                 what = f"host {node.host} works although attribution names it: others are too few"
-                logger.warning("round %d: %s", self._entry.round, what)
+                logger.warning("round %d: %s", self.entry.round, what)
             if name not in self._reported:
                 self._reported.add(name)
                 what = f"attribution names host {node.host}: {why[name]}"
                 self.on_bad_node(Cause("attribution", what, host=node.host))
 
-    def _next(self, phase: Phase, round_: int, **fields: object) -> Entry:
-        now = self.clock.monotonic()
-        window = self.rules.budget.window_s
-        ages = tuple(
-            round(now - at, 3) for at in self._opened_at if window is not None and now - at < window
-        )
-        said = {"restart_ages_s": ages, "reputation": self._reputation(), **fields}
-        return self._entry.next(self.me, phase=phase, round=round_, **said)
-
     def _create(self, entry: Entry) -> bool:
         """Put a decision into the log; False when another stands there, which then holds."""
+        window, now = self.rules.budget.window_s, self.clock.monotonic()
+        ages = [now - at for at in self._opened_at if window is not None and now - at < window]
+        entry = dataclasses.replace(entry, restart_ages_s=tuple(round(age, 3) for age in ages))
         stands = self._log.add(entry)
         self._adopt(stands)
         return encode(stands) == encode(entry)
@@ -547,7 +436,7 @@ class Coordinator:
         )
         while not self.stop.is_set():
             try:
-                self._read_messages_of(self._entry.round)
+                self._read_messages_of(self.entry.round)
                 said = {n.node for n in self._messages if n.kind in (Kind.GOODBYE, Kind.LEFT)}
                 now = self.clock.monotonic()
                 awaited = {n for n, (_, at) in self._leases.items() if now - at < limit}

@@ -91,13 +91,10 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
         try:
             with reach((host, port), probing.timeout_s) as probe:
                 return str(probe.getpeername()[0])
-        except ConnectionRefusedError as error:
-            refused()
-            problem = error.strerror or str(error)
-        except OSError as error:
-            problem = error.strerror or str(error)
-        except ValueError as error:  # no such name can be
-            problem = str(error)
+        except (OSError, ValueError) as error:  # ValueError: no such name can be
+            if isinstance(error, ConnectionRefusedError):
+                refused()
+            problem = getattr(error, "strerror", None) or str(error)
         left_s = deadline - clock.monotonic()
         if left_s <= 0:
             break

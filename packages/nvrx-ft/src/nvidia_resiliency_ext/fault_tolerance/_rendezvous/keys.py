@@ -43,8 +43,6 @@ SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"
 # What the log servers ask for: a token, or that a file has it, or that there are none.
 LOG_TOKEN = "log-token"  # noqa: S105 - the name of a key
-# Nobody sets it: to wait for it is to wait.
-NEVER = "never"
 
 
 _PREFIX = "ft_rendezvous_barrier:"

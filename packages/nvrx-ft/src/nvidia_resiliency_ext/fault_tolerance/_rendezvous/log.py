@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log of decisions, and how a new coordinator reads from it where the job stands.
 
-A decision is never taken back. A foreign value at its place is replaced by compare-and-set against
-exactly that value: to delete it could delete the decision that another node has just put there.
+A decision is never taken back. Who finds a foreign value at its place names it and ends.
 
 Launchers go on while the store is away, and tell the new one the last decision they know and their
 own place in it. When all that had a place have done so, the round goes on as if nothing had been;
@@ -11,11 +10,9 @@ when some stay away, a new round is opened without them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-
-from . import keys, records, restarts
+from . import keys, records
 from .store import JobStore
 
 MAX_DIGITS = 18
@@ -32,11 +29,10 @@ class DecisionLog:
         """Write a decision, and return the one that stands at its place then.
 
         Raises:
-            StoreLostError: somebody else writes there all the time.
+            ForeignValueError: something else stands there.
         """
-        return self._store.settle(
-            keys.log(entry.seq), records.encode(entry), lambda text: self._decoded(entry.seq, text)
-        )
+        stands = self._store.create(keys.log(entry.seq), records.encode(entry))
+        return self._decoded(entry.seq, stands)
 
     def wait_for(self, seq: int, timeout_s: float) -> records.Entry | None:
         """Wait for a decision; None after `timeout_s`, or earlier when something else woke this.
@@ -65,18 +61,18 @@ class DecisionLog:
         text = self._store.peek(keys.log(seq + 1)) if self._store.has(keys.log(seq + 1)) else None
         return None if text is None else self._decoded(seq + 1, text)
 
-    def last_known(self) -> records.Entry | None:
+    def last_known(self) -> records.Entry:
         """Return the decision that was last announced; the others follow from it.
 
         Raises:
-            ForeignValueError: somebody else has written over the announcement.
+            ForeignValueError: somebody else has written over the announcement, or removed it.
         """
-        head = self._store.peek(keys.HEAD)
-        if head is None:
-            return None
-        if not head.isdecimal() or len(head) > MAX_DIGITS:
-            raise records.ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no number")
-        return self.next_after(int(head) - 1)
+        head = self._store.peek(keys.HEAD) or ""
+        number = int(head) if head.isdecimal() and len(head) <= MAX_DIGITS else -1
+        entry = self.next_after(number - 1) if number >= 0 else None
+        if entry is None:
+            raise records.ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no decision's number")
+        return entry
 
     def announce(self, seq: int) -> None:
         """Say which decision is the last; the host alone does this."""
@@ -99,29 +95,13 @@ class ResumeState:
     """What launchers reported of a lost store: its last decision, who is in its round, who waits.
 
     `gone` is what nodes said that take part no longer: they are no spares, and a member among them
-    is one that has left. `reputation` is what the lost host knew of hosts and nodes.
+    is one that has left.
     """
 
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
     gone: tuple[records.NodeMessage, ...] = ()
-    reputation: records.HostReputation = field(default_factory=records.HostReputation)
-
-
-@dataclass(frozen=True, slots=True)
-class GoOn:
-    """The job stands where `state` says, and goes on."""
-
-    state: ResumeState
-
-
-@dataclass(frozen=True, slots=True)
-class Reopen:
-    """The job needs a round: the one that was open, or a new one."""
-
-    round: int
-    cause: Cause
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:
@@ -134,46 +114,19 @@ def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState 
         (n.entry for n in resumed if n.entry),
         key=lambda e: (e.round, e.phase is records.Phase.CLOSED, e.is_leaving, e.save_at),
     )
-    latest = {n.node: n for n in resumed}
+    latest = {n.node: n for n in resumed}.values()
+    is_closed = records.Phase.CLOSED, entry.round
     members = tuple(
-        message
-        for message in latest.values()
-        if message.entry is not None
-        and message.entry.round == entry.round
-        and message.entry.phase is records.Phase.CLOSED
-        and message.assignment is not None
+        n
+        for n in latest
+        if n.assignment and n.entry and (n.entry.phase, n.entry.round) == is_closed
     )
-    gone = _gone(messages)
-    spares = tuple(
-        message
-        for message in latest.values()
-        if message.arrival is not None and message not in members and message.node not in gone
-    )
-    reputation = restarts.merged(n.entry.reputation for n in resumed if n.entry)
-    return ResumeState(entry, members, spares, tuple(gone.values()), reputation)
-
-
-def _gone(messages: tuple[records.NodeMessage, ...]) -> dict[str, records.NodeMessage]:
-    """Return what nodes said last that left and have not arrived since."""
+    # What nodes said last that left and have not arrived since.
     gone: dict[str, records.NodeMessage] = {}
     for message in messages:
         if message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
             gone[message.node] = message
         elif message.kind is records.Kind.ARRIVED:
             gone.pop(message.node, None)
-    return gone
-
-
-def decide_resume(state: ResumeState, waited_s: float, patience_s: float) -> GoOn | Reopen | None:
-    """Return how the job goes on, or None while launchers may still come."""
-    entry = state.entry
-    if entry.phase is records.Phase.OPEN:
-        cause = entry.cause or Cause("opened", "a round was open when the store was lost")
-        return Reopen(entry.round, cause)
-    if len(state.members) >= entry.active:
-        return GoOn(state)
-    if waited_s < patience_s:
-        return None
-    missing = entry.active - len(state.members)
-    what = f"{missing} of {entry.active} nodes were lost while the store was away"
-    return Reopen(entry.round + 1, Cause("node_lost", what, detected_by="lease"))
+    spares = tuple(n for n in latest if n.arrival and n not in members and n.node not in gone)
+    return ResumeState(entry, members, spares, tuple(gone.values()))

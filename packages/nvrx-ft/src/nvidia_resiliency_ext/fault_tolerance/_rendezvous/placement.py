@@ -14,10 +14,11 @@ order of arrival.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final
 
 from nvidia_resiliency_ext.fault_tolerance._core.infra import compact_nodes
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -26,39 +27,36 @@ from .keys import NodeIdentity
 from .records import Arrival
 
 
-def by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
-    """Return the indices of the nodes of each domain; the domain of the first node comes first."""
-    members: dict[str, list[int]] = defaultdict(list)
-    for index, domain in enumerate(domains):
-        members[domain].append(index)
-    return dict(members)
-
-
 def choose_nodes(
     domains: Sequence[str], earlier_ranks: Sequence[int | None], *, size: int, blocks: int
 ) -> list[int]:
-    """Return the nodes that get a rank, in rank order.
+    """Return the nodes that get a rank, in rank order: `blocks` blocks of `size` ranks.
 
     A node keeps its earlier rank if its domain keeps the block. Domains that have lost nodes keep
     the blocks with the most survivors; the other blocks go to the domains in order. Holes are
     filled by nodes of the domain, those with an earlier rank before others.
-
-    Args:
-        domains: The domain of each node.
-        earlier_ranks: The rank that each node had; None for none.
-        size: Ranks in a block.
-        blocks: How many blocks to give out; the domains can fill as many.
     """
-    members = by_domain(domains)
+    # In the order of the domains' first nodes.
+    members: dict[str, list[int]] = {}
+    for index, domain in enumerate(domains):
+        members.setdefault(domain, []).append(index)
     # Who had each rank that still exists; of two that claim one rank the first has it.
     holders: dict[int, int] = {}
     for index, rank in enumerate(earlier_ranks):
         if rank is not None and 0 <= rank < blocks * size:
             holders.setdefault(rank, index)
-    homes = _homes(domains, members, holders, size, blocks)
+    free = {domain: len(nodes) // size for domain, nodes in members.items()}
+    claims = Counter((rank // size, domains[index]) for rank, index in holders.items())
+    homes: dict[int, str] = {}
+    for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
+        if block not in homes and free[domain]:
+            homes[block] = domain
+            free[domain] -= 1
+    others = (domain for domain in members for _ in range(free[domain]))
     ranks: dict[str, list[int]] = {domain: [] for domain in members}
     for block in range(blocks):
-        ranks[homes[block]].extend(range(block * size, (block + 1) * size))
+        home = homes[block] if block in homes else next(others)
+        ranks[home].extend(range(block * size, (block + 1) * size))
     node_by_rank: dict[int, int] = {}
     for domain, nodes in members.items():
         kept = {
@@ -76,33 +74,8 @@ def choose_nodes(
     return [node_by_rank[rank] for rank in range(blocks * size)]
 
 
-def _homes(
-    domains: Sequence[str],
-    members: Mapping[str, Sequence[int]],
-    holders: Mapping[int, int],
-    size: int,
-    blocks: int,
-) -> dict[int, str]:
-    """Return the domain of each block: that of those who had its ranks, as far as there is room."""
-    free = {domain: len(nodes) // size for domain, nodes in members.items()}
-    claims = Counter((rank // size, domains[index]) for rank, index in holders.items())
-    homes: dict[int, str] = {}
-    for (block, domain), _ in sorted(claims.items(), key=lambda item: (-item[1], item[0])):
-        if block not in homes and free[domain]:
-            homes[block] = domain
-            free[domain] -= 1
-    # The other blocks go to the domains, the first ones first.
-    others = (domain for domain in members for _ in range(free[domain]))
-    for block in range(blocks):
-        if block not in homes:
-            homes[block] = next(others)
-    return homes
-
-
 NO_DOMAIN: Final = "none"
 _LONGEST_TEXT: Final = 255
-
-_Key = TypeVar("_Key", str, int)
 
 
 class PlacementError(NvrxError):
@@ -219,31 +192,51 @@ def place(
     Raises:
         PlacementError: Two nodes claim one place, or a node lacks what segments need.
     """
-    everybody = sorted(nodes, key=_identity)
+    everybody = sorted(nodes, key=lambda node: NodeIdentity.parse(node.node))
     _refuse_shared(
         everybody,
         lambda node: node.node,
         "the identity {key} arrived more than once",
         "every launcher needs a node and process of its own: see --local-addr",
     )
-    usable, excluded = _split_by_group(everybody, rules, unhealthy_groups)
+    sizes = Counter(node.group for node in everybody)
+    usable: list[Arrival] = []
+    excluded: list[Arrival] = []
+    for node in everybody:
+        # A node without a group is a group of its own.
+        size = 1 if node.group is None else sizes[node.group]
+        is_usable = size >= (rules.group_size or 1) and node.group not in unhealthy_groups
+        (usable if is_usable else excluded).append(node)
     _refuse_misfits(usable, rules)
     keeps_ranks = not (rules.use_infra_rank and all(node.infra_rank >= 0 for node in usable))
     if not keeps_ranks:
-        usable.sort(key=_infra_rank)
-        excluded.sort(key=_infra_rank)
+        infra_rank = operator.attrgetter("infra_rank")
+        usable.sort(key=infra_rank)
+        excluded.sort(key=infra_rank)
         _refuse_shared(
             usable,
-            _infra_rank,
+            infra_rank,
             "infrastructure rank {key} is claimed by {nodes}",
             "give each node its own (one srun for the job; CROSS_SLURM_PROCID over several), or"
             " start with --ft-use-infra-group-rank false",
         )
-    why = why_excluded(excluded, rules.group_size, unhealthy_groups)
-    domains = _domains(usable, rules)
-    size, blocks = rules.segment or 1, _number_of_blocks(domains, rules)
+    why = _why_excluded(excluded, rules.group_size, unhealthy_groups)
+    # Without segments all nodes are of one domain.
+    domains = [NO_DOMAIN if rules.segment is None else node.domain for node in usable]
+    per_domain, size = Counter(domains), rules.segment or 1
+    most = rules.max_nodes if rules.elastic else rules.min_nodes
+    filled = sum(count // size for count in per_domain.values())
+    blocks = min(filled, most // size)
     if blocks * size < rules.min_nodes:
-        return NotEnough(_why_not_enough(len(everybody), domains, why, rules))
+        text = f"arrived: {len(everybody)}" + (f", usable: {len(usable)} ({why})" if why else "")
+        text += f", needed: {rules.min_nodes} nodes"
+        if rules.segment is not None and len(usable) >= rules.min_nodes:
+            found = few([f"{domain}: {count}" for domain, count in per_domain.items()])
+            text += (
+                f", but they fill {filled} of {rules.min_nodes // size} segments of {size}"
+                f" (nodes per NVLink domain: {found})"
+            )
+        return NotEnough(text)
     earlier = [node.previous_rank if keeps_ranks else None for node in usable]
     node_by_rank = choose_nodes(domains, earlier, size=size, blocks=blocks)
     taken = set(node_by_rank)
@@ -253,22 +246,6 @@ def place(
         excluded=tuple(excluded),
         why_excluded=why,
     )
-
-
-def _split_by_group(
-    nodes: Sequence[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str]
-) -> tuple[list[Arrival], list[Arrival]]:
-    sizes = Counter(node.group for node in nodes)
-    least = rules.group_size or 1
-
-    def is_usable(node: Arrival) -> bool:
-        # A node without a group is a group of its own.
-        size = 1 if node.group is None else sizes[node.group]
-        return size >= least and node.group not in unhealthy_groups
-
-    usable = [node for node in nodes if is_usable(node)]
-    excluded = [node for node in nodes if not is_usable(node)]
-    return usable, excluded
 
 
 def _refuse_misfits(nodes: Sequence[Arrival], rules: PlacementRules) -> None:
@@ -291,49 +268,20 @@ def _refuse_misfits(nodes: Sequence[Arrival], rules: PlacementRules) -> None:
 
 
 def _refuse_shared(
-    nodes: Sequence[Arrival], key_of: Callable[[Arrival], _Key], what: str, remedy: str
+    nodes: Sequence[Arrival], key_of: Callable[[Arrival], Any], what: str, remedy: str
 ) -> None:
     """Raise if two nodes have the same key. Raises PlacementError."""
-    counts = Counter(map(key_of, nodes))
-    if len(counts) == len(nodes):
-        return
-    shared: dict[_Key, list[str]] = defaultdict(list)
+    by_key: dict[Any, list[str]] = defaultdict(list)
     for node in nodes:
-        if counts[key_of(node)] > 1:
-            shared[key_of(node)].append(node.node)
+        by_key[key_of(node)].append(node.node)
+    shared = {key: names for key, names in by_key.items() if len(names) > 1}
+    if not shared:
+        return
     faults = [what.format(key=key, nodes=few(names)) for key, names in shared.items()]
     raise PlacementError(
         f"{few(faults, separator='; ')}: {remedy}",
         tuple(name for names in shared.values() for name in names),
     )
-
-
-def _domains(nodes: Sequence[Arrival], rules: PlacementRules) -> list[str]:
-    """Return the domain of each node; without segments all are of one."""
-    return [NO_DOMAIN if rules.segment is None else node.domain for node in nodes]
-
-
-def _number_of_blocks(domains: Sequence[str], rules: PlacementRules) -> int:
-    """Return how many blocks are to be given out, or the fewer ones that the nodes fill."""
-    size = rules.segment or 1
-    filled = sum(nodes // size for nodes in Counter(domains).values())
-    return min(filled, (rules.max_nodes if rules.elastic else rules.min_nodes) // size)
-
-
-def _why_not_enough(arrived: int, domains: Sequence[str], why: str, rules: PlacementRules) -> str:
-    text = f"arrived: {arrived}" + (f", usable: {len(domains)} ({why})" if why else "")
-    text += f", needed: {rules.min_nodes} nodes"
-    if rules.segment is not None and len(domains) >= rules.min_nodes:
-        text += ", " + why_too_few_segments(Counter(domains), rules.segment, rules.min_nodes)
-    return text
-
-
-def _identity(node: Arrival) -> NodeIdentity:
-    return NodeIdentity.parse(node.node)
-
-
-def _infra_rank(node: Arrival) -> int:
-    return node.infra_rank
 
 
 _FEW: Final = 8
@@ -360,7 +308,7 @@ def summary(placement: Placement) -> str:
     return "; ".join(parts) + (f" ({why})" if why else "")
 
 
-def why_excluded(
+def _why_excluded(
     excluded: Sequence[Arrival], group_size: int | None, unhealthy_groups: Collection[str]
 ) -> str:
     """Return what is wrong with each group of the nodes that are excluded."""
@@ -374,16 +322,6 @@ def why_excluded(
         else:
             reasons.append(f"group {group} has {size} of {group_size} nodes")
     return few(reasons)
-
-
-def why_too_few_segments(nodes_per_domain: Mapping[str, int], segment: int, min_nodes: int) -> str:
-    """Return how many whole segments the domains give, and what each of them has."""
-    whole = sum(nodes // segment for nodes in nodes_per_domain.values())
-    domains = [f"{domain}: {nodes}" for domain, nodes in nodes_per_domain.items()]
-    return (
-        f"but they fill {whole} of {min_nodes // segment} segments of {segment}"
-        f" (nodes per NVLink domain: {few(domains)})"
-    )
 
 
 def _count(nodes: Sequence[Arrival], what: str) -> str:

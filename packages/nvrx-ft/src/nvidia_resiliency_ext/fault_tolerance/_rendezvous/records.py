@@ -7,6 +7,7 @@ write to it, so what is read is untrusted until it has passed `decode`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
@@ -101,21 +102,6 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class HostReputation:
-    """What is held against hosts and nodes.
-
-    Attributes:
-        failures: Hosts that caused restarts, and how long ago (s) each was, the oldest first.
-        named: Hosts that somebody outside the job named, and why.
-        unhealthy: Nodes that said that they are.
-    """
-
-    failures: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    named: tuple[tuple[str, str], ...] = ()
-    unhealthy: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """A decision that holds for everybody, with all that a node that joins must know.
 
@@ -137,7 +123,6 @@ class Entry:
         save_at: At which call of `should_checkpoint` they do, once that is agreed.
         is_controlled: Whether the store outlives the nodes: it is not in a launcher.
         clocks: Whose clock is off, in words for everybody's log.
-        reputation: What another host of the job has to know of hosts and nodes.
         hang: How far the nodes are in finding the culprit of a hang (`HangStage`); `cause` says it
             once that is judged.
     """
@@ -159,7 +144,6 @@ class Entry:
     is_leaving: bool = False
     save_at: int = 0
     clocks: str = ""
-    reputation: HostReputation | None = None
     hang: HangStage = HangStage.NONE
 
     def __post_init__(self) -> None:
@@ -171,30 +155,28 @@ class Entry:
         """Return the decision after this one that says the same but for `fields`."""
         return dataclasses.replace(self, **{"seq": self.seq + 1, "by": by, **fields})
 
-    def next(self, by: str, **fields: Any) -> Entry:
-        """Return the decision after this one, without what holds for this one only."""
-        return self.again(by, **{**_OF_ONE_DECISION, **fields})
+    def next(self, by: str, phase: Phase, round_: int, **fields: Any) -> Entry:
+        """Return the decision after this one: of this one it keeps what holds for the whole job."""
+        kept = {name: getattr(self, name) for name in _OF_THE_JOB}
+        return Entry(self.seq + 1, phase, round_, by=by, **kept, **fields)
+
+    def opened(self, by: str, cause: Cause) -> Entry:
+        """Return the decision after this one that opens the next round."""
+        return self.next(by, Phase.OPEN, self.round + 1, cause=cause)
+
+    def over(self, by: str, reason: str, cause: Cause | None = None) -> Entry:
+        """Return the decision after this one that ends the job."""
+        return self.next(by, Phase.OVER, self.round, reason=reason, cause=cause)
 
     def follows(self, before: Entry) -> bool:
-        """Whether it says anything new; one that says the same again only fills its place."""
+        """Whether it says anything that `before` does not: a round taken up may say the same."""
         return self._says() != before._says()
 
     def _says(self) -> tuple[object, ...]:
         return self.phase, self.round, self.is_leaving, self.save_at, self.hang
 
 
-_OF_ONE_DECISION: Mapping[str, Any] = {
-    "cause": None,
-    "reason": "",
-    "active": 0,
-    "world_size": 0,
-    "master_addr": "",
-    "master_port": 0,
-    "is_leaving": False,
-    "save_at": 0,
-    "hang": HangStage.NONE,
-    "clocks": "",
-}
+_OF_THE_JOB = ("epoch", "notify_from", "restart_ages_s", "is_controlled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +214,14 @@ class NodeMessage:
     calls: int = 0
     ranks: tuple[RankState, ...] = ()
 
+    def __post_init__(self) -> None:
+        for state in self.ranks:
+            for number in (state.rank, *(state.progress or ())):
+                _check_range("rank or progress", number, 0)
+
 
 _MESSAGES = MessageSet(
-    Activity, Arrival, Cause, Entry, HangStage, HostReputation, Kind, NodeMessage, Phase,
+    Activity, Arrival, Cause, Entry, HangStage, Kind, NodeMessage, Phase,
     RankAssignment, RankState, WorkerState,
 )  # fmt: skip
 _Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
@@ -242,28 +229,22 @@ _Record = TypeVar("_Record", Arrival, NodeMessage, Entry, RankAssignment)
 
 def encode(record: Arrival | NodeMessage | Entry | RankAssignment) -> str:
     """Return one line of ASCII without a newline; texts that are too long are cut."""
-    line = ""
-    for limit in _TEXT_LIMITS:
-        try:
+    for limit in _TEXT_LIMITS[:-1]:
+        with contextlib.suppress(FrameTooLargeError):
             line = _MESSAGES.encode_payload(_cut(record, limit)).decode("ascii")
-        except FrameTooLargeError:
-            if limit == _TEXT_LIMITS[-1]:
-                raise
-            continue
-        # Beyond ASCII a character takes up to twelve bytes here.
-        if len(line) <= MAX_LINE_BYTES:
-            break
-    return line
+            # Beyond ASCII a character takes up to twelve bytes here.
+            if len(line) <= MAX_LINE_BYTES:
+                return line
+    return _MESSAGES.encode_payload(_cut(record, _TEXT_LIMITS[-1])).decode("ascii")
 
 
 def decode(kind: type[_Record], text: str | bytes) -> _Record:
     """Return the record of `kind` in `text`. Raises ForeignValueError: it is anything else."""
-    if len(text) > MAX_VALUE_BYTES:
-        raise ForeignValueError(f"a value of {len(text)} bytes; at most {MAX_VALUE_BYTES} are read")
     name = f"{'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
     try:
         record = _MESSAGES.decode(text.encode() if isinstance(text, str) else text)
-        _check_texts(record)
+        if _cut(record, MAX_TEXT) != record:
+            raise ForeignValueError(f"not {name}: texts or details that nobody writes")
     except (ValueError, WireError) as error:
         raise ForeignValueError(f"not {name}: {_printable(error)}") from None
     if not isinstance(record, kind):
@@ -277,9 +258,15 @@ def _printable(value: object) -> str:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """Return a value with its texts cut, and of a cause's details what is plain and small."""
+    """Return a value with its texts cut, and of a cause's details what is plain and small.
+
+    Raises:
+        ValueError: A number is too large, or none.
+    """
     if isinstance(value, str):
         return value[:limit].encode("utf-8", "replace").decode()
+    if isinstance(value, (int, float)) and not _is_plain(value):
+        raise ValueError("a number is too large, or none")
     if isinstance(value, tuple):
         return tuple(_cut(item, limit) for item in value)
     if isinstance(value, Mapping):
@@ -309,38 +296,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, int):
         return abs(value) < _MAX_WHOLE
     return isinstance(value, str)
-
-
-def _check_texts(value: object) -> None:
-    """Refuse texts that are too long or cannot be printed, and numbers that are none.
-
-    Raises:
-        ValueError: One of them is in the value, however deep.
-    """
-    if isinstance(value, str):
-        if len(value) > MAX_TEXT:
-            raise ValueError(f"a text of {len(value)} characters")
-        value.encode()  # A surrogate without its other half cannot be.
-    elif isinstance(value, (int, float)):
-        if not abs(value) < _MAX_WHOLE:
-            raise ValueError("a number is too large, or none")
-    elif isinstance(value, Mapping):
-        if not all(map(_is_plain, value.values())):
-            raise ValueError("details that are not plain")
-        _check_texts((*value.keys(), *value.values()))
-    elif isinstance(value, tuple):
-        for item in value:
-            _check_texts(item)
-    elif dataclasses.is_dataclass(value):
-        if isinstance(value, RankState):
-            _check_rank(value)
-        for field in dataclasses.fields(value):
-            _check_texts(getattr(value, field.name))
-
-
-def _check_rank(state: RankState) -> None:
-    for number in (state.rank, *(state.progress or ())):
-        _check_range("rank or progress", number, 0)
 
 
 def _check_range(name: str, value: int, least: int, most: int = _MAX_WHOLE) -> None:

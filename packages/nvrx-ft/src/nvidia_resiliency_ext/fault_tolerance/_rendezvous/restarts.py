@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .records import Entry, HostReputation
+from .records import Entry
 
 
 class RefillingBudget:
@@ -127,56 +127,3 @@ def _key(name: str) -> str:
     lowered = name.lower()
     is_address = ":" in lowered or lowered.replace(".", "").isdecimal()
     return lowered if is_address else lowered.partition(".")[0]
-
-
-MOST_HOSTS = 32
-MOST_NODES = 64
-MOST_TEXT = 200
-
-
-def reputation_of(
-    failures: Failures,
-    named: Mapping[str, str],
-    unhealthy: Iterable[str],
-    now: float,
-    rules: BlameRules,
-) -> HostReputation | None:
-    """Return what a decision says of hosts and nodes, None where that is nothing.
-
-    Args:
-        failures: When hosts failed, by the caller's monotonic clock.
-        named: Hosts that somebody outside the job named, and why; the newest first.
-        unhealthy: Nodes that said that they are.
-        now: The time by that clock.
-        rules: Which failures still count.
-    """
-    since = now - rules.window_s
-    recent = {name: [at for at in times if at > since] for name, times in failures.items()}
-    newest = sorted((name for name in recent if recent[name]), key=lambda name: -recent[name][-1])
-    reputation = HostReputation(
-        failures=tuple(
-            (name, tuple(round(now - at, 3) for at in recent[name])) for name in newest[:MOST_HOSTS]
-        ),
-        named=tuple((name, why[:MOST_TEXT]) for name, why in named.items())[:MOST_HOSTS],
-        unhealthy=tuple(sorted(unhealthy))[:MOST_NODES],
-    )
-    return None if reputation == HostReputation() else reputation
-
-
-def merged(reports: Iterable[HostReputation | None]) -> HostReputation:
-    """Merge the reputation of several decisions: not every launcher has read the last one."""
-    failures: dict[str, tuple[float, ...]] = {}
-    named: dict[str, str] = {}
-    unhealthy: set[str] = set()
-    for reputation in reports:
-        if reputation is not None:
-            for name, ages in reputation.failures:
-                failures[name] = max(failures.get(name, ()), ages, key=len)
-            named.update(reputation.named)
-            unhealthy.update(reputation.unhealthy)
-    return HostReputation(tuple(failures.items()), tuple(named.items()), tuple(sorted(unhealthy)))
-
-
-def failures_in(reputation: HostReputation, now: float) -> Failures:
-    """Return when hosts failed, by a clock that shows `now`: later than they did, never sooner."""
-    return {name: tuple(sorted(now - age for age in ages)) for name, ages in reputation.failures}

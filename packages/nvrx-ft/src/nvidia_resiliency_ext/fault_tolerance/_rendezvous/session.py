@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
-from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
 from . import keys
 from .log import DecisionLog
 from .records import (
     Arrival,
     Entry,
-    ForeignValueError,
     Kind,
     NodeMessage,
     Phase,
@@ -31,9 +29,6 @@ from .records import (
     encode,
 )
 from .store import JobStore
-
-FOREIGN_PAUSE_S = 0.5
-ATTACH_TRIES = 20
 
 # Messages about the round, and not about who is there.
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
@@ -46,46 +41,35 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class _Decided:
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(_Decided):
     """This node has a place in a closed round."""
 
-    entry: Entry
     assignment: RankAssignment
 
 
-@dataclass(frozen=True, slots=True)
-class SpareNode:
+class SpareNode(_Decided):
     """The round closed without a place for this node; it waits for the next."""
 
-    entry: Entry
 
-
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(_Decided):
     """Somebody else opened a round."""
 
-    entry: Entry
 
-
-@dataclass(frozen=True, slots=True)
-class Leaves:
+class Leaves(_Decided):
     """Ranks of the present round are to save and leave, at an agreed call once there is one."""
 
-    entry: Entry
 
-
-@dataclass(frozen=True, slots=True)
-class Hung:
+class Hung(_Decided):
     """The nodes look for the culprit of a hang, or have found it: see `Entry.hang`."""
 
-    entry: Entry
 
-
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(_Decided):
     """The job is over for everybody."""
-
-    entry: Entry
 
     @property
     def no_restart(self) -> bool:
@@ -134,23 +118,13 @@ class NodeSession:
         Raises:
             NoJobError: there is no job in the store in time.
             StoreLostError: the store is gone.
+            ForeignValueError: somebody else has written over where the job stands.
         """
         self.renew_lease()
         if not self._store.wait_until_set(keys.HEAD, timeout_s):
             raise self._store.no_job(timeout_s)
-        for _ in range(ATTACH_TRIES):
-            try:
-                entry = self._log.last_known()
-            except ForeignValueError as error:
-                self._store.report_foreign(error)
-                entry = None
-            if entry is not None:
-                self.entry = self._notified = entry
-                return entry
-            # The host puts right what somebody else has written over.
-            self.notify()
-            self._store.wait_until_set(keys.NEVER, FOREIGN_PAUSE_S)
-        raise StoreLostError("somebody else keeps writing over where the job stands")
+        self.entry = self._notified = entry = self._log.last_known()
+        return entry
 
     @property
     def notified_seq(self) -> int:
@@ -233,8 +207,6 @@ class NodeSession:
             self._say_it_is_there(entry.round)
         if resumes is not None and resumes.phase is entry.phase is Phase.CLOSED:
             return self._part_taken_up(entry, resumes)
-        if notified is not None and resumes is None and not entry.follows(notified):
-            return None
         if entry.phase is Phase.OVER:
             return None if entry.seq == self._ended_at else Over(entry)
         if entry.phase is Phase.OPEN:
@@ -250,23 +222,16 @@ class NodeSession:
         """Return what a closed round of another host means, after that closed one of the lost."""
         if not self._works_in(before):
             return None if entry.round == before.round else SpareNode(entry)
-        if self._is_counted_in(entry):
+        if self._works_in(entry) and self._read_assignment() == self._assignment:
             self._say_again(entry.round)
             return self._leaves(entry) if entry.follows(before) else None
         # Its workers would train on, beside those that took their place.
         cause = Cause("opened", f"the others went on without host {self._host}", host=self._host)
         return Opened(dataclasses.replace(entry, cause=cause))
 
-    def _is_counted_in(self, entry: Entry) -> bool:
-        """Return whether another host goes on with this node at the place that it has."""
-        if not self._works_in(entry):
-            return False
-        try:
-            text = self._store.peek(keys.assignment(self.node))
-            return text is not None and decode(RankAssignment, text) == self._assignment
-        except ForeignValueError as error:
-            self._store.report_foreign(error)
-            return True
+    def _read_assignment(self) -> RankAssignment | None:
+        text = self._store.peek(keys.assignment(self.node))
+        return None if text is None else decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
         """Return what a round that is left means for this node: nothing for a spare."""
@@ -279,18 +244,8 @@ class NodeSession:
         """Return this node's part in a closed round."""
         if self._arrived_in != entry.round:
             return SpareNode(entry)
-        try:
-            text = self._store.peek(keys.assignment(self.node))
-            if text is None:
-                return SpareNode(entry)
-            assignment = decode(RankAssignment, text)
-        except ForeignValueError as error:
-            self._store.report_foreign(error)
-            what = f"what the store held as the place of host {self._host} was no place"
-            cause = Cause("foreign_value", what, host=self._host, detected_by="rendezvous")
-            self.send(Kind.STATE, state=WorkerState.UNHEALTHY, cause=cause)
-            return SpareNode(entry)
-        if assignment.round != entry.round:
+        assignment = self._read_assignment()
+        if assignment is None or assignment.round != entry.round:
             return SpareNode(entry)
         self._assignment = assignment
         return Placed(entry, assignment)
@@ -298,16 +253,17 @@ class NodeSession:
     def open_next(self, round_: int, cause: Cause) -> None:
         """Open the round after `round_`, unless that has happened or the job is over."""
         self._opened_round = max(self._opened_round, round_ + 1)
-        self._decide(
-            lambda now: now.next(self.node, phase=Phase.OPEN, round=round_ + 1, cause=cause),
-            until=lambda now: now.phase is not Phase.CLOSED or now.round != round_,
-        )
+        while self._is_in(round_):
+            self.entry = self._log.add(self._present().opened(self.node, cause))
+        self.notify()
 
     def end(self, reason: str, cause: Cause | None) -> None:
-        self._decide(
-            lambda now: now.next(self.node, phase=Phase.OVER, reason=reason, cause=cause),
-            until=lambda now: now.phase is Phase.OVER,
-        )
+        while (present := self._present()).phase is not Phase.OVER:
+            wanted = present.over(self.node, reason, cause)
+            self.entry = self._log.add(wanted)
+            if encode(self.entry) == encode(wanted):
+                self._ended_at = wanted.seq
+        self.notify()
 
     def send(self, kind: Kind, **fields: Any) -> None:
         """Leave a message for the host, with those fields of `NodeMessage`."""
@@ -324,8 +280,7 @@ class NodeSession:
     def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
         """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
         if self._is_in(round_):
-            self._append(NodeMessage(Kind.HUNG, self.node, ranks=ranks, cause=accusation), round_)
-            self.notify()
+            self.send(Kind.HUNG, ranks=ranks, cause=accusation)
 
     def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
         """Say that workers failed in `round_`; what a round before has left means nothing now."""
@@ -367,11 +322,9 @@ class NodeSession:
 
     def _say_it_is_there(self, round_: int) -> None:
         """Tell another host of a closed round that it has this node as a spare, or has it not."""
-        if self._left is not None:
-            self._append(self._left, round_)
-            self.notify()
-        elif self._arrival is not None:
-            self._append(NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival), round_)
+        if self._left is not None or self._arrival is not None:
+            arrived = NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival)
+            self._append(self._left or arrived, round_)
             self.notify()
 
     def _say_again(self, round_: int) -> None:
@@ -390,12 +343,3 @@ class NodeSession:
     def _is_in(self, round_: int) -> bool:
         entry = self._present()
         return entry.phase is Phase.CLOSED and entry.round == round_
-
-    def _decide(self, make: Callable[[Entry], Entry], *, until: Callable[[Entry], bool]) -> None:
-        """Add to the log what `make` says, or follow it until `until` holds."""
-        while not until(present := self._present()):
-            wanted = make(present)
-            self.entry = self._log.add(wanted)
-            if wanted.phase is Phase.OVER and encode(self.entry) == encode(wanted):
-                self._ended_at = wanted.seq
-        self.notify()

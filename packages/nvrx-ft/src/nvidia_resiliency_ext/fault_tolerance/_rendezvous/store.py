@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-import re
 import resource
 import socket
 import threading
@@ -43,19 +42,13 @@ _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
 _SHORTEST_TORCH_WAIT_S = 60.0
 _TORCH_LOOK_S = 0.05
-# What torch's store can add to.
-_COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
 # Two connections of each node, and as many again for nodes that come in place of others.
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
-# Whoever else writes to a key of the job is overwritten; not for ever, if it goes on.
-SETTLE_TRIES = 50
-_MEND_TRIES = 5
-# How long a new connection may take, in place of one on which the store has hung up.
-MEND_S = 5.0
 # All messages of a round stand in one value.
 _MAX_ANSWER_BYTES = 256 << 20
+
 
 _T = TypeVar("_T")
 
@@ -106,43 +99,20 @@ class JobStore:
         Raises:
             ForeignValueError: it has a value that is not this job's.
         """
-        return self.unseal(key, self.swap(key, b"", text))
-
-    def settle(self, key: str, text: str, read: Callable[[str], _T]) -> _T:
-        """Set `key` unless it has a value that `read` takes; return what it reads then.
-
-        What somebody else wrote there is reported and replaced.
-
-        Raises:
-            StoreLostError: somebody else writes there all the time.
-        """
-        replaced = b""
-        for _ in range(SETTLE_TRIES):
-            raw = self.swap(key, replaced, text)
-            try:
-                return read(self.unseal(key, raw))
-            except ForeignValueError as error:
-                self.report_foreign(error)
-                replaced = raw
-        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
+        raw = self._call("compare_set", self._name(key), b"", self._seal(key, text))
+        return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
         """Return what to raise when the job was not found in time."""
         return NoJobError(_at(self._client), self._prefix, waited_s)
 
-    def swap(self, key: str, replaced: bytes, text: str) -> bytes:
-        """Set `key` where its raw value is `replaced` (missing: empty); return what it is then."""
-        name, sealed = self._name(key), self._seal(key, text)
-        return bytes(self._call(lambda: self._client.compare_set(name, replaced, sealed)))
-
     def peek(self, key: str) -> str | None:
         """Return the value of `key`, for which nobody waits, or None; it never waits."""
         raw = self._read(key)
-        return None if raw is None else self.unseal(key, raw)
+        return None if raw is None else self._unseal(key, raw)
 
     def has(self, key: str) -> bool:
-        name = self._name(key)
-        return bool(self._call(lambda: self._client.check([name])))
+        return bool(self._call("check", [self._name(key)]))
 
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """Wait in the store until `key` has a value and return it; None after `timeout_s`."""
@@ -162,18 +132,17 @@ class JobStore:
             self._client.wait([name], timedelta(seconds=limit_s))
         except WaitExpiredError:
             return False
-        except OSError as error:
-            raise StoreLostError(_first_line(error)) from None
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             # The network's own timeouts use the same words as torch, but come at other times.
-            if _is_timeout(error) and time.monotonic() - began >= limit_s - _CLOCK_STEP_S:
+            is_late = time.monotonic() - began >= limit_s - _CLOCK_STEP_S
+            if is_late and isinstance(error, RuntimeError) and _is_timeout(error):
                 return False
             raise StoreLostError(_first_line(error)) from None
         return True
 
     def _look_until(self, name: str, deadline: float) -> bool:
         """Look again and again: torch prints a warning for each wait that times out."""
-        while not _guarded(lambda: self._client.check([name])):
+        while not _guarded(self._client.check, [name]):
             if time.monotonic() >= deadline:
                 return False
             if self._was_cut.wait(_TORCH_LOOK_S):
@@ -181,33 +150,36 @@ class JobStore:
         return True
 
     def put(self, key: str, text: str) -> None:
-        name, sealed = self._name(key), self._seal(key, text)
-        self._call(lambda: self._client.set(name, sealed))
+        self._call("set", self._name(key), self._seal(key, text))
 
     def put_all(self, values: Mapping[str, str]) -> None:
         """Set many keys in one operation."""
         names = [self._name(key) for key in values]
         sealed = [self._seal(key, text) for key, text in values.items()]
-        self._call(lambda: self._client.multi_set(names, sealed))
+        self._call("multi_set", names, sealed)
 
     def append_line(self, key: str, text: str) -> None:
         """Add one line to `key` in one operation; lines of several nodes never mix."""
-        name, line = self._name(key), self._seal(key, text) + "\n"
-        self._call(lambda: self._client.append(name, line))
+        self._call("append", self._name(key), self._seal(key, text) + "\n")
 
-    def lines(self, key: str, offset: int) -> tuple[list[str], int]:
-        """Return the lines of `key` that begin at `offset` or later, and the next offset."""
+    def lines(self, key: str, offset: int, read: Callable[[str], _T]) -> tuple[list[_T], int]:
+        """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
+
+        A line that is not this job's, or none for `read`, is named in the log and left out.
+
+        Raises:
+            ForeignValueError: there is less than was read before.
+        """
         raw = self._read(key)
         if raw is None:
             return [], 0
         end = raw.rfind(b"\n") + 1
         if end < offset:
-            # Somebody else has overwritten it: what came since may stand at its beginning.
-            offset = 0
+            raise ForeignValueError(f"{key}: somebody else has written over it")
         found = []
         for line in raw[offset:end].splitlines():
             try:
-                found.append(self.unseal(key, line))
+                found.append(read(self._unseal(key, line)))
             except ForeignValueError as error:
                 self.report_foreign(error)
         return found, end
@@ -215,55 +187,22 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
-        What somebody else wrote there that is no number is replaced by 0 before. Where the
-        connection broke before the answer came, the step may count twice.
-
         Raises:
-            StoreLostError: the store is gone, or somebody else writes there all the time.
+            StoreLostError: the store is gone, or somebody else has written what is no number:
+                torch's store hangs up on whoever adds to that (2.13).
         """
-        name = self._name(key)
-        for _ in range(_MEND_TRIES):
-            try:
-                return int(self._call(lambda: self._client.add(name, step)))
-            except StoreLostError:
-                if not self._mend_counter(key):
-                    raise
-        raise StoreLostError(f"somebody else keeps writing to {key} of the job's store")
-
-    def _mend_counter(self, key: str) -> bool:
-        """Begin a counter anew if it is none; False where the store is gone, or the counter.
-
-        torch's store hangs up on whoever adds to what is no number (2.13), so a new connection
-        takes the place of this one. A counter that is a number was put right by another node, or
-        the connection broke before the answer: a step may then count twice, which wakes the host
-        once more and decides nothing.
-        """
-        if self._was_cut.is_set() or not self._can_be_cut:
-            return False
         try:
-            self._client = _connect_client(self._client.host, self._client.port, MEND_S)
-            # Who cuts from here on ends this connection, whatever it waits for.
-            if self._was_cut.is_set():
-                self._client.cut()
-            raw = self._read(key)
-            if raw is None:
-                return False
-            if not _COUNTER.fullmatch(raw):
-                self.report_foreign(ForeignValueError(f"{key}: {raw[:20]!r} is no number"))
-                self._call(lambda: self._client.compare_set(self._name(key), raw, "0"))
-        except StoreLostError:
-            return False
-        return True
+            return int(self._call("add", self._name(key), step))
+        except StoreLostError as error:
+            raise StoreLostError(f"{error}, asked to add to {key}") from None
 
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
-        names = [self._name(key) for key in keys]
-        raw = self._call(lambda: self._client.multi_get(names))
+        raw = self._call("multi_get", [self._name(key) for key in keys])
         return [_number(value) for value in raw]
 
     def delete(self, key: str) -> None:
-        name = self._name(key)
-        self._call(lambda: self._client.delete_key(name))
+        self._call("delete_key", self._name(key))
 
     def report_foreign(self, error: ForeignValueError) -> None:
         """Log a refused value, the same once."""
@@ -273,8 +212,7 @@ class JobStore:
             logger.warning("refused what somebody else wrote into the job's store: %s", text)
 
     def _read(self, key: str) -> bytes | None:
-        name = self._name(key)
-        raw = self._call(lambda: self._client.compare_set(name, _NOTHING, _NOTHING))
+        raw = self._call("compare_set", self._name(key), _NOTHING, _NOTHING)
         return None if raw == _NOTHING.encode() else bytes(raw)
 
     def _name(self, key: str) -> str:
@@ -283,13 +221,16 @@ class JobStore:
     def _seal(self, key: str, text: str) -> str:
         return self._digest(key, text.encode()) + text
 
-    def unseal(self, key: str, raw: bytes) -> str:
+    def _unseal(self, key: str, raw: bytes) -> str:
         """Return the text of a raw value of `key`. Raises ForeignValueError."""
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
         if not hmac.compare_digest(digest, self._digest(key, text).encode()):
-            raise ForeignValueError(f"{key}: the signature is wrong")
+            raise ForeignValueError(
+                f"{key}: the signature is wrong: another program has written this key of the job's"
+                " store, or a launcher with another token"
+            )
         return text.decode("ascii", "replace")
 
     def _digest(self, key: str, text: bytes) -> str:
@@ -299,9 +240,9 @@ class JobStore:
         signed.update(key.encode() + b"\0" + text)
         return signed.hexdigest()
 
-    def _call(self, function: Callable[[], Any]) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
         self.operations += 1
-        return _guarded(function)
+        return _guarded(getattr(self._client, method), *args)
 
 
 def connect(
@@ -377,7 +318,7 @@ def agree_on_secret(client: Any, prefix: str) -> bytes:
     import secrets
 
     name, wanted = prefix + _SECRET, secrets.token_bytes(32).hex()
-    stands: bytes = _guarded(lambda: client.compare_set(name, "", wanted))
+    stands: bytes = _guarded(client.compare_set, name, "", wanted)
     try:
         return bytes.fromhex(stands.decode("ascii"))
     except ValueError:
@@ -393,18 +334,11 @@ def serve(listener: socket.socket, host: str, nodes: int) -> Any:
     Raises:
         StoreLostError: torch cannot serve it.
     """
-    store, version = _store_class()
+    store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]
-    return _guarded(
-        lambda: store(
-            host,
-            port,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=CALL_TIMEOUT_S),
-            **serving_options(listener, version),
-        )
-    )
+    timeout, options = timedelta(seconds=CALL_TIMEOUT_S), serving_options(listener, version)
+    return _guarded(store, host, port, wait_for_workers=False, timeout=timeout, **options)
 
 
 def _allow_open_files(wanted: int) -> None:
@@ -435,13 +369,11 @@ def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) ->
     return client
 
 
-def load_torch() -> None:
-    """Load torch, which takes seconds, for whoever must be quick afterwards."""
-    _store_class()
+def load_torch() -> tuple[Any, str]:
+    """Load torch, which takes seconds; return its TCPStore and version.
 
-
-def _store_class() -> tuple[Any, str]:
-    """Return torch's TCPStore and version; its C++ log is silent, as its errors are raised, too."""
+    Its C++ log is silent, as its errors are raised, too.
+    """
     level = os.environ.get(_TORCH_LOG_LEVEL)
     if level is None:
         os.environ[_TORCH_LOG_LEVEL] = "FATAL"
@@ -454,9 +386,9 @@ def _store_class() -> tuple[Any, str]:
     return TCPStore, torch.__version__
 
 
-def _guarded(function: Callable[[], Any]) -> Any:
+def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
-        return function()
+        return function(*args, **options)
     except (RuntimeError, ValueError, OSError) as error:
         # torch: DistNetworkError, DistStoreError and others, all of them RuntimeError.
         raise StoreLostError(_first_line(error)) from None

@@ -49,13 +49,11 @@ def read_members(store: JobStore, round_: int) -> list[RoundMember]:
 
 def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ...]:
     """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
-    messages = []
-    for line in store.lines(keys.messages(round_), 0)[0]:
-        try:
-            messages.append(records.decode(records.NodeMessage, line))
-        except records.ForeignValueError as error:
-            store.report_foreign(error)
-    return tuple(messages)
+
+    def read(line: str) -> records.NodeMessage:
+        return records.decode(records.NodeMessage, line)
+
+    return tuple(store.lines(keys.messages(round_), 0, read)[0])
 
 
 def worker_states(messages: Iterable[records.NodeMessage]) -> dict[str, records.WorkerState]:
