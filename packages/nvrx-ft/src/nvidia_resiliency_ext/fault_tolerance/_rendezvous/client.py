@@ -203,6 +203,8 @@ class NodeClient:
                 self._ended.wait(DYING_S)
             else:
                 return
+            finally:
+                store.close()
 
     def _may_come_back(self, session: NodeSession | None, tries: int, *, is_late: bool) -> bool:
         """Whether another store may follow: where a control plane serves it, for as long as asked.
@@ -255,7 +257,8 @@ class NodeClient:
     def _start_watch(self, store: JobStore, seq: int) -> None:
         """Wait for one decision after the other in a thread, and hand it to the session's."""
         self._watch_number += 1
-        log, number = DecisionLog(self._keep(store.another())), self._watch_number
+        watched, number = self._keep(store.another()), self._watch_number
+        log = DecisionLog(watched)
 
         def hand_over(what: Entry | NvrxError) -> None:
             order = _Order(lambda session: self._take_watched(session, number, what), at_once=True)
@@ -274,6 +277,8 @@ class NodeClient:
             except Exception as error:
                 logger.exception("a defect in the rendezvous of this node")
                 hand_over(NvrxError(f"the rendezvous of this node failed: {error!r}"))
+            finally:
+                watched.close()
 
         self._watcher = threading.Thread(target=watch, name="nvrx-rendezvous-watch", daemon=True)
         self._watcher.start()

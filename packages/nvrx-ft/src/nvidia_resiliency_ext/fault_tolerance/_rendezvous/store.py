@@ -93,6 +93,11 @@ class JobStore:
         if self._can_be_cut:
             self._client.cut()
 
+    def close(self) -> None:
+        """End the connection and free its descriptor, from the thread that it belongs to."""
+        if self._can_be_cut:
+            self._client.close()
+
     def create(self, key: str, text: str) -> str:
         """Set `key` unless it has a value; return the value that it has then.
 
