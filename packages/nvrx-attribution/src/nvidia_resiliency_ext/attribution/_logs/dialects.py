@@ -70,6 +70,15 @@ _PREFIXES = tuple(
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:\| )?r(?P<rank>\d{1,7}) \| "),
         ("A", r"[rw](?P<rank>\d{1,7})(?:: | (?=[A-Za-z]))"),
         ("[", r"\[(?P<rank>\d{1,7})\]:? (?=\d{4}-\d\d-\d\d)"),
+        ("A", r"(?:[Rr](?:ank)?|worker-)0*(?P<rank>\d{1,7})(?:/\w{1,8})? ?(?:>>?|\|) ?(?=\S)"),
+        ("A", r"(?:global_)?rank=(?P<rank>\d{1,7})(?: local_rank=(?P<local>\d{1,3}))?:? (?=\S)"),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3}) (?=\[R\d)"),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62})/\d{1,3} \(global (?P<rank>\d{1,7})\):? "),
+        ("A", r"(?P<node>[A-Za-z](?=[\w.-]*\d)[\w.-]{0,62}): (?=\[rank\d)"),
+        ("(", r"\((?:global )?rank[= ](?P<rank>\d{1,7})\):? "),
+        ("(", r"\([A-Za-z][\w.-]{0,62} pid=\d{1,9}(?:, ip=[^)]{1,60})?\) "),
+        ("<", r"<(?P<rank>\d{1,7})> (?=\S)"),
+        ("[", r"\[pod/[\w.-]{1,80}(?:/[\w.-]{1,80})?\] "),
         ("[", r"\[(?:[\w-]{1,40} )?r(?P<rank>\d{1,7})\]:? "),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?rank=(?P<rank>\d{1,7}):? "),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:[\w.-]{1,40} )?\[rank ?(?P<rank>\d{1,7})\]:? "),
@@ -101,14 +110,14 @@ _BY_CLASS = {
     kind: tuple(
         p for classes, p in _PREFIXES if kind in classes or (kind == "A" and "E" in classes)
     )
-    for kind in "[ 0A-"
+    for kind in "[ 0A-(<"
 }
 _SLURM = re.compile(
     r"(?:srun|slurmstepd)(?:-[\w.-]+)?: error: (?P<node>[A-Za-z][\w.-]*): tasks? (?P<rank>\d{1,7}):"
 )
 _SLURM_NODE = re.compile(r"\b(?:ON|on) (?P<node>[A-Za-z][\w.-]*) CANCELLED AT ")
 _IN_TEXT = re.compile(
-    r"\[Rank (?P<rank>\d{1,7})\]|\bon rank (?P<on>\d{1,7})\b|\b(?:[Rr]ank|RANK)[ =:]+(?P<bare>\d{1,7})\b"
+    r"\[Rank (?P<rank>\d{1,7})\]|\bon rank (?P<on>\d{1,7})\b|\b(?:[Rr]ank|RANK|global_rank)[ =:]+(?P<bare>\d{1,7})\b"
 )
 _GLOBAL_RANK = re.compile(r"\[(?:[A-Z_]+ )?(?:PG\b[^\]]*|Global )Rank (?P<rank>\d{1,7})\]")
 _JSON_TEXT = ("message", "log", "msg", "line", "text", "detail")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["NOTE_ANCHORS", "STEP_ANCHORS", "Progress", "step_in"]
+__all__ = ["BAR_TEMPLATE", "NOTE_ANCHORS", "STEP_ANCHORS", "Progress", "epoch_in", "step_in"]
 
 # Reduced as templates are. A line with one of these may be that of a completed step.
 STEP_ANCHORS = (
@@ -44,6 +44,9 @@ _STEP = re.compile(
     rb"|\biter(?:ation)?[ =:]+(\d{1,12})\b",
     re.IGNORECASE,
 )
+# A trainer's progress bar has no name before it: its template is `sit`, as often as it was drawn.
+BAR_TEMPLATE = re.compile(rb"(?:sit|its)+")
+_BAR = re.compile(rb"^.{0,200}\d%\|[^|]{0,400}\|\s*(\d{1,12})/\d+ \[[\d:]+<", re.DOTALL)
 _EPOCH = re.compile(rb"['\"]epoch['\"]\s*:\s*(\d{1,6}(?:\.\d{1,6})?)")
 _LOSS = re.compile(
     rb"loss|consumed|elapsed|tokens|grad|time|epoch|completed|finished|done", re.IGNORECASE
@@ -71,11 +74,19 @@ def step_in(raw: bytes) -> int | None:
     raw = raw[:2000]
     match = _STEP.search(raw)
     if match is None:
-        epoch = _EPOCH.search(raw)
-        return None if epoch is None else int(float(epoch[1]) * 10_000)
+        bar = _BAR.match(raw.rpartition(b"\r")[2])
+        if bar is not None:
+            return int(bar[1])
+        return None
     if not _LOSS.search(raw) or _NOT_DONE.search(raw):
         return None
     return int(next(group for group in match.groups() if group is not None))
+
+
+def epoch_in(raw: bytes) -> int | None:
+    """Return ten thousandths of an epoch, for trainers that print no number of a step."""
+    epoch = _EPOCH.search(raw[:2000])
+    return None if epoch is None else int(float(epoch[1]) * 10_000)
 
 
 @dataclass(slots=True)
@@ -94,6 +105,7 @@ class Progress:
     segment_first: int = -1
     phase: str = "startup"
     version: int = 0
+    has_step_numbers: bool = False
 
     def add_step(self, step: int, time_s: float | None) -> None:
         """Take in a completed step."""

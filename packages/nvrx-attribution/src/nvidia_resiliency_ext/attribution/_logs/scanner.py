@@ -21,8 +21,10 @@ from nvidia_resiliency_ext.attribution._logs.events import (
     LinePlace,
 )
 from nvidia_resiliency_ext.attribution._logs.progress import (
+    BAR_TEMPLATE,
     NOTE_ANCHORS,
     STEP_ANCHORS,
+    epoch_in,
     step_in,
 )
 
@@ -162,13 +164,14 @@ class Scanner:
             fresh = distinct - self._plain
         search = self._anchors.search
         for template in fresh:
-            if search(template) is None:
+            is_bar = BAR_TEMPLATE.fullmatch(template) is not None
+            if not is_bar and search(template) is None:
                 self._plain.add(template)
                 self._plain_bytes += len(template)
                 continue
             found = _Template(
                 self._registry.rules_for(template),
-                any(anchor in template for anchor in STEP_ANCHORS),
+                is_bar or any(anchor in template for anchor in STEP_ANCHORS),
                 any(anchor in template for anchor in NOTE_ANCHORS),
             )
             self._hot[template] = found
@@ -221,7 +224,11 @@ class Scanner:
                     break
 
     def _add_step(self, raw: bytes, template: bytes) -> bool:
+        progress = self.result.progress
         step = step_in(raw)
+        progress.has_step_numbers |= step is not None
+        if not progress.has_step_numbers:
+            step = epoch_in(raw)
         if step is None:
             known = self._hot[template]
             known.misses += 1
@@ -231,7 +238,7 @@ class Scanner:
         if line.rank is not None:
             self.result.ranks.add(line.rank)
         self._note_time(line)
-        self.result.progress.add_step(step, line.time_s)
+        progress.add_step(step, line.time_s)
         return True
 
     def _note_time(self, line: Line) -> None:
