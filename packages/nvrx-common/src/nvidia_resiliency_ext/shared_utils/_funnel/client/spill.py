@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue in files: a file for each chunk, whose name says what must be in it.
+"""The queue in files: how lines stand in them, and how far they were read.
 
-So names alone tell the order and the sizes, and what a crash or a disk has damaged is known.
+A file holds records that are appended and never changed. Each has a checksum, so what a crash tore
+is known.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import contextlib
 import errno
 import logging
 import os
-import re
+import stat
+import struct
 import zlib
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
-
-from .limits import Chunk, Gap
+from .limits import MAX_LINE_BYTES, Chunk, Gap
 from .spill_place import (
     Identity,
     make_place,
@@ -34,21 +34,113 @@ if TYPE_CHECKING:
 
 
 SUFFIX = ".lines"
-_NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,8})-([0-9a-f]{1,8})-([0-9a-f]{8})\.lines")
-_GENERATION = 1 << 32  # numbers for the chunks of one process
+_RECORD = struct.Struct("<IIQI")  # checksum of the rest; size, number and lines of the data
+_LARGEST_RECORD_BYTES = 2 * MAX_LINE_BYTES
 
 
-class _File(NamedTuple):
-    """A chunk in a file: its number, lines, bytes and checksum, as the file's name says."""
+class Segment:
+    """One open file.
 
-    seq: int
-    lines: int
-    size: int
-    checksum: int
+    Attributes:
+        unread: Lines and bytes that have still to be read.
+    """
+
+    __slots__ = ("fd", "first_seq", "last_seq", "number", "read_at", "size", "unread")
+
+    def __init__(self, number: int, fd: int) -> None:
+        self.number = number
+        self.fd = fd
+        self.size = self.read_at = 0
+        self.first_seq = self.last_seq = 0
+        self.unread = Gap()
+
+    @classmethod
+    def create(cls, directory: str, number: int) -> Segment:
+        """Make a new file."""
+        segment = cls(number, -1)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        segment.fd = os.open(os.path.join(directory, segment.name), flags, 0o600)
+        return segment
+
+    @classmethod
+    def load(cls, number: int, fd: int) -> Segment | None:
+        """Look through the records of a file; what a crash tore at its end is cut off."""
+        status = os.fstat(fd)
+        segment = cls(number, fd)
+        while stat.S_ISREG(status.st_mode) and segment.size < status.st_size:
+            chunk = _read_record(fd, segment.size, status.st_size)
+            if chunk is None:
+                break
+            segment._added(chunk)
+        if not segment.size:
+            return None
+        os.ftruncate(fd, segment.size)
+        return segment
+
+    @staticmethod
+    def record_bytes(chunk: Chunk) -> int:
+        return _RECORD.size + len(chunk.data)
 
     @property
     def name(self) -> str:
-        return f"{self.seq:016x}-{self.lines:x}-{self.size:x}-{self.checksum:08x}{SUFFIX}"
+        return f"{self.number:08d}{SUFFIX}"
+
+    def has_unread(self) -> bool:
+        """Say whether there is a record that was not read."""
+        return self.read_at < self.size
+
+    def append(self, chunk: Chunk) -> None:
+        """Add a chunk."""
+        rest = _RECORD.pack(0, len(chunk.data), chunk.seq, chunk.lines)[4:]
+        checksum = zlib.crc32(chunk.data, zlib.crc32(rest))
+        header = checksum.to_bytes(4, "little") + rest
+        # At a place of its own, so that what a failed write left there is written over.
+        written = os.pwritev(self.fd, [header, chunk.data], self.size)
+        if written != len(header) + len(chunk.data):
+            raise OSError(errno.ENOSPC, "no space left", self.name)
+        self._added(chunk)
+
+    def read(self) -> Chunk | None:
+        """Return the next record and go on behind it; `None` when it is damaged."""
+        chunk = _read_record(self.fd, self.read_at, self.size)
+        if chunk is not None:
+            self.read_at += self.record_bytes(chunk)
+            left = self.unread
+            self.unread = Gap(0, left.lines - chunk.lines, left.size - len(chunk.data))
+        return chunk
+
+    def discard(self, directory: str) -> None:
+        """Close the file and remove it."""
+        os.close(self.fd)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, self.name))
+
+    def _added(self, chunk: Chunk) -> None:
+        self.size += self.record_bytes(chunk)
+        self.first_seq = self.first_seq or chunk.seq
+        self.last_seq = max(self.last_seq, chunk.seq)
+        self.unread = self.unread.joined(Gap(0, chunk.lines, len(chunk.data)))
+
+
+def _read_record(fd: int, offset: int, end: int) -> Chunk | None:
+    try:
+        header = os.pread(fd, _RECORD.size, offset)
+        if len(header) != _RECORD.size:
+            return None
+        checksum, size, seq, lines = _RECORD.unpack(header)
+        if size > min(_LARGEST_RECORD_BYTES, end - offset - _RECORD.size):
+            return None
+        data = os.pread(fd, size, offset + _RECORD.size)
+    except OSError:
+        return None
+    checked = zlib.crc32(data, zlib.crc32(header[4:]))
+    return Chunk(seq, data, lines) if len(data) == size and checked == checksum else None
+
+
+_FIRST_NUMBER = 1000  # leaves space for files put before it
+_FEWEST_SEGMENTS = 16
+_SMALLEST_SEGMENT_BYTES = 256 * 1024
+_GENERATION = 1 << 32  # numbers for the chunks of one process
 
 
 class Spill:
@@ -68,10 +160,12 @@ class Spill:
         self._spill_dir = spill_dir
         self._budget = budget
         self._report = report
-        self._read: deque[_File] = deque()  # and not confirmed
-        self._unread: deque[_File] = deque()
+        share = budget.spill_limit_bytes // _FEWEST_SEGMENTS
+        self._segment_bytes = max(_SMALLEST_SEGMENT_BYTES, share)
+        self._segments: deque[Segment] = deque()
         self._path = ""
         self._owner_fd = -1
+        self._last_number = _FIRST_NUMBER - 1
         self._has_failed = False
 
     @property
@@ -82,153 +176,159 @@ class Spill:
     @property
     def unread(self) -> Gap:
         """Lines and bytes that have still to be read."""
-        lines = sum(file.lines for file in self._unread)
-        return Gap(0, lines, sum(file.size for file in self._unread))
+        lines = sum(segment.unread.lines for segment in self._segments)
+        return Gap(0, lines, sum(segment.unread.size for segment in self._segments))
 
     def next_generation(self) -> int:
         """Return a number for a chunk that no process can have used for this stream so far.
 
         A killed process may have sent more than its files tell, from memory.
         """
-        highest = max((file.seq for file in (*self._read, *self._unread)), default=0)
+        highest = max((segment.last_seq for segment in self._segments), default=0)
         return (highest // _GENERATION + 1) * _GENERATION
 
     def append(self, chunk: Chunk) -> bool:
         """Add a chunk behind the others."""
-        size = len(chunk.data)
+        size = Segment.record_bytes(chunk)
         if not self._budget.take_spill(size):
             return False
-        file = self._write(chunk)
-        if file is None:
+        last = self._segments[-1] if self._segments else None
+        try:
+            if last is None or last.size + size > self._segment_bytes:
+                last = self._new_segment(self._last_number + 1)
+                self._segments.append(last)
+            last.append(chunk)
+        except OSError as error:
             self._budget.add(spill=-size)
+            if self._segments and not self._segments[-1].size:
+                self._segments.pop().discard(self._path)
+            self._fail(error)
             return False
-        self._unread.append(file)
+        if self._has_failed:
+            self._has_failed = False
+            self._report(logging.INFO, f"log lines can wait in {self._path} again")
         return True
 
     def put_first(self, chunks: list[Chunk]) -> bool:
-        """Add chunks that were read before all others, whatever the limit, unless they are here."""
-        present = {file.seq for file in self._read}
-        for chunk in chunks:
-            if chunk.seq in present:
-                continue
-            file = self._write(chunk)
-            if file is None:
-                return False
-            self._read.append(file)
-            self._budget.add(spill=file.size)
+        """Add chunks before all others, whatever the limit; those that are there already stay."""
+        oldest = self._segments[0] if self._segments else None
+        if oldest is not None:
+            chunks = [chunk for chunk in chunks if chunk.seq < oldest.first_seq]
+        if not chunks:
+            return True
+        number = self._last_number + 1 if oldest is None else oldest.number - 1
+        try:
+            segment = self._new_segment(number)
+            self._segments.appendleft(segment)
+            for chunk in chunks:
+                segment.append(chunk)
+        except OSError as error:
+            self._fail(error)
+            return False
+        finally:
+            if self._segments and self._segments[0].number == number:
+                self._budget.add(spill=self._segments[0].size)
         return True
 
     def has_unread(self) -> bool:
         """Say whether `read` may return something."""
-        return bool(self._unread)
+        return any(segment.has_unread() for segment in self._segments)
 
     def read(self) -> Chunk | None:
         """Return the oldest chunk not read so far; None when its file is damaged."""
-        if not self._unread:
+        segment = next((found for found in self._segments if found.has_unread()), None)
+        if segment is None:
             return None
-        file = self._unread[0]
-        try:
-            data = read_regular_file(os.path.join(self._path, file.name), file.size + 1)
-        except OSError:
-            data = b""
-        if len(data) != file.size or zlib.crc32(data) != file.checksum:
+        chunk = segment.read()
+        if chunk is None:
+            left = segment.unread
             self._report(
                 logging.ERROR,
-                f"{self._path}/{file.name} is damaged:"
-                f" {file.lines} lines ({file.size} bytes) in it are lost",
+                f"{self._path}/{segment.name} is damaged:"
+                f" {left.lines} lines ({left.size} bytes) in it are lost",
             )
-            return None
-        self._read.append(self._unread.popleft())
-        return Chunk(file.seq, data, file.lines)
+        return chunk
 
     def drop_oldest(self) -> Gap | None:
-        """Give up the oldest chunk that was not read; None without one."""
-        if not self._unread:
-            return None
-        file = self._unread.popleft()
-        self._remove(file)
-        return Gap(file.seq, file.lines, file.size)
+        """Give up the unread lines of the oldest file that has any; None without such a file."""
+        for segment in self._segments:
+            if segment.has_unread():
+                self._remove(segment)
+                return segment.unread._replace(seq=segment.last_seq)
+        return None
 
     def confirmed(self, seq: int) -> None:
-        """Remove the files of chunks that have been read and confirmed."""
-        while self._read and self._read[0].seq <= seq:
-            self._remove(self._read.popleft())
-        if not self._read and not self._unread:
-            self._remove_directory()
+        """Remove the files whose chunks have all been read and confirmed."""
+        while self._segments:
+            first = self._segments[0]
+            if first.has_unread() or first.last_seq > seq:
+                return
+            self._remove(first)
+        self._remove_directory()
 
     def forget_descriptors(self) -> None:
-        """Close the descriptor that a forked child has inherited; the files are its parent's."""
-        self._read.clear()
-        self._unread.clear()
+        """Close the descriptors that a forked child has inherited; the files are its parent's."""
+        for segment in self._segments:
+            os.close(segment.fd)
+        self._segments.clear()
         if self._owner_fd >= 0:
             os.close(self._owner_fd)
         self._owner_fd = -1
 
     def close(self, *, keeps_files: bool) -> None:
-        """Give the space back, and remove the files unless a later process shall send them."""
-        self._budget.add(spill=-sum(file.size for file in (*self._read, *self._unread)))
+        """Close the files, and remove them unless a later process shall send them."""
         if not keeps_files:
+            while self._segments:
+                self._remove(self._segments[0])
             self._remove_directory()
+        for segment in self._segments:
+            self._budget.add(spill=-segment.size)
         self.forget_descriptors()
 
     def take_over(self, path: str, owner_fd: int) -> None:
         """Begin with the files that another process left in a directory."""
         self._path, self._owner_fd = path, owner_fd
         for name in sorted(os.listdir(path)):
-            match = _NAME.fullmatch(name)
-            if match is not None:
-                file = _File(*(int(number, 16) for number in match.groups()))
-                self._unread.append(file)
-                self._budget.add(spill=file.size)
-            elif name.endswith(SUFFIX):
+            number = name.removesuffix(SUFFIX)
+            if not name.endswith(SUFFIX) or not (number.isascii() and number.isdigit()):
+                continue
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(os.path.join(path, name), flags)
+            segment = Segment.load(int(number), fd)
+            if segment is None:
+                os.close(fd)
                 line = f"{path}/{name} holds no log lines and is left alone"
                 self._report(logging.WARNING, line)
+                continue
+            self._segments.append(segment)
+            self._budget.add(spill=segment.size)
+            self._last_number = max(self._last_number, segment.number)
 
-    def _write(self, chunk: Chunk) -> _File | None:
-        """Put a chunk into a file; None when that fails."""
-        file = _File(chunk.seq, chunk.lines, len(chunk.data), zlib.crc32(chunk.data))
-        try:
-            if not self._path:
-                self._path, self._owner_fd = make_place(self._spill_dir, self.identity)
-                line = f"log lines for {self.identity.path} wait in {self._path} for the log server"
-                self._report(logging.INFO, line)
-            _write_new(os.path.join(self._path, file.name), chunk.data)
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                where = self._path or self._spill_dir
-                self._report(logging.WARNING, f"log lines cannot wait in {where}: {error}")
-            return None
-        if self._has_failed:
-            self._has_failed = False
-            self._report(logging.INFO, f"log lines can wait in {self._path} again")
-        return file
+    def _new_segment(self, number: int) -> Segment:
+        if not self._path:
+            self._path, self._owner_fd = make_place(self._spill_dir, self.identity)
+            line = f"log lines for {self.identity.path} wait in {self._path} for the log server"
+            self._report(logging.INFO, line)
+        segment = Segment.create(self._path, number)
+        self._last_number = max(self._last_number, number)
+        return segment
 
-    def _remove(self, file: _File) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._path, file.name))
-        self._budget.add(spill=-file.size)
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            where = self._path or self._spill_dir
+            self._report(logging.WARNING, f"log lines cannot wait in {where}: {error}")
+
+    def _remove(self, segment: Segment) -> None:
+        self._segments.remove(segment)
+        segment.discard(self._path)
+        self._budget.add(spill=-segment.size)
 
     def _remove_directory(self) -> None:
         if self._owner_fd >= 0:
             path, owner_fd = self._path, self._owner_fd
             self._path, self._owner_fd = "", -1
             remove_place(path, owner_fd)
-
-
-def _write_new(path: str, data: bytes) -> None:
-    """Make a file with this content, or none."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600)
-    try:
-        if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, "no space left", path)  # noqa: TRY301 - as of `write`
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
 
 
 def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Report) -> Spill | None:
