@@ -273,12 +273,20 @@ def test_a_counter_that_is_no_number_counts_as_nothing(served: Served) -> None:
 def test_a_counter_that_somebody_else_has_written_over_is_named(
     served: Served, garbage: str
 ) -> None:
-    """torch's store hangs up on whoever adds to what is no number; the error says to which key."""
+    """torch's store hangs up on whoever adds to what is no number; the error says what is there."""
     one = served.connect()
     assert one.count("k", 3) == 3
     served.raw().set(PREFIX + "k", garbage)
-    with pytest.raises(StoreLostError, match="asked to add to k"):
+    with pytest.raises(ForeignValueError, match="k: .* is no number"):
         one.count("k", 2)
+
+
+def test_a_counter_survives_a_connection_that_was_reset(served: Served) -> None:
+    """One connection that breaks is made anew, and the store stays what it is for this node."""
+    one = served.connect()
+    assert one.count("k", 3) == 3
+    one._client.cut()
+    assert one.count("k", 2) == 5
 
 
 # Operations, waits, the end --------------------------------------------------------------------

@@ -11,5 +11,6 @@ def distribution_versions() -> dict[str, str]:
     """Return the installed version of each nvrx distribution, keyed by its name."""
     from importlib.metadata import distributions
 
-    found = {dist.metadata["Name"]: dist.version for dist in distributions()}
+    # What an interrupted pip leaves has no name.
+    found = {name: dist.version for dist in distributions() if (name := dist.metadata["Name"])}
     return {name: version for name, version in sorted(found.items()) if name.startswith("nvrx-")}

@@ -91,6 +91,10 @@ class SlowClient:
         """End the connection, as another thread would."""
         self._client.cut()
 
+    def close(self) -> None:
+        """End the connection, as a process's end would: it is no operation of the store."""
+        self._client.close()
+
     def _slow(self, call: Any) -> Any:
         def slow(*args: Any) -> Any:
             self._spend()

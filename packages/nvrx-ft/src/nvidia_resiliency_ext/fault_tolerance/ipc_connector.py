@@ -75,11 +75,18 @@ class IpcConnector:
             except (ValueError, OSError):
                 loop.close()
                 raise
-            self._loop = loop
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._receive, args=(mailbox, loop), name="nvrx-ipc-receiver", daemon=True
             )
-            self._thread.start()
+            self._loop = loop  # the thread ends when it is another one
+            try:
+                thread.start()
+            except RuntimeError:
+                self._loop = None
+                mailbox.close()
+                loop.close()
+                raise
+            self._thread = thread
 
     def stop_receiving(self) -> None:
         """End the thread and remove the socket; what was received stays. May be repeated."""

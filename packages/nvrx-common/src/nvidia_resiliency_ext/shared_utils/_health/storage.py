@@ -128,6 +128,7 @@ _KINDS = ("lustre", "nfs", "nfs4")
 _MOUNT_TIMEOUT_S = 15.0
 _PATH_TIMEOUT_S = 5.0
 _FILE_TIMEOUT_S = 5.0
+_START_S = 5.0
 _AT_ONCE = 32
 _PROBE_FILE = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
@@ -162,10 +163,13 @@ class _Probes:
                 answers[path] = problem or self._ask(path, min(each_s, left_s), min(each_s, all_s))
 
         running = [AbandonableCall("probes", work) for _ in paths[:_AT_ONCE]]
+        rounds = math.ceil(len(paths) / _AT_ONCE)
+        # A child may hang while it starts, where the interpreter lies on such a path, too.
+        end = time.monotonic() + min(all_s, each_s * rounds) + _START_S
         for call in running:
-            call.ended.wait()
-            call.result()
-        return {path: answers[path] for path in paths}
+            if call.ended.wait(max(0.0, end - time.monotonic())):
+                call.result()
+        return {path: answers.get(path, "cannot be probed: no child starts") for path in paths}
 
     def _why_not_asked(self, path: str, left_s: float) -> str:
         probe = self._hanging.get(path)

@@ -425,6 +425,7 @@ class NodeAgent:
             specs = self.specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
             self._error_outputs = _error_outputs(specs)
+            self._errors = {}
             self._others_until = None
             self.controller.cycle_begins()
             self.monitor.prepare(assignment.cycle)

@@ -378,5 +378,7 @@ def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> N
     Always read: who has another token is refused by it before it writes anything itself.
     """
     said = store.wait_for(keys.LOG_TOKEN, wait_s)
+    if said is None:
+        raise StoreLostError(f"the rendezvous host has not begun within {wait_s:.1f} s")
     if records.asks_for_log_server:
         records.log_server_said(said)

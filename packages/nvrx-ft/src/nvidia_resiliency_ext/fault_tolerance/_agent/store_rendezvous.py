@@ -85,8 +85,8 @@ class StoreRendezvous(Rendezvous):
         self._wall_ahead_s = self.clock.wall() - self.clock.monotonic()
         self._said_of_clocks = ""
         self._notified_at: float | None = None
-        self._fence: Timer | None = None
-        self._evaluate_lease()
+        # In the loop, where everything that hears of the lease has been made.
+        self._fence = self.loop.call_at(self.clock.monotonic(), self._evaluate_lease)
 
     # What the loop wants -----------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class StoreRendezvous(Rendezvous):
     def _join_timed_out(self) -> None:
         seconds = self.settings.join_timeout_s
         where = f"; {self.settings.where}" if self.settings.where else ""
-        self.post(machine.JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
+        self._push(machine.JoinTimedOut(f"the round did not close within {seconds:.0f} s{where}"))
 
     def _evaluate_lease(self) -> None:
         """Pass on how long this node may train, and end it when the lease is too old."""
@@ -295,7 +295,7 @@ class StoreRendezvous(Rendezvous):
                     f"the job's store has not answered for {now - confirmed:.1f} s;"
                     " this node stops before the others replace it"
                 )
-                self.post(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
+                self._push(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
                 return
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -324,7 +324,10 @@ def compare_nodes(
         answered = store.wait_for(f"{topic}/answer", limit_s + ANSWER_S)
         if answered is None:
             raise NvrxError("the node that serves the store gave no answer; see what it says")
-        return json.loads(answered)
+        try:
+            return json.loads(answered)
+        except ValueError:
+            raise NvrxError(f"another version serves the store: {answered[:100]!r}") from None
 
     def compared(clocks: list[str]) -> list[dict[str, Any]]:
         clock_of: dict[str, float] = dict(map(json.loads, clocks))
@@ -335,20 +338,25 @@ def compare_nodes(
         return [asdict(replace(f, text=f.text[:_MAX_TEXT])) for f in found[:MAX_FINDINGS]]
 
     me = secrets.token_hex(8)
-    count = int(meet("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
-    findings = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
+    try:
+        count = int(meet("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
+        answer = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
+        findings = [Finding(**item) for item in answer]
+    except (ValueError, TypeError) as error:
+        raise NvrxError(f"another version answers: {error}") from None
     if store.count("bye", 1) == count:
         store.put("gone", "1")
     if serves:
         store.wait_until_set("gone", GOODBYE_S)
     del server
-    return [Finding(**item) for item in findings]
+    return findings
 
 
 def _report(line: str, clocks: Mapping[str, float]) -> NodeReport:
     """Return what a node reported; another version's may be none that is known here."""
     try:
         node, reported = json.loads(line)
-        return replace(NodeReport(**reported), clock=clocks.get(node))
+        known = {f.name: reported[f.name] for f in fields(NodeReport) if f.name in reported}
+        return replace(NodeReport(**known), clock=clocks.get(node))
     except (ValueError, TypeError):
         return NodeReport("another version", failures=("its report cannot be read",))

@@ -282,7 +282,7 @@ class Layers:
                     self.warnings.append(f"{where}: is deprecated; {old.note}")
             elif option is None:
                 unknown.append(f"{place}unknown key {key!r}{_hint(key)}")
-            elif option.field in own:
+            elif place and option.field in own:
                 self.problems.append(f"{where}: is the same as {own[option.field]!r}; keep one")
             elif (given := self.read(option.kind, raw, where)) is not None:
                 self.given[option.field] = given

@@ -364,6 +364,7 @@ class AttributionWatch:
                 self._client = client
                 for call in self._untold:
                     call(client)
+                self._untold.clear()
         if is_late:
             # Nobody else knows of it. Its poller takes the lock.
             client.stop_poller(0.0)

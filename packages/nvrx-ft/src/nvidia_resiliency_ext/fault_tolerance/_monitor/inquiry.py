@@ -292,7 +292,7 @@ def _is_certain(inquiry: _Inquiry) -> bool:
 def _state_of(testimony: Testimony, host: str) -> RankState:
     stack, kernel = rank_activity.main_stack(testimony.stacks), testimony.evidence.kernel
     activity, view = rank_activity.classify(kernel, stack), testimony.after
-    has_steps = view.step_first_open is not None
+    has_steps, is_open = view.step_first_open is not None, int("step" in view.open_sections)
     return RankState(
         rank=testimony.rank,
         activity=activity,
@@ -301,7 +301,7 @@ def _state_of(testimony: Testimony, host: str) -> RankState:
         place=stack.place,
         is_late=testimony.broken is not None,
         has_moved=testimony.after.steps != testimony.before.steps,
-        progress=(view.step_count, int("step" in view.open_sections)) if has_steps else None,
+        progress=(max(view.step_count, 0), is_open) if has_steps else None,
     )
 
 

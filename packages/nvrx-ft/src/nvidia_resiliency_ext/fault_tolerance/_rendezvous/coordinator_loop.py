@@ -444,7 +444,7 @@ class Coordinator:
                     return
                 if self.store.wait_until_set(keys.NOTIFY, deadline - now):
                     self.store.delete(keys.NOTIFY)
-            except StoreLostError:
+            except (StoreLostError, ForeignValueError):
                 return
 
 

@@ -292,7 +292,7 @@ def _cut_detail(detail: Mapping[str, object], limit: int) -> dict[str, object]:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, float):
-        return math.isfinite(value)
+        return math.isfinite(value) and abs(value) < _MAX_WHOLE
     if isinstance(value, int):
         return abs(value) < _MAX_WHOLE
     return isinstance(value, str)

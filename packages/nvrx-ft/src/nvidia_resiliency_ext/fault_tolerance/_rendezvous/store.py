@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import re
 import resource
 import socket
 import threading
@@ -40,6 +41,9 @@ _DIGEST_HEX = 32
 # Nobody else knows it, so nobody can make a key look missing.
 _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
+_COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
+# How long a new connection may take, in place of one on which the store has hung up.
+_RECONNECT_S = 5.0
 _SHORTEST_TORCH_WAIT_S = 60.0
 _TORCH_LOOK_S = 0.05
 # Two connections of each node, and as many again for nodes that come in place of others.
@@ -192,14 +196,26 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
+        torch's store hangs up on whoever adds to what is no number (2.13), so a new connection is
+        asked which it was. Where this one broke before the answer, the step may count twice.
+
         Raises:
-            StoreLostError: the store is gone, or somebody else has written what is no number:
-                torch's store hangs up on whoever adds to that (2.13).
+            ForeignValueError: somebody else has written what is no number.
+            StoreLostError: the store is gone.
         """
         try:
             return int(self._call("add", self._name(key), step))
-        except StoreLostError as error:
-            raise StoreLostError(f"{error}, asked to add to {key}") from None
+        except StoreLostError:
+            if self._was_cut.is_set() or not self._can_be_cut:
+                raise
+        self._client.close()
+        self._client = _connect_client(self._client.host, self._client.port, _RECONNECT_S)
+        if self._was_cut.is_set():
+            self._client.cut()
+        raw = self._read(key)
+        if raw is not None and not _COUNTER.fullmatch(raw):
+            raise ForeignValueError(f"{key}: {raw[:20]!r} is no number")
+        return int(self._call("add", self._name(key), step))
 
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""

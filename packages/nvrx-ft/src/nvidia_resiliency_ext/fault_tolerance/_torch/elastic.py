@@ -292,13 +292,14 @@ def launch_agent(
     if isinstance(entrypoint, str):
         argv = (entrypoint, *(str(arg) for arg in args))
         given: FaultToleranceConfig | None = config.fault_tol_cfg
+        command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False)
+        plan = plan_from_config(config, command, os.environ)
         numa = _binding(config) or numa_binding(
-            config.nproc_per_node,
+            plan.nproc_per_node,
             os.environ,
             is_strict=given is None or given.numa_bind_strict,
         )
-        command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False, numa=numa)
-        plan = plan_from_config(config, command, os.environ)
+        plan = replace(plan, command=replace(command, numa=numa))
         return dict.fromkeys(_run_plan(plan))
     run_dir = RunDir.create("call")
     try:

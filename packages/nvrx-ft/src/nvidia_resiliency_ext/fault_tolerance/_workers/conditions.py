@@ -237,6 +237,7 @@ def _certain_imports(text: str) -> Iterator[str]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
+    main_guards = [ast.dump(ast.parse(text, mode="eval").body) for text in _MAIN_GUARDS]
     todo: list[ast.stmt] = list(reversed(tree.body))
     while todo:
         statement = todo.pop()
@@ -245,6 +246,8 @@ def _certain_imports(text: str) -> Iterator[str]:
         elif isinstance(statement, ast.ImportFrom):
             yield (statement.module or "") if statement.level <= 1 else ""
         elif isinstance(statement, (ast.Try, ast.With)) or (
-            isinstance(statement, ast.If) and ast.unparse(statement.test) in _MAIN_GUARDS
+            isinstance(statement, ast.If)
+            and isinstance(statement.test, ast.Compare)
+            and ast.dump(statement.test) in main_guards
         ):
             todo.extend(reversed(statement.body))

@@ -41,6 +41,7 @@ FD_VARIABLE = "NVRX_STANDBY_FD"
 PYTHONPATH_VARIABLE = "NVRX_STANDBY_PYTHONPATH"
 # A packet must fit the default send buffer (212992 bytes) while the prewarmed worker does not read.
 _LARGEST_MESSAGE_BYTES = 96 << 10
+_LARGEST_PROBLEM = 1000
 _LARGEST_REPLY_BYTES = 1 << 20
 _STATUS_WAIT_S = 0.2
 _LARGEST_OUTPUT_BYTES = 4096
@@ -193,8 +194,11 @@ class PrewarmedWorker:
                 self._files += [file_stamp(path) for path in fields.pop("files")]
                 memory = procfs.memory(self.child.pid)
                 fields["private_bytes"] = None if memory is None else memory.uss
+                fields["seconds"] = float(fields["seconds"])
+                if fields["problem"] is not None:
+                    fields["problem"] = " ".join(str(fields["problem"]).split())[:_LARGEST_PROBLEM]
             message = _MESSAGES[kind](**fields)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return Failed(f"it sent an unreadable message ({type(error).__name__})")
         if not isinstance(message, Begun):
             self._log_output()

@@ -151,7 +151,7 @@ WAITS = MainThreadActivity(WAITED)
 
 def of_main_thread() -> MainThreadActivity:
     """Return what the main thread does now; called by another thread."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]  # noqa: SLF001
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     pairs = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
     stack = stack_of([_of_frame(*pair) for pair in pairs])
     return MainThreadActivity(stack.call.value, stack.place)
