@@ -277,7 +277,7 @@ def test_a_counter_that_somebody_else_has_written_over_is_named(
     one = served.connect()
     assert one.count("k", 3) == 3
     served.raw().set(PREFIX + "k", garbage)
-    with pytest.raises(ForeignValueError, match="k: .* is no number"):
+    with pytest.raises(ForeignValueError, match=r"k: .* is no number"):
         one.count("k", 2)
 
 
