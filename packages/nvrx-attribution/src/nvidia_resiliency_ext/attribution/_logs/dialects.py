@@ -77,6 +77,13 @@ _PREFIXES = tuple(
         ("A", r"(?P<node>[A-Za-z](?=[\w.-]*\d)[\w.-]{0,62}): (?=\[rank\d)"),
         ("(", r"\((?:global )?rank[= ](?P<rank>\d{1,7})\):? "),
         ("(", r"\([A-Za-z][\w.-]{0,62} pid=\d{1,9}(?:, ip=[^)]{1,60})?\) "),
+        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62})/rank(?P<rank>\d{1,7})> ?(?=\S)"),
+        ("[", r"\[w(?P<rank>\d{1,7})\]:? (?=\S)"),
+        (
+            "|",
+            r"\|\s*(?:(?P<low>DEBUG|INFO|NOTICE)|WARNING|ERROR|CRITICAL|FATAL)\s*(?=\|)",
+        ),
+        ("|", r"\|\s*(?:rank (?P<rank>\d{1,7})\s*\|\s*)?(?=\S)"),
         ("<", r"<(?P<rank>\d{1,7})> (?=\S)"),
         ("[", r"\[pod/[\w.-]{1,80}(?:/[\w.-]{1,80})?\] "),
         ("[", r"\[(?:[\w-]{1,40} )?r(?P<rank>\d{1,7})\]:? "),
@@ -110,7 +117,7 @@ _BY_CLASS = {
     kind: tuple(
         p for classes, p in _PREFIXES if kind in classes or (kind == "A" and "E" in classes)
     )
-    for kind in "[ 0A-(<"
+    for kind in "[ 0A-(<|"
 }
 _SLURM = re.compile(
     r"(?:srun|slurmstepd)(?:-[\w.-]+)?: error: (?P<node>[A-Za-z][\w.-]*): tasks? (?P<rank>\d{1,7}):"
@@ -121,9 +128,10 @@ _IN_TEXT = re.compile(
 )
 _GLOBAL_RANK = re.compile(r"\[(?:[A-Z_]+ )?(?:PG\b[^\]]*|Global )Rank (?P<rank>\d{1,7})\]")
 _JSON_TEXT = ("message", "log", "msg", "line", "text", "detail")
-_JSON_TIME = ("time", "timestamp", "ts", "@timestamp")
-_JSON_LEVEL = ("level", "severity", "levelname", "lvl")
-_LOW_LEVELS = frozenset({"trace", "debug", "info", "notice", "warn", "warning"})
+_JSON_TIME = ("time", "timestamp", "ts", "@timestamp", "t", "at")
+_JSON_LEVEL = ("level", "severity", "levelname", "lvl", "sev")
+_LEAST_SPACES = 3
+_LOW_LEVELS = frozenset({"trace", "debug", "info", "inf", "notice", "warn", "warning"})
 _JSON_NODE = ("host", "node", "hostname", "node_name", "nodename")
 _LAUNCHER = re.compile(r"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
 _MONTHS = {
@@ -241,9 +249,13 @@ class LineReader:
             return text
         if "schema" in value:
             return text  # a record of a program, such as an earlier verdict: it quotes
-        message = next((value[k] for k in _JSON_TEXT if isinstance(value.get(k), str)), None)
+        texts = {k: v for k, v in value.items() if isinstance(v, str)}
+        message = next((texts[k] for k in _JSON_TEXT if k in texts), None)
         if message is None:
-            return text
+            # Who names it otherwise means the longest one, if that is a sentence.
+            message = max(texts.values(), key=len, default="")
+            if message.count(" ") < _LEAST_SPACES:
+                return text
         levels = (value[k] for k in _JSON_LEVEL if isinstance(value.get(k), str))
         line.is_no_error = any(level.lower() in _LOW_LEVELS for level in levels)
         labels = value.get("labels") or value.get("kubernetes") or {}

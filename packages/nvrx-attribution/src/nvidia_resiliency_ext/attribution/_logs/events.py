@@ -47,8 +47,8 @@ _EXIT_BLOCK_LINES = 5
 _LOCAL = re.compile(r"local_rank:?\s*(\d{1,3})")
 _SEQ = re.compile(r"SeqNum=(\d{1,12})|last enqueued(?: NCCL)? work:? (\d{1,12})")
 # Lines about the end of a rank, or about the odd one among ranks, name it, whoever wrote them.
-_ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault"})
-_SUBJECT = re.compile(r"\b(?:(?:rank|RANK|Rank)[ =:#]{1,2}|r)(\d{1,7})\b")
+_ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "hang.heartbeat"})
+_SUBJECT = re.compile(r"\b(?:(?:[Rr]ank|RANK|[Ww]orker)[ =:#]{1,2}|r)(\d{1,7})\b")
 _DID = re.compile(
     r"(?<![\w.])(\d{1,7}(?:[-,]\d{1,7})*) (?:called|issued|ran|runs|entered|posted|started|sent|"
     r"is (?:running|in|at)|are (?:running|in|at)|did|does|has|have|used?)\b"
