@@ -451,3 +451,16 @@ def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
         assert relay.held_chunks == 2
 
     asyncio.run(program())
+
+
+def test_what_is_stored_after_the_end_of_a_call_starts_nothing() -> None:
+    """An acknowledgement that nobody takes any more leaves no task to a loop that may be ending."""
+    from nvidia_resiliency_ext.shared_utils._funnel.server.service import AckWriter
+
+    async def program() -> None:
+        acks = AckWriter(lambda _: asyncio.sleep(0))
+        acks.close()
+        acks.send("stream", 1)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(program())

@@ -46,6 +46,7 @@ class AckWriter:
         self._write = write
         self.unsent: dict[str, tuple[int, Refusal | None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
@@ -54,7 +55,8 @@ class AckWriter:
         Behind a leaf several senders may ask for the same numbers one after the other.
         """
         self.unsent[stream_id] = (seq, refusal)
-        if self._task is None:
+        # What is stored after the end of the call has nobody to tell.
+        if self._task is None and not self._is_closed:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def finish(self) -> None:
@@ -65,6 +67,7 @@ class AckWriter:
 
     def close(self) -> None:
         """Stop sending; the call is over."""
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
 
