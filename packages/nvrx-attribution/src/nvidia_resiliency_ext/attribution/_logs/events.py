@@ -47,7 +47,7 @@ _EXIT_BLOCK_LINES = 5
 _LOCAL = re.compile(r"local_rank:?\s*(\d{1,3})")
 _SEQ = re.compile(r"SeqNum=(\d{1,12})|last enqueued(?: NCCL)? work:? (\d{1,12})")
 # Lines about the end of a rank, or about the odd one among ranks, name it, whoever wrote them.
-_ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "hang.heartbeat"})
+_ABOUT_A_RANK = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "hang.heartbeat"})
 _SUBJECT = re.compile(r"\b(?:(?:[Rr]ank|RANK|[Ww]orker)[ =:#]{1,2}|r)(\d{1,7})\b")
 _DID = re.compile(
     r"(?<![\w.])(\d{1,7}(?:[-,]\d{1,7})*) (?:called|issued|ran|runs|entered|posted|started|sent|"
@@ -394,7 +394,7 @@ class EventTable:
 def _named_rank(code: str, text: str, writer: int | None) -> int | None:
     """Return the rank that a line is about; the one that wrote it where it names none."""
     named = set()
-    if code in _ENDS:
+    if code in _ABOUT_A_RANK:
         named = set(_SUBJECT.findall(text))
     elif code == "user.collective_mismatch":
         groups = [match[1] for match in _DID.finditer(text)]
