@@ -315,14 +315,20 @@ def test_function_that_swallows_is_raised_in_again(
 ) -> None:
     """It is raised again after the quiet time, then with pauses that grow from 10 ms."""
     seen: list[float] = []
-    with pytest.raises(RankShouldRestart), interrupter:
-        helper.interrupt(quiet_s=0.05)
-        while len(seen) < 5:
-            try:
-                spin(30)
-            except RankShouldRestart:
-                seen.append(time.perf_counter())
-    result = helper.result()
+    # On a busy machine one may come while the one before is noted: that trial says nothing.
+    for _ in range(20):
+        seen.clear()
+        with pytest.raises(RankShouldRestart), interrupter:
+            helper.interrupt(quiet_s=0.05)
+            while len(seen) < 5:
+                try:
+                    spin(30)
+                except RankShouldRestart:
+                    seen.append(time.perf_counter())
+        result = helper.result()
+        if len(seen) == 5:
+            break
+    assert len(seen) == 5
     assert result is not None
     assert result >= 5  # more often if the main thread takes its time to leave
     pauses = [after - before for before, after in itertools.pairwise(seen)]

@@ -131,6 +131,8 @@ class JobStore:
 
     def wait_until_set(self, key: str, timeout_s: float) -> bool:
         """Wait in the store until `key` has a value; False after `timeout_s`."""
+        if timeout_s <= 0.0:
+            return self.has(key)
         limit_s = max(0.001, timeout_s)
         name = self._name(key)
         self.operations += 1
