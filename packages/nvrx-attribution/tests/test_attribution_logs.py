@@ -23,6 +23,7 @@ import pytest
 
 from nvidia_resiliency_ext.attribution import cli, engine
 from nvidia_resiliency_ext.attribution._core.errors import RegistryError, UnreadableInputError
+from nvidia_resiliency_ext.attribution._logs import scanner
 from nvidia_resiliency_ext.attribution._logs.following import GrowingLog, LogFollower
 from nvidia_resiliency_ext.attribution._policy.history import Attempt, load_history, save_attempt
 
@@ -405,6 +406,47 @@ XID = "n1 kernel: NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n"
 def test_rank_of_a_line_that_another_wrote(text, rank):
     """A fault that a supervisor or the kernel reports is that of the rank it happened to."""
     assert verdict_of(text).first_fault.rank == rank
+
+
+OWN_WORDS = "[rank1]: nodeguard: card 3 vanished from PCIe, lspci shows rev ff\n"
+
+
+def test_words_that_no_rule_knows():
+    """The words of the last lines tell a code, once the log has ended, and say so."""
+    found = verdict_of(STEPS + OWN_WORDS)
+    assert (found.reason_code, found.action, found.first_fault.rank) == (
+        "gpu.off_bus",
+        "RESTART",
+        1,
+    )
+    assert 0.1 <= found.confidence < 1.0
+    assert found.explanation.startswith("no rule knows the line")
+    growing = engine.LogScanner()
+    growing.feed((STEPS + OWN_WORDS).encode())
+    assert growing.snapshot().reason_code == "unknown"
+    later = STEPS.replace("iteration ", "iteration 1")
+    assert verdict_of(STEPS + OWN_WORDS + later).first_fault is None
+    assert verdict_of(STEPS + OWN_WORDS + TIMEOUT).reason_code == "gpu.off_bus"
+    assert verdict_of(STEPS + OWN_WORDS + XID).explanation == verdict_of(XID).explanation
+
+
+@pytest.mark.parametrize(("probability", "action"), [(0.29, "RESTART"), (0.31, "STOP")])
+def test_words_end_a_job_only_when_they_are_sure(monkeypatch, probability, action):
+    """A code that stops jobs does so only when its words leave little doubt."""
+    monkeypatch.setattr(scanner, "guess", lambda *_, **__: ("user.config_error", probability))
+    found = verdict_of("some words\n")
+    assert (found.reason_code, found.action) == ("user.config_error", action)
+
+
+def test_every_code_of_the_words_is_known():
+    """The model names codes of the table, and each of its weights belongs to one of them."""
+    model = json.loads((attribution_write_registry.FOLDER / "words.json").read_text())
+    codes = engine.load_registry().codes
+    assert set(model["codes"]) <= codes.keys()
+    assert len(model["biases"]) == len(model["codes"]) + 1
+    assert all(
+        0 <= code < len(model["biases"]) for row in model["words"].values() for code, _ in row
+    )
 
 
 # Its trainer prints no number of a step, so nothing tells that the job went on.

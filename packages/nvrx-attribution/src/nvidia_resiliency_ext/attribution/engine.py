@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
@@ -22,7 +23,7 @@ from nvidia_resiliency_ext.attribution._core.verdict import (
     VerdictProgress,
 )
 from nvidia_resiliency_ext.attribution._logs.diagnosis import Diagnosis, diagnose, role_of
-from nvidia_resiliency_ext.attribution._logs.events import Event, ScanResult
+from nvidia_resiliency_ext.attribution._logs.events import GUESSED, Event, ScanResult
 from nvidia_resiliency_ext.attribution._logs.registry import Registry, load_registry
 from nvidia_resiliency_ext.attribution._logs.scanner import Scanner
 from nvidia_resiliency_ext.attribution._policy.decision import RetryPolicy, decide
@@ -38,7 +39,7 @@ from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 from nvidia_resiliency_ext.shared_utils.redaction import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "FirstFault",
@@ -56,6 +57,8 @@ _MOST_REPORTED = 50
 _SAMPLE = 200
 _HANG_INTERVALS = 10
 _UNKNOWN_CONFIDENCE = 0.3
+_SURE_GUESS = 0.3
+_GUESSED_TEXT = "no rule knows the line, the code is told from its words; "
 _RANK_MAP_BYTES = 64 << 20
 
 History = str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None
@@ -131,7 +134,7 @@ class LogScanner:
     def finish(self) -> Verdict:
         """Look at a last line without an end, too, and return the verdict."""
         self._scanner.finish()
-        return self._verdict()
+        return self._verdict(self._scanner.guessed)
 
     def skip(self, size: int, lines: int) -> None:
         """Count what stands before the attempt's own part of its log, without a look at it.
@@ -151,15 +154,19 @@ class LogScanner:
         """Say that not all of the log was read."""
         self._scanner.result.truncated = True
 
-    def _verdict(self) -> Verdict:
+    def _verdict(self, guess: Callable[[], Event | None] | None = None) -> Verdict:
         scan = self._scanner.result
         if scan.bytes == 0 and self.fr_report is None:
             return self._empty(scan)
-        log = diagnose(scan, self._registry)
+        log = diagnose(scan, self._registry, guess)
         if log.code == "unknown" and _is_silent(scan):
             log.code, log.confidence = "hang.no_output", 0.4
         found = fuse(log, self.fr_report, scan.node_map)
         code = self._registry.code(found.code)
+        is_guessed = found.fault is not None and found.fault.rule.id == GUESSED
+        if is_guessed and found.confidence < _SURE_GUESS:
+            # It names what failed, but ends no job and accuses no node the first time.
+            code = replace(code, action="RESTART", stop_first=False, exclude=False)
         progress = scan.progress
         now = Attempt(
             *(self._job_id, self._cycle_id, found.fingerprint, found.entity, found.rank),
@@ -201,7 +208,7 @@ class LogScanner:
             elapsed_s=time.perf_counter() - self._started_s,
             job_id=self._job_id,
             cycle_id=self._cycle_id,
-            explanation=decision.explanation,
+            explanation=_GUESSED_TEXT * is_guessed + decision.explanation,
         )
 
     def _empty(self, scan: ScanResult) -> Verdict:

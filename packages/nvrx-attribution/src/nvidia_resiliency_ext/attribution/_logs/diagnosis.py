@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.attribution._logs.dialects import NO_YEAR
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nvidia_resiliency_ext.attribution._logs.events import Event, ScanResult
     from nvidia_resiliency_ext.attribution._logs.registry import Registry
 
@@ -29,6 +31,14 @@ _SAME_LINES = 8
 _CLOCK_JUMP_S = 2700.0
 _TIER = {"root": 0, "confirm": 0, "either": 1, "cascade": 2, "teardown": 3}
 _WEAK = frozenset({"host.exit_nonzero", "host.sigkill", "sched.sigterm", "net.store_lost"})
+# What other faults lead to -> the least probability of one that is guessed, to take its place.
+_SYMPTOMS = {
+    "net.store_lost": 0.1,
+    "nccl.timeout": 0.3,
+    "host.exit_nonzero": 0.3,
+    "host.sigkill": 0.3,
+    "sched.sigterm": 0.3,
+}
 _ENDED_BY_OTHERS = frozenset({0, -15, 143})
 _ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "unknown"})
 _COMPLAINTS = frozenset({"root", "either", "cascade"})
@@ -71,8 +81,17 @@ class Diagnosis:
     contained: bool = False
 
 
-def diagnose(scan: ScanResult, registry: Registry) -> Diagnosis:
-    """Return what was found, from the events of the whole log."""
+def diagnose(
+    scan: ScanResult, registry: Registry, guess: Callable[[], Event | None] | None = None
+) -> Diagnosis:
+    """Return what was found, from the events of the whole log.
+
+    Args:
+        scan: The events.
+        registry: The rules.
+        guess: Returns a fault that no rule knows, for a log in which rules found none, or a
+            symptom alone.
+    """
     found = Diagnosis()
     _align_years(scan)
     _place_local_ranks(scan)
@@ -84,11 +103,14 @@ def diagnose(scan: ScanResult, registry: Registry) -> Diagnosis:
     # Faults of the shutdown end no job, but a job that made steps after the line was not done.
     if done and not (later and scan.progress.has_stepped(done[-1].mark)):
         later = [e for e in later if _TIER[e.role] == 0]
+    is_shutdown = scan.progress.phase == "shutdown"
     if done and not later:
         found.code, found.confidence = "done.completed", registry.code("done.completed").confidence
         found.fault = None
         return found
     fault = _first_fault(faults)
+    if guess is not None and (fault.code in _SYMPTOMS if fault else not is_shutdown):
+        fault = _rather(fault, guess())
     if fault is None:
         _without_fault(found, scan)
         return found
@@ -101,6 +123,13 @@ def diagnose(scan: ScanResult, registry: Registry) -> Diagnosis:
     found.confidence = _confidence(found, fault, scan, registry)
     found.fingerprint = _fingerprint(found, fault)
     return found
+
+
+def _rather(fault: Event | None, guessed: Event | None) -> Event | None:
+    """Return a guessed fault instead of nothing, or of a symptom that it may have caused."""
+    if fault is None or guessed is None:
+        return guessed or fault
+    return guessed if (guessed.rule.confidence or 0.0) >= _SYMPTOMS[fault.code] else fault
 
 
 def role_of(event: Event, diagnosis: Diagnosis) -> str:

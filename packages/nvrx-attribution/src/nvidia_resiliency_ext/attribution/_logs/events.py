@@ -18,12 +18,24 @@ from nvidia_resiliency_ext.attribution._logs.dialects import (
 )
 from nvidia_resiliency_ext.attribution._logs.nodes import NodeMap
 from nvidia_resiliency_ext.attribution._logs.progress import Progress
-from nvidia_resiliency_ext.attribution._logs.registry import letters
+from nvidia_resiliency_ext.attribution._logs.registry import Rule, letters
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.attribution._logs.registry import Registry, Rule
+    from nvidia_resiliency_ext.attribution._logs.registry import Registry
 
-__all__ = ["MOST_RANKS", "Block", "Event", "EventTable", "LinePlace", "Occurrence", "ScanResult"]
+__all__ = [
+    "GUESSED",
+    "MOST_RANKS",
+    "Block",
+    "Event",
+    "EventTable",
+    "LinePlace",
+    "Occurrence",
+    "ScanResult",
+]
+
+# In the place of a rule's id, for a line whose words alone tell its code.
+GUESSED = "wording"
 
 MOST_RANKS = 1 << 17
 _MOST_EVENTS = 20_000
@@ -275,14 +287,21 @@ class EventTable:
         _add_writer(event, found.at, line)
         return event
 
+    def guessed(self, probability: float, code: str, line: Line, place: LinePlace) -> Event:
+        """Return the event of a line that no rule knows; the table does not keep it."""
+        rule = Rule(GUESSED, code, "either", (), "", confidence=round(probability, 3))
+        at = _occurrence(line, place)
+        at.rank = _named_rank(code, line.text, at.rank)
+        event = self._new(rule, _Found(code, rule.role, at), line, place)
+        event.last_line = place.number
+        _add_writer(event, at, line)
+        return event
+
     def _read(
         self, rule: Rule, match: re.Match[str], line: Line, place: LinePlace
     ) -> _Found | None:
         groups = match.groupdict()
-        at = Occurrence(
-            *(place.number, -1, line.time_s, line.rank, line.local_rank, line.node, line.gpu),
-            line.text[:_TEXT],
-        )
+        at = _occurrence(line, place)
         names = (rule.rank_group, "rank2", "rank3")
         for name in names:
             if groups.get(name):
@@ -389,6 +408,13 @@ class EventTable:
             return True
         other = self._reader.read(text.encode())
         return (other.rank, other.local_rank) == (line.rank, line.local_rank)
+
+
+def _occurrence(line: Line, place: LinePlace) -> Occurrence:
+    return Occurrence(
+        *(place.number, -1, line.time_s, line.rank, line.local_rank, line.node, line.gpu),
+        line.text[:_TEXT],
+    )
 
 
 def _named_rank(code: str, text: str, writer: int | None) -> int | None:

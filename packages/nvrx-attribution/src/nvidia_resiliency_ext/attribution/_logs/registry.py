@@ -179,6 +179,10 @@ class Rule:
             return None
         return found
 
+    def speaks_of(self, text: str) -> bool:
+        """Tell whether a line has the pattern, whatever takes it back."""
+        return self._regex.search(text) is not None
+
     def matches(self, text: str) -> bool:
         """Tell whether a line has an anchor and the pattern, and none of the exceptions."""
         reduced = letters(text)
@@ -246,6 +250,10 @@ class Registry:
                 if template.startswith(anchor, start):
                     found.update((id(rule), rule) for rule in rules)
         return tuple(sorted(found.values(), key=lambda rule: -rule.specificity))
+
+    def speaks_of(self, text: str) -> bool:
+        """Tell whether a line has the pattern of any rule, whatever takes it back."""
+        return any(rule.speaks_of(text) for rule in self.rules_for(letters(text)))
 
     def check(self) -> list[str]:
         """Run every rule's examples and the tests of its pattern; return what is wrong."""

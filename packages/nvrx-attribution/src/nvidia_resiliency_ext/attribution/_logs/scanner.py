@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.attribution._logs.progress import (
     epoch_in,
     step_in,
 )
+from nvidia_resiliency_ext.attribution._logs.wording import guess
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.attribution._logs.registry import Registry, Rule
@@ -48,6 +49,7 @@ _SETTLED = 256
 _PREFIX_BYTES = 64
 _QUICK_RANK = re.compile(rb"\[(?:rank|Rank )(\d{1,7})\]|^(\d{1,7}): ?")
 _STEP_TRIES = 64
+_LEAST_PROBABILITY = 0.1  # that a line without a rule is about a failure of one kind
 _WORLD = re.compile(r"world[ _]?size\s*[=:(]?\s*(\d{1,7})|\bn[Rr]anks\s+(\d{1,7})")
 _COMM = re.compile(r"\brank (\d{1,7}) n[Rr]anks (\d{1,7})(?: nNodes \d+ localRanks (\d{1,3}))?")
 
@@ -133,6 +135,27 @@ class Scanner:
         # The last line tells how long the job was silent, whatever it is about.
         self._note_time(self._reader.read(self._tail.rstrip(b"\n").rpartition(b"\n")[2]))
 
+    def guessed(self) -> Event | None:
+        """Return the newest line that speaks of a failure in words that no rule knows, or None.
+
+        It is the most probable one of those after the last completed step, as far as kept.
+        """
+        raw = self._tail.rstrip(b"\n").split(b"\n")
+        first_line = self.result.lines - len(raw) + 1
+        block = Block(raw, first_line, self.result.bytes - len(self._tail), b"")
+        least, best = _LEAST_PROBABILITY, None
+        for index in range(len(raw) - 1, -1, -1):
+            if (
+                _has_step_anchor(raw[index].translate(_TO_LOWER, _NO_LETTERS))
+                and step_in(raw[index]) is not None
+            ):
+                break
+            line = self._reader.read(raw[index])
+            code, probability = guess(line.text, is_quiet=line.is_no_error)
+            if probability > least and not self._registry.speaks_of(line.text):
+                least, best = probability, (code, line, LinePlace(block, index))
+        return None if best is None else self._table.guessed(least, *best)
+
     def _byte_at(self, view: bytes, start: int) -> int:
         return self.result.bytes - len(view) + start
 
@@ -171,7 +194,7 @@ class Scanner:
                 continue
             found = _Template(
                 self._registry.rules_for(template),
-                is_bar or any(anchor in template for anchor in STEP_ANCHORS),
+                is_bar or _has_step_anchor(template),
                 any(anchor in template for anchor in NOTE_ANCHORS),
             )
             self._hot[template] = found
@@ -337,3 +360,7 @@ class Scanner:
             if size < MOST_RANKS:
                 self.result.world_size = max(size, self.result.world_size or 0)
         self.result.progress.take_note(line.text)
+
+
+def _has_step_anchor(template: bytes) -> bool:
+    return any(anchor in template for anchor in STEP_ANCHORS)
