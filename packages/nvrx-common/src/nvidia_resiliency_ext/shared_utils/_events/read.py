@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .file import SCHEMA
+from .log import SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -152,9 +152,22 @@ def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
         found = _parse_object(line[start:]) if start > 0 else None
     if found is None:
         return None
-    if found.get("kind") == "header":
+    t, kind, src = found.get("t"), found.get("kind"), found.get("src")
+    if kind == "header":
         return found
-    return _record(found)
+    if not _is_time(t) or not isinstance(kind, str) or not kind:
+        return None
+    m = found.get("m")
+    return EventRecord(
+        t=float(t),  # type: ignore[arg-type]
+        m=float(m) if _is_time(m) else None,  # type: ignore[arg-type]
+        kind=kind,
+        src=src if isinstance(src, str) else "",
+        cycle=_integer(found.get("cycle")),
+        rank=_integer(found.get("rank")),
+        pid=_integer(found.get("pid")),
+        fields={name: value for name, value in found.items() if name not in _COMMON_NAMES},
+    )
 
 
 def _parse_object(line: bytes) -> dict[str, object] | None:
@@ -171,23 +184,6 @@ def _refuse(constant: str) -> None:
 
 # One for all lines: `json.loads` makes a decoder per call where it is given a parameter.
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _record(found: dict[str, object]) -> EventRecord | None:
-    t, kind, src = found.get("t"), found.get("kind"), found.get("src")
-    if not _is_time(t) or not isinstance(kind, str) or not kind:
-        return None
-    m = found.get("m")
-    return EventRecord(
-        t=float(t),  # type: ignore[arg-type]
-        m=float(m) if _is_time(m) else None,  # type: ignore[arg-type]
-        kind=kind,
-        src=src if isinstance(src, str) else "",
-        cycle=_integer(found.get("cycle")),
-        rank=_integer(found.get("rank")),
-        pid=_integer(found.get("pid")),
-        fields={name: value for name, value in found.items() if name not in _COMMON_NAMES},
-    )
 
 
 def _is_time(value: object) -> bool:
