@@ -199,8 +199,11 @@ def pid_namespace() -> str:
 
 def catches_signal(pid: int, sig: int) -> bool:
     """Return whether process `pid` has installed a handler for signal `sig`."""
-    mask = _status_field(pid, b"SigCgt:")
-    return mask is not None and bool(int(mask, 16) >> (sig - 1) & 1)
+    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
+        name, _, mask = line.partition(b":")
+        if name == b"SigCgt":
+            return bool(int(mask, 16) >> (sig - 1) & 1)
+    return False
 
 
 def wchan(pid: int) -> str | None:
@@ -275,13 +278,6 @@ def _parse_stat(pid: int, data: bytes) -> ProcStat | None:
         start_ticks=int(fields[_START_TICKS]),
         comm=data[opening + 1 : closing].decode("utf-8", "replace"),
     )
-
-
-def _status_field(pid: int, key: bytes) -> bytes | None:
-    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
-        if line.startswith(key):
-            return line[len(key) :].strip()
-    return None
 
 
 def _read(path: str) -> bytes | None:
