@@ -9,7 +9,7 @@ which are imported.
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -209,7 +209,10 @@ class _Uses(ast.NodeVisitor):
             self.problems.append((line, f"{where}.{name} cannot be imported here: {error}"))
         except AttributeError:
             if inspect.ismodule(owner):
-                if _has_submodule(owner, name):
+                if (
+                    hasattr(owner, "__path__")
+                    and importlib.util.find_spec(f"{where}.{name}") is not None
+                ):
                     return self._module(f"{where}.{name}", line)
                 if _owner(where) not in distribution_versions():
                     self.problems.append((line, f"{where}.{name}: pip install {_owner(where)}"))
@@ -254,12 +257,6 @@ def _owner(module: str) -> str:
     path = module.removeprefix(f"{_ROOT}.")
     fitting = [prefix for prefix in _OWNERS if f"{path}.".startswith(f"{prefix}.")]
     return _OWNERS[max(fitting, key=len)] if fitting else "nvrx-common"
-
-
-def _has_submodule(owner: Any, name: str) -> bool:
-    from importlib.util import find_spec
-
-    return hasattr(owner, "__path__") and find_spec(f"{owner.__name__}.{name}") is not None
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

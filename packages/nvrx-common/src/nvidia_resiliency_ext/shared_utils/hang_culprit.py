@@ -220,10 +220,9 @@ def _each(ranks: Sequence[RankState]) -> str:
         verb, space, rest = ranks[0].words.partition(" ")
         verb = "are" if verb == "is" else verb.removesuffix("s")
         return f"{ranks_in_words(r.rank for r in ranks)} {verb}{space}{rest}"
-    named = [f"rank {r.rank}{_on(r.host)} {r.words}" for r in ranks[:MAX_NAMED]]
+    named = [
+        f"rank {r.rank} on host {r.host} {r.words}" if r.host else f"rank {r.rank} {r.words}"
+        for r in ranks[:MAX_NAMED]
+    ]
     more = len(ranks) - MAX_NAMED
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
-
-
-def _on(host: str) -> str:
-    return f" on host {host}" if host else ""
