@@ -283,19 +283,16 @@ class SignalQueue:
             yield
             return
         before = {signum: signal.getsignal(signum) for signum in self._signums}
+        if before.get(signal.SIGHUP) is signal.SIG_IGN:
+            del before[signal.SIGHUP]  # nohup: who started us wants us to live on
         old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        taken = []
-        for signum in self._signums:
-            # nohup: who started us wants us to live on.
-            if before[signum] is signal.SIG_IGN and signum == signal.SIGHUP:
-                continue
+        for signum in before:
             signal.signal(signum, _ignore)
-            taken.append(signum)
         try:
             yield
         finally:
-            for signum in taken:
-                signal.signal(signum, before[signum] or signal.SIG_DFL)
+            for signum, handler in before.items():
+                signal.signal(signum, handler or signal.SIG_DFL)
             signal.set_wakeup_fd(old_fd)
 
     def close(self) -> None:
