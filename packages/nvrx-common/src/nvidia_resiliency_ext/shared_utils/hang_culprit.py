@@ -150,12 +150,10 @@ def find_culprit(ranks: Sequence[RankState], world_size: int = 0) -> Finding:
 
 def _behind(ranks: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that have come less far than others; none when all are equal."""
-    counted = [r for r in ranks if r.progress is not None]
-    if not counted or len(counted) < len(ranks):
+    steps = [r.progress for r in ranks if r.progress is not None]
+    if len(steps) < len(ranks) or len(set(steps)) <= 1:
         return []
-    least = min(r.progress for r in counted if r.progress is not None)
-    behind = [r for r in counted if r.progress == least]
-    return behind if len(behind) < len(counted) else []
+    return [r for r in ranks if r.progress == min(steps)]
 
 
 def _odd_place(ranks: Sequence[RankState]) -> list[RankState]:
