@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -152,15 +151,14 @@ def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
         found = _parse_object(line[start:]) if start > 0 else None
     if found is None:
         return None
-    t, kind, src = found.get("t"), found.get("kind"), found.get("src")
+    t, kind, src = _time(found.get("t")), found.get("kind"), found.get("src")
     if kind == "header":
         return found
-    if not _is_time(t) or not isinstance(kind, str) or not kind:
+    if t is None or not isinstance(kind, str) or not kind:
         return None
-    m = found.get("m")
     return EventRecord(
-        t=float(t),  # type: ignore[arg-type]
-        m=float(m) if _is_time(m) else None,  # type: ignore[arg-type]
+        t=t,
+        m=_time(found.get("m")),
         kind=kind,
         src=src if isinstance(src, str) else "",
         cycle=_integer(found.get("cycle")),
@@ -186,10 +184,10 @@ def _refuse(constant: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _is_time(value: object) -> bool:
+def _time(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) < _LATEST_TIME and isfinite(value)
+        return None
+    return float(value) if abs(value) < _LATEST_TIME else None
 
 
 def _integer(value: object) -> int | None:
