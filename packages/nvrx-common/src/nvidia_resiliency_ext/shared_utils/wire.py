@@ -336,15 +336,8 @@ def _field_checks(kind: type) -> Mapping[str, Check]:
     return checks
 
 
-class _Names(dict[str, object]):
-    """Names that an annotation may use although its module imports them for type checkers only."""
-
-    def __missing__(self, name: str) -> object:
-        for module in (collections.abc, typing):
-            if hasattr(module, name):
-                value: object = getattr(module, name)
-                return value
-        raise KeyError(name)
+# Names that an annotation may use although its module imports them for type checkers only.
+_NAMES = vars(typing) | vars(collections.abc)
 
 
 def _resolve(annotation: object, kind: type) -> object:
@@ -354,7 +347,7 @@ def _resolve(annotation: object, kind: type) -> object:
     for module in (sys.modules.get(base.__module__) for base in kind.__mro__):
         try:
             # The text is our own source code, never a peer's.
-            return eval(annotation, {}, _Names(vars(module) if module else {}))  # noqa: S307
+            return eval(annotation, _NAMES | (vars(module) if module else {}))  # noqa: S307
         except NameError:
             continue
     raise TypeError(f"annotation {annotation!r} names something unknown")
