@@ -59,8 +59,8 @@ def _halved(value: object) -> object:
             return "...[cut]"
         return f"{text[:keep]} ...[cut {len(text) - keep + already}]"
     if isinstance(value, list) and len(value) > 1:
-        kept_items = value[: len(value) // 2]
-        return [item for item in kept_items if item != "...[cut]"] + ["...[cut]"]
+        items = [item for item in value if item != "...[cut]"]
+        return [*items[: len(items) // 2], "...[cut]"]
     if isinstance(value, dict) and len(value) > 1:
         names = [name for name in value if name != "...[cut]"]
         return {**{name: value[name] for name in names[: len(names) // 2]}, "...[cut]": True}
