@@ -309,9 +309,7 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
                 os.unlink(name, dir_fd=directory_fd)
             return
         try:
-            with os.scandir(child) as entries:
-                inside = [entry.name for entry in entries]
-            for entry_name in inside:
+            for entry_name in os.listdir(child):
                 remove_tree_at(entry_name, child)
         finally:
             os.close(child)
