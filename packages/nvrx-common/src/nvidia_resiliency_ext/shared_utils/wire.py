@@ -60,8 +60,7 @@ _DEEPEST = 32
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 _LONGEST_INT_TEXT = 20
 _PLAIN = frozenset((str, bool, type(None)))
-_COLLECTIONS: dict[str, Callable[[Any], object]]
-_COLLECTIONS = {"frozenset": frozenset, "map": dict, "set": set, "tuple": tuple}
+_COLLECTIONS: dict[str, type] = {"frozenset": frozenset, "map": dict, "set": set, "tuple": tuple}
 _TAGS = frozenset(("bytes", "float", *_COLLECTIONS))
 _SPECIAL_FLOATS = frozenset(("inf", "-inf", "nan"))
 
