@@ -153,7 +153,8 @@ def _behind(ranks: Sequence[RankState]) -> list[RankState]:
     steps = [r.progress for r in ranks if r.progress is not None]
     if len(steps) < len(ranks) or len(set(steps)) <= 1:
         return []
-    return [r for r in ranks if r.progress == min(steps)]
+    least = min(steps)
+    return [r for r in ranks if r.progress == least]
 
 
 def _odd_place(ranks: Sequence[RankState]) -> list[RankState]:
