@@ -17,6 +17,7 @@ from common_attribution_server import Service
 
 from nvidia_resiliency_ext.shared_utils import attribution_client, health_check
 from nvidia_resiliency_ext.shared_utils import attribution_client as requests
+from nvidia_resiliency_ext.shared_utils.attribution_wire import LogSubmission
 from nvidia_resiliency_ext.shared_utils.health_check import AttributionService
 from nvidia_resiliency_ext.shared_utils.json_http import JsonConnection, parse_endpoint
 
@@ -230,7 +231,7 @@ def test_a_service_that_was_there_meanwhile_is_complained_of_again(
 
 def test_restart_count_of_slurm_is_said(client_of, monkeypatch) -> None:
     """A requeued job says how often it was: its logs have the names of the earlier attempt."""
-    post = requests.Post("/a", requests.INTENT_TERMINAL)
+    post = LogSubmission("/a", analysis_intent="terminal")
     client = client_of("http://127.0.0.1:9")
     for text, index in (("2", 2), ("two", None), ("9" * 20, None), ("", None)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", text)
@@ -329,7 +330,7 @@ def test_end_that_was_dropped_while_it_was_sent_accepts_nothing() -> None:
     for cycle in range(20):
         state.submit(f"/{cycle}", cycle)
         state.request_terminal()
-    sent = requests.Post("/1", requests.INTENT_TERMINAL, 1)
+    sent = LogSubmission("/1", cycle_id=1, analysis_intent="terminal")
     state.posted(sent, "accepted")
     assert (state.next_post().log_path, state.poll_path) == ("/0", None)
 
@@ -338,7 +339,7 @@ def test_job_of_an_array_is_the_whole_array(client_of, monkeypatch) -> None:
     """Tasks of one job name the same job; the one that takes over has its history."""
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    post = requests.Post("/a", requests.INTENT_TERMINAL)
+    post = LogSubmission("/a", analysis_intent="terminal")
     for options, job in (({}, "77"), ({"job_id": "77_1"}, "77_1")):
         assert client_of("http://127.0.0.1:9", **options)._submission(post).job_id == job
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils.attribution_client import Post, RequestState
+from nvidia_resiliency_ext.shared_utils.attribution_client import RequestState
 from nvidia_resiliency_ext.shared_utils.attribution_wire import (
     LogQuery,
     LogReply,
@@ -12,6 +12,11 @@ from nvidia_resiliency_ext.shared_utils.attribution_wire import (
     parse_log_reply,
 )
 from nvidia_resiliency_ext.shared_utils.json_http import Endpoint, parse_endpoint
+
+
+def post(path, intent, cycle=None, evidence=()):
+    """Return what a state has to submit."""
+    return LogSubmission(path, cycle_id=cycle, analysis_intent=intent, evidence=evidence)
 
 
 def reply(action, status="completed"):
@@ -23,7 +28,7 @@ def pending(path="/a", **options):
     state = RequestState(**{"enforce_stop": False, **options})
     state.submit(path)
     state.posted(state.next_post(), "accepted")
-    assert state.request_terminal() == path
+    assert state.request_terminal().log_path == path
     assert state.poll_path is None
     state.posted(state.next_post(), "accepted")
     assert state.poll_path == path
@@ -35,10 +40,10 @@ def test_newest_progressive_wins() -> None:
     state = RequestState(enforce_stop=False)
     state.submit("/a")
     state.submit("/b")
-    assert state.next_post() == Post("/b", "progressive")
-    state.posted(Post("/a", "progressive"), "accepted")
-    assert state.next_post() == Post("/b", "progressive")
-    state.posted(Post("/b", "progressive"), "failed")
+    assert state.next_post() == post("/b", "progressive")
+    state.posted(post("/a", "progressive"), "accepted")
+    assert state.next_post() == post("/b", "progressive")
+    state.posted(post("/b", "progressive"), "failed")
     assert state.next_post() is None
 
 
@@ -51,33 +56,33 @@ def test_oldest_terminal_analysis_keeps_the_slot() -> None:
     """While a verdict is pending a newer analysis is not asked for; afterwards it is."""
     state = pending("/a")
     state.submit("/b")
-    assert state.request_terminal() is None
+    assert state.request_terminal() != state.terminal
     assert state.polled(reply("", "in_flight")) is None
     assert state.polled(reply("CONTINUE")).action == "CONTINUE"
-    assert state.request_terminal() == "/b"
-    assert state.next_post() == Post("/b", "terminal")
+    assert state.request_terminal() == state.terminal
+    assert state.next_post() == post("/b", "terminal")
 
 
 def test_end_of_a_cycle_without_a_slot_is_told_once() -> None:
     """A cycle that ends while a verdict is pending is submitted as ended, and not polled."""
     state = pending("/a")
     state.submit("/b", 1)
-    for _ in range(3):
-        assert state.request_terminal(("killed",)) is None
-        assert state.next_post() in (Post("/b", "terminal", 1, ("killed",)), None)
-        assert not state.posted(Post("/b", "terminal", 1, ("killed",)), "accepted")
+    for number in range(3):
+        assert (state.request_terminal(("killed",)) is None) == (number > 0)
+        assert state.next_post() in (post("/b", "terminal", 1, ("killed",)), None)
+        assert not state.posted(post("/b", "terminal", 1, ("killed",)), "accepted")
     assert state.next_post() is None
     assert state.poll_path == "/a"
     for number in range(40):
         state.submit(f"/{number}", number)
         state.request_terminal()
     posts = []
-    while (post := state.next_post()) is not None:
-        posts.append(post.cycle_id)
-        assert not state.posted(post, "failed")
+    while (due := state.next_post()) is not None:
+        posts.append(due.cycle_id)
+        assert not state.posted(due, "failed")
     assert posts == [number for number in range(24, 40) for _ in range(3)], "three tries each"
     state.polled(reply("RESTART"))
-    assert state.request_terminal() == "/39"
+    assert state.request_terminal().log_path == "/39"
 
 
 def test_stop_without_enforcing_frees_the_slot() -> None:
@@ -85,7 +90,7 @@ def test_stop_without_enforcing_frees_the_slot() -> None:
     state = pending()
     state.polled(reply("STOP"))
     assert (state.stop_count, state.is_over) == (1, False)
-    assert state.request_terminal() == "/a"
+    assert state.request_terminal().log_path == "/a"
 
 
 def test_enforced_stop_ends_all_questions() -> None:
@@ -115,10 +120,10 @@ def test_submission_is_tried_again_but_not_for_ever() -> None:
     state = RequestState(enforce_stop=False)
     state.submit("/a")
     state.request_terminal()
-    post = state.next_post()
-    assert [state.posted(post, "failed") for _ in range(3)] == [False, False, True]
-    assert state.request_terminal() == "/a"
-    assert state.posted(post, "refused")
+    due = state.next_post()
+    assert [state.posted(due, "failed") for _ in range(3)] == [False, False, True]
+    assert state.request_terminal().log_path == "/a"
+    assert state.posted(due, "refused")
 
 
 def test_lost_analysis_is_given_up() -> None:

@@ -251,15 +251,17 @@ def test_long_events_are_cut(create: Create) -> None:
     log.record(Fault(cause="killed", what="w" * 300, detail="\u00fc" * 50_000), cycle=0, rank=1)
     log.record(Straggler(ranks=list(range(20_000)), reason="slow"), cycle=0)
     log.record(Straggler(scores={str(n): 0.5 for n in range(5_000)}), cycle=0)
+    log.record(Straggler(ranks=["r" * 9_000, "s"]), cycle=0)  # type: ignore[list-item]
     raw = Path(log.path).read_bytes().splitlines()
     assert max(map(len, raw)) < 4096
-    fault, ranks, scores = (event.fields for event in read_events(log.path).events)
+    fault, ranks, scores, long = (event.fields for event in read_events(log.path).events)
     assert fault["what"] == "w" * 300
     assert "...[cut " in str(fault["detail"])
     assert ranks["reason"] == "slow"
     assert ranks["ranks"][:2] == [0, 1]  # type: ignore[index]
     assert ranks["ranks"][-1] == "...[cut]"  # type: ignore[index]
     assert scores["scores"]["...[cut]"] is True  # type: ignore[index]
+    assert long["ranks"] == ["...[cut]"]
 
 
 class _Number:

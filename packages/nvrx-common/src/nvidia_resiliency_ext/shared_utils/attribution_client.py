@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nvidia_resiliency_ext.shared_utils.attribution_wire import (
@@ -26,6 +26,7 @@ from nvidia_resiliency_ext.shared_utils.attribution_wire import (
     INTENT_TERMINAL,
     ROUTE_LOGS,
     LogQuery,
+    LogReply,
     LogSubmission,
     Recommendation,
     parse_log_reply,
@@ -34,7 +35,6 @@ from nvidia_resiliency_ext.shared_utils.attribution_wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvidia_resiliency_ext.shared_utils.attribution_wire import LogReply
     from nvidia_resiliency_ext.shared_utils.json_http import JsonConnection
 
 __all__ = ["AttributionService"]
@@ -57,29 +57,19 @@ _MAX_POLL_FAILURES = 30
 _MOST_ENDS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
-    """A log to submit, and what for."""
-
-    log_path: str
-    intent: str
-    cycle_id: int | None = None
-    evidence: tuple[str, ...] = ()
-
-
 class RequestState:
-    """The state of a client; its owner calls it under a lock.
+    """The state of a client, called under its lock; `enforce_stop`: a STOP ends all questions.
 
-    With `enforce_stop` a verdict STOP is the last thing that is asked for.
+    What is to be submitted is a submission that does not say yet whose job it is.
     """
 
     def __init__(self, *, enforce_stop: bool) -> None:
         self.stop_count = 0
         self._enforce_stop = enforce_stop
-        self._last: Post | None = None
-        self._progressive: Post | None = None
-        self._terminal: Post | None = None
-        self._ends: deque[Post] = deque(maxlen=_MOST_ENDS)
+        self.terminal: LogSubmission | None = None
+        self._last: LogSubmission | None = None
+        self._progressive: LogSubmission | None = None
+        self._ends: deque[LogSubmission] = deque(maxlen=_MOST_ENDS)
         self._end_failures = 0
         self._ended_path = ""
         self._is_accepted = False
@@ -88,14 +78,9 @@ class RequestState:
     @property
     def poll_path(self) -> str | None:
         """The log whose verdict is awaited, once the service has accepted it."""
-        if self._terminal is None or not self._is_accepted or self.is_over:
+        if self.terminal is None or not self._is_accepted or self.is_over:
             return None
-        return self._terminal.log_path
-
-    @property
-    def newest_end(self) -> Post | None:
-        """The last end of a cycle that got no slot, until it is submitted."""
-        return self._ends[-1] if self._ends else None
+        return self.terminal.log_path
 
     @property
     def is_over(self) -> bool:
@@ -104,50 +89,57 @@ class RequestState:
 
     def submit(self, log_path: str, cycle_id: int | None = None) -> None:
         """A cycle begins and writes this log; the newest one wins."""
-        self._last = self._progressive = Post(log_path, INTENT_PROGRESSIVE, cycle_id)
+        self._last = self._progressive = LogSubmission(
+            log_path, cycle_id=cycle_id, analysis_intent=INTENT_PROGRESSIVE
+        )
 
-    def request_terminal(self, evidence: tuple[str, ...] = ()) -> str | None:
-        """The cycle of the last log has ended; return that log if it gets the slot."""
+    def request_terminal(self, evidence: tuple[str, ...] = ()) -> LogSubmission | None:
+        """The cycle of the last log has ended; return what is to be submitted, if that is new.
+
+        It is `terminal` if it has the slot.
+        """
         if self._last is None or self.is_over:
             return None
-        end = replace(self._last, intent=INTENT_TERMINAL, evidence=evidence)
-        if self._terminal is not None:
-            if end.log_path not in {self._terminal.log_path, self._ended_path}:
-                self._ends.append(end)
-                self._ended_path = end.log_path
-                self._drop_progressive()
+        end = replace(self._last, analysis_intent=INTENT_TERMINAL, evidence=evidence)
+        if self.terminal is None:
+            self._ends = deque((post for post in self._ends if post != end), _MOST_ENDS)
+            self.terminal = end
+            self._is_accepted, self._failures = False, 0
+        elif end.log_path in {self.terminal.log_path, self._ended_path}:
             return None
-        self._ends = deque((post for post in self._ends if post != end), _MOST_ENDS)
-        self._terminal = end
-        self._is_accepted, self._failures = False, 0
-        self._drop_progressive()
-        return end.log_path
+        else:
+            self._ends.append(end)
+            self._ended_path = end.log_path
+        if self._progressive == self._last:
+            self._progressive = None
+        return end
 
-    def next_post(self) -> Post | None:
+    def next_post(self) -> LogSubmission | None:
         """Return what to submit now; it stays due until it is answered."""
-        if self._terminal is not None and not self._is_accepted and not self.is_over:
-            return self._terminal
+        if self.terminal is not None and not self._is_accepted and not self.is_over:
+            return self.terminal
         if self._ends and not self.is_over:
             return self._ends[0]
         return self._progressive
 
-    def posted(self, post: Post, outcome: Literal["accepted", "refused", "failed"]) -> bool:
+    def posted(
+        self, post: LogSubmission, outcome: Literal["accepted", "refused", "failed"]
+    ) -> bool:
         """Take the answer to a submission; return whether it was given up.
 
         A failure of the connection is tried again, a refusal is not.
         """
-        if post.intent == INTENT_PROGRESSIVE:
+        if post.analysis_intent == INTENT_PROGRESSIVE:
             if self._progressive == post:
                 self._progressive = None
             return outcome != "accepted"
-        if post != self._terminal:
+        if post != self.terminal:
             # No verdict was asked for, and the posts that matter tell what is wrong.
             self._end_failures += 1
-            is_due = outcome == "failed" and self._end_failures < _MAX_POST_FAILURES
-            if not is_due and self._ends and post == self._ends[0]:
-                self._ends.popleft()
-            if not is_due:
+            if outcome != "failed" or self._end_failures >= _MAX_POST_FAILURES:
                 self._end_failures = 0
+                if self._ends and post == self._ends[0]:
+                    self._ends.popleft()
             return False
         if outcome == "accepted":
             self._is_accepted, self._failures = True, 0
@@ -177,12 +169,8 @@ class RequestState:
             return True
         return False
 
-    def _drop_progressive(self) -> None:
-        if self._progressive == self._last:
-            self._progressive = None
-
     def _free(self) -> None:
-        self._terminal, self._is_accepted, self._failures = None, False, 0
+        self.terminal, self._is_accepted, self._failures = None, False, 0
 
 
 class AttributionService:
@@ -257,17 +245,15 @@ class AttributionService:
             Whether it was asked for: while another verdict is pending nothing is done.
         """
         with self._changed:
-            before = self._state.newest_end
-            log_path = self._state.request_terminal(evidence)
-            is_new = log_path is not None or self._state.newest_end is not before
-            if self._endpoint is None or not is_new:
+            end = self._state.request_terminal(evidence)
+            if self._endpoint is None or end is None:
                 return False
+            has_slot = end is self._state.terminal
             self._not_before_s = time.monotonic() + _CALM_S
             self._wake()
-        if log_path is None:
-            return False
-        self._record("ATTRIBUTION_GET_STARTED")
-        return True
+        if has_slot:
+            self._record("ATTRIBUTION_GET_STARTED")
+        return has_slot
 
     def __call__(self) -> bool:
         """Do what `request_terminal_analysis` does."""
@@ -326,10 +312,10 @@ class AttributionService:
                         return
                 if connection is None:
                     connection = self._connect()
-                if isinstance(work, Post):
+                if isinstance(work, LogSubmission):
                     has_failed = self._post(connection, work)
                     next_post_s = time.monotonic() + (self._poll_interval_s if has_failed else 0.0)
-                    if work.intent == INTENT_TERMINAL:
+                    if work.analysis_intent == INTENT_TERMINAL:
                         pause_s = min(_FIRST_POLL_S, self._poll_interval_s)
                         next_poll_s = time.monotonic() + pause_s
                 else:
@@ -340,7 +326,7 @@ class AttributionService:
             if connection is not None:
                 connection.close()
 
-    def _next_work(self, next_post_s: float, next_poll_s: float) -> Post | str | None:
+    def _next_work(self, next_post_s: float, next_poll_s: float) -> LogSubmission | str | None:
         """Wait for something to send and return it; `None` at the end. The condition is held."""
         while True:
             now_s = time.monotonic()
@@ -385,7 +371,7 @@ class AttributionService:
             return 0, None, f"{type(error).__name__}: {error}"
         return status, payload, f"status {status}"
 
-    def _post(self, connection: JsonConnection, post: Post) -> bool:
+    def _post(self, connection: JsonConnection, post: LogSubmission) -> bool:
         """Submit a log; return whether it has to be tried again."""
         payload = self._submission(post).to_payload()
         status, _, problem = self._ask(lambda: connection.post(ROUTE_LOGS, payload))
@@ -402,21 +388,18 @@ class AttributionService:
             is_given_up = self._state.posted(post, outcome)
         if is_given_up:
             self._complain("submission", f"{post.log_path} was not submitted: {problem}")
-            if post.intent == INTENT_TERMINAL:
+            if post.analysis_intent == INTENT_TERMINAL:
                 self._record("ATTRIBUTION_GET_COMPLETED")
         return outcome == "failed"
 
-    def _submission(self, post: Post) -> LogSubmission:
+    def _submission(self, post: LogSubmission) -> LogSubmission:
         from .job_metadata import attempt_index_from_env, job_id_from_env, job_user_from_env
 
-        return LogSubmission(
-            post.log_path,
+        return replace(
+            post,
             user=job_user_from_env() or "unknown",
             job_id=self._job_id or job_id_from_env(),
-            cycle_id=post.cycle_id,
-            analysis_intent=post.intent,
-            log_complete=self._log_complete and post.intent == INTENT_TERMINAL,
-            evidence=post.evidence,
+            log_complete=self._log_complete and post.analysis_intent == INTENT_TERMINAL,
             attempt_index=attempt_index_from_env(),
         )
 
@@ -429,13 +412,13 @@ class AttributionService:
             with self._changed:
                 verdict = self._state.polled(reply)
             if verdict is not None:
+                reason = verdict.reason[:500]
                 if reply.exclude_nodes:
-                    self._call_back("on_nodes", reply.exclude_nodes, log_path, verdict)
+                    self._call_back("on_nodes", reply.exclude_nodes, log_path, reason)
                 text = "attribution: verdict %s for %s%s"
-                reason = f": {verdict.reason[:500]}" if verdict.reason else ""
-                logger.info(text, verdict.action, log_path, reason)
+                logger.info(text, verdict.action, log_path, f": {reason}" if reason else "")
                 self._record("ATTRIBUTION_GET_COMPLETED")
-                self._call_back("on_verdict", verdict.action, log_path, verdict)
+                self._call_back("on_verdict", verdict.action, log_path, reason)
             return
         if status and not isinstance(payload, dict):
             problem += ", no JSON object"
@@ -452,15 +435,15 @@ class AttributionService:
         text = "attribution: %s: %s; restarts go on without its verdicts"
         logger.log(level, text, self.endpoint, problem)
 
-    def _call_back(self, name: str, first: Any, log_path: str, verdict: Recommendation) -> None:
+    def _call_back(self, name: str, *facts: Any) -> None:
         """Call one of the caller's functions; this is where its errors end."""
         callback = {"on_verdict": self._on_verdict, "on_nodes": self._on_nodes}[name]
         if callback is None:
             return
         try:
-            callback(first, log_path, verdict.reason[:500])
+            callback(*facts)
         except Exception:
-            logger.exception("attribution: %s raised for %s; the client goes on", name, log_path)
+            logger.exception("attribution: %s raised for %s; the client goes on", name, facts[1])
 
     def _record(self, name: str) -> None:
         from .profiling import ProfilingEvent, record_profiling_event

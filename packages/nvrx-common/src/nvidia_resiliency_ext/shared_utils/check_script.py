@@ -9,7 +9,7 @@ which are imported.
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -174,29 +174,26 @@ class _Uses(ast.NodeVisitor):
 
     def _resolve(self, node: ast.expr) -> Any:
         """Return what an expression of dotted names stands for, None if that is unknown."""
-        known = self._known.get(ast.unparse(node)) if isinstance(node, ast.Attribute) else None
-        if known is not None:
-            return known
-        if isinstance(node, ast.Name):
-            return self._known.get(node.id)
-        if isinstance(node, ast.Attribute):
+        if not isinstance(node, ast.Attribute | ast.Name):
+            return None
+        known = self._known.get(ast.unparse(node))
+        if known is None and isinstance(node, ast.Attribute):
             owner = self._resolve(node.value)
             if inspect.ismodule(owner) or isinstance(owner, type):
                 return self._member(owner, node.attr, node.lineno)
-        return None
+        return known
 
     def _module(self, name: str, line: int) -> Any:
         try:
             return importlib.import_module(name)
         except ImportError as error:
             owner = _owner(name)
+            text = f"{name} cannot be imported here: {error}"
             if owner not in distribution_versions():
-                self.problems.append((line, f"{name}: pip install {owner}"))
+                text = f"{name}: pip install {owner}"
             elif error.name and f"{name}.".startswith(f"{error.name}."):
-                near = _nearest_module(error.name)
-                self.problems.append((line, f"there is no module {error.name}{near}"))
-            else:
-                self.problems.append((line, f"{name} cannot be imported here: {error}"))
+                text = f"there is no module {error.name}{_nearest_module(error.name)}"
+            self.problems.append((line, text))
         return None
 
     def _member(self, owner: Any, name: str, line: int) -> Any:
@@ -209,7 +206,10 @@ class _Uses(ast.NodeVisitor):
             self.problems.append((line, f"{where}.{name} cannot be imported here: {error}"))
         except AttributeError:
             if inspect.ismodule(owner):
-                if _has_submodule(owner, name):
+                if (
+                    hasattr(owner, "__path__")
+                    and importlib.util.find_spec(f"{where}.{name}") is not None
+                ):
                     return self._module(f"{where}.{name}", line)
                 if _owner(where) not in distribution_versions():
                     self.problems.append((line, f"{where}.{name}: pip install {_owner(where)}"))
@@ -256,12 +256,6 @@ def _owner(module: str) -> str:
     return _OWNERS[max(fitting, key=len)] if fitting else "nvrx-common"
 
 
-def _has_submodule(owner: Any, name: str) -> bool:
-    from importlib.util import find_spec
-
-    return hasattr(owner, "__path__") and find_spec(f"{owner.__name__}.{name}") is not None
-
-
 def _nearest(name: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches
 
@@ -304,19 +298,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "paths", nargs="+", metavar="FILE", help="a Python file, or a folder of them"
     )
     options = parser.parse_args(argv)
-    count = 0
-    problems: list[Problem] = []
     try:
-        for path in _scripts(options.paths):
-            problems += check_file(path)
-            count += 1
+        found = [check_file(path) for path in _scripts(options.paths)]
     except ScriptError as error:
         write_err(f"check_script: {plain(str(error))}\n")
         return 2
-    if not count:
+    if not found:
         write_err(f"check_script: no Python file below {plain(', '.join(options.paths))}\n")
         return 2
-    summary = f"{count} file{'s' * (count != 1)}: {len(problems) or 'no'} line"
+    problems = [problem for each in found for problem in each]
+    summary = f"{len(found)} file{'s' * (len(found) != 1)}: {len(problems) or 'no'} line"
     summary += f"{'s' * (len(problems) != 1)} to look at"
     write_out("".join(f"{plain(str(each))}\n" for each in [*problems, summary]))
     return 1 if problems else 0

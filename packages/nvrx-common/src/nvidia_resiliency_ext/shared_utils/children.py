@@ -255,7 +255,16 @@ class Child:
     def signal(self, sig: int) -> bool:
         """Send signal `sig` to the process alone; return whether the process still existed."""
         with self._lock:
-            return self._reap() is None and self._send(sig)
+            if self._reap() is not None:
+                return False
+            try:
+                if self._watcher is None:
+                    signals.pidfd_send_signal(self._watch, sig)
+                else:
+                    os.kill(self.pid, sig)
+            except ProcessLookupError:
+                return False
+            return True
 
     def signal_group(self, sig: int) -> bool:
         """Send signal `sig` to the process group; return whether the group still had a process.
@@ -274,7 +283,12 @@ class Child:
                 if self._status is not None:
                     # Only an unreaped leader, even an ended one, surely holds on to the number.
                     os.killpg(self.pid, 0)
-                    if not _group_remains(self.pid):
+                    # While a group has members the kernel gives its number to no new process, so
+                    # a process under that number, or a member of another session, means that the
+                    # group is somebody else's.
+                    members = procfs.running_in_groups([self.pid])
+                    is_taken = any(stat.pid == self.pid for stat in members)
+                    if is_taken or all(stat.sid != self.pid for stat in members):
                         return False
                 os.killpg(self.pid, sig)
             except ProcessLookupError:
@@ -300,8 +314,11 @@ class Child:
         if self.poll() is None and self.stop(0.0, first=signals.SIGKILL) is None:
             logger.warning("process %d does not end after SIGKILL", self.pid)
         for pipe in (self.stdin, self.stdout, self.stderr):
-            if pipe is not None:
-                _close_pipe(pipe)
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except BrokenPipeError:
+                logger.debug("a child ended before it read all of its input")
         watch, self._watch = self._watch, -1
         if watch >= 0:
             if self._watcher is not None:
@@ -313,21 +330,6 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        """Return its number and how it ended."""
-        state = "running" if self._status is None else self._status.describe()
-        return f"Child(pid={self.pid}, {state})"
-
-    def _send(self, sig: int) -> bool:
-        try:
-            if self._watcher is None:
-                signals.pidfd_send_signal(self._watch, sig)
-            else:
-                os.kill(self.pid, sig)
-        except ProcessLookupError:
-            return False
-        return True
 
     def _reap(self) -> ExitStatus | None:
         # Popen.poll is not used: it reports success for a status that somebody else took.
@@ -380,10 +382,19 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
         ChildStartError: The program cannot be run.
     """
     command = tuple(argv)
-    _keep_exit_statuses()
-    death_signal = None
+    # A parent that ignored SIGCHLD leaves that to us, and the kernel then drops exit statuses.
+    if signals.getsignal(signals.SIGCHLD) is signals.SIG_IGN:
+        if threading.current_thread() is threading.main_thread():
+            signals.signal(signals.SIGCHLD, signals.SIG_DFL)
+        else:
+            logger.warning("SIGCHLD is ignored: exit statuses of child processes will be lost")
+    setup: Callable[[], None] | None = None  # lets Popen use the faster vfork
     if die_with_parent or wake_when_orphaned:
+        _load_prctl()  # between fork and exec nothing may be imported
         death_signal = signals.SIGKILL if die_with_parent else signals.SIGCONT
+        setup = functools.partial(_set_up_child, os.getpid(), death_signal)
+    elif signals.pthread_sigmask(signals.SIG_BLOCK, ()):
+        setup = _unmask
     try:
         process = subprocess.Popen(
             command,
@@ -394,7 +405,7 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
             stderr=stderr,
             pass_fds=tuple(pass_fds),
             start_new_session=new_session,
-            preexec_fn=_child_setup(death_signal),  # noqa: PLW1509
+            preexec_fn=setup,  # noqa: PLW1509
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ChildStartError(command, str(error)) from error
@@ -404,25 +415,6 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
         process.kill()
         process.wait()
         raise ChildStartError(command, f"it cannot be watched: {error}") from error
-
-
-def _keep_exit_statuses() -> None:
-    """Make sure that the kernel keeps the exit statuses of our children for us."""
-    # A parent that ignored SIGCHLD leaves that to us, and the kernel then drops exit statuses.
-    if signals.getsignal(signals.SIGCHLD) is not signals.SIG_IGN:
-        return
-    if threading.current_thread() is threading.main_thread():
-        signals.signal(signals.SIGCHLD, signals.SIG_DFL)
-    else:
-        logger.warning("SIGCHLD is ignored: exit statuses of child processes will be lost")
-
-
-def _child_setup(death_signal: int | None) -> Callable[[], None] | None:
-    """Return what the child runs before exec; `None` lets Popen use the faster vfork."""
-    if death_signal is not None:
-        _load_prctl()  # between fork and exec nothing may be imported
-        return functools.partial(_set_up_child, os.getpid(), death_signal)
-    return _unmask if signals.pthread_sigmask(signals.SIG_BLOCK, ()) else None
 
 
 def end_with_parent(signum: int = signals.SIGTERM) -> None:
@@ -483,17 +475,3 @@ def _close_at_exit_of(pid: int, writer: int) -> None:
         pass
     finally:
         os.close(writer)
-
-
-def _group_remains(pgid: int) -> bool:
-    # While a group has members the kernel gives its number to no new process, so a process under
-    # that number, or a member of another session, means that the group is somebody else's.
-    members = procfs.running_in_groups([pgid])
-    return any(stat.sid == pgid for stat in members) and all(stat.pid != pgid for stat in members)
-
-
-def _close_pipe(pipe: IO[bytes]) -> None:
-    try:
-        pipe.close()
-    except BrokenPipeError:
-        logger.debug("a child ended before it read all of its input")

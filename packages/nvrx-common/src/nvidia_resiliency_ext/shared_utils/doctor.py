@@ -32,8 +32,13 @@ class Finding:
 
 def findings() -> list[Finding]:
     """Look at packages, host, hardware and stale run directories."""
-    packages = package_findings(installed_versions())
-    return [*packages, *host_findings(), *hardware_findings(), *_stale_findings()]
+    from .rundir import stale_run_dirs
+
+    stale = (
+        f"{path} is left from a run that is over; --clean removes it" for path in stale_run_dirs()
+    )
+    found = [*package_versions(), *host_findings(), *hardware_findings()]
+    return [*found, *(Finding("warning", "run directory", text) for text in stale)]
 
 
 def package_versions() -> list[Finding]:
@@ -52,8 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
     parser.add_argument("--clean", action="store_true", help="remove stale run directories")
     options = parser.parse_args(argv)
-    cleaned = _clean() if options.clean else []
-    found = [*cleaned, *findings()]
+    found: list[Finding] = []
+    if options.clean:
+        from .rundir import remove_stale_run_dirs
+
+        removed = remove_stale_run_dirs()
+        found = [Finding("info", "run directory", f"removed {path}") for path in removed]
+    found += findings()
     if options.json:
         import json
         from dataclasses import asdict
@@ -64,20 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [f"{each.level:<8} {each.topic:<{width}}  {each.text}" for each in found]
     write_out("".join(f"{line}\n" for line in lines))
     return 1 if any(finding.level == "error" for finding in found) else 0
-
-
-def _clean() -> list[Finding]:
-    from .rundir import remove_stale_run_dirs
-
-    return [Finding("info", "run directory", f"removed {path}") for path in remove_stale_run_dirs()]
-
-
-def _stale_findings() -> Iterator[Finding]:
-    from .rundir import stale_run_dirs
-
-    for path in stale_run_dirs():
-        text = f"{path} is left from a run that is over; --clean removes it"
-        yield Finding("warning", "run directory", text)
 
 
 _DEADLINE_S = 20.0
@@ -118,17 +114,24 @@ def host_findings() -> Iterator[Finding]:
     """Yield one finding per facility, with what is used instead where it is missing."""
     from nvidia_resiliency_ext.shared_utils.children import pidfd_available
 
-    yield _facility(
-        "pidfd_open",
-        pidfd_available(),
-        "a thread in waitid per child, start times of other processes",
-    )
-    yield _facility(
-        "memfd_create",
-        _has_memfd(),
-        "files without a name in the run directory; workers may start cold",
-    )
-    yield _facility("PDEATHSIG", _has_pdeathsig(), "the monitor's sweep alone")
+    death_signal = ctypes.byref(ctypes.c_int(0))
+    has_pdeathsig = ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, death_signal, 0, 0, 0) == 0
+    facilities = {
+        "pidfd_open": (
+            pidfd_available(),
+            "a thread in waitid per child, start times of other processes",
+        ),
+        "memfd_create": (
+            _has_memfd(),
+            "files without a name in the run directory; workers may start cold",
+        ),
+        "PDEATHSIG": (has_pdeathsig, "the monitor's sweep alone"),
+    }
+    for topic, (is_there, instead) in facilities.items():
+        if is_there:
+            yield Finding("ok", topic, "found")
+        else:
+            yield Finding("warning", topic, f"not found; used instead: {instead}")
     yield _shared_memory()
     yield _runtime_directory()
     yield _run_directory()
@@ -136,12 +139,6 @@ def host_findings() -> Iterator[Finding]:
     home = os.path.expanduser("~")
     is_writable = os.access(home, os.W_OK)
     yield Finding("info", "home", f"{home} is {'' if is_writable else 'not '}writable")
-
-
-def _facility(topic: str, is_there: bool, instead: str) -> Finding:
-    if is_there:
-        return Finding("ok", topic, "found")
-    return Finding("warning", topic, f"not found; used instead: {instead}")
 
 
 def _has_memfd() -> bool:
@@ -160,30 +157,25 @@ def _has_memfd() -> bool:
     return True
 
 
-def _has_pdeathsig() -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    found = ctypes.c_int(0)
-    return bool(libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(found), 0, 0, 0) == 0)
-
-
 def _shared_memory() -> Finding:
     try:
         status = os.statvfs(_SHM)
     except OSError as error:
         return Finding("warning", _SHM, f"not usable: {error.strerror}")
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    level: Level = "warning" if size < _SMALL_SHM_BYTES else "ok"
-    hint = "; data loaders and NCCL may need more" if level == "warning" else ""
-    return Finding(level, _SHM, f"{size // _MIB} MiB, {free // _MIB} MiB free{hint}")
+    text = f"{size // _MIB} MiB, {free // _MIB} MiB free"
+    if size < _SMALL_SHM_BYTES:
+        return Finding("warning", _SHM, f"{text}; data loaders and NCCL may need more")
+    return Finding("ok", _SHM, text)
 
 
 def _runtime_directory() -> Finding:
     path = os.environ.get("XDG_RUNTIME_DIR")
+    elsewhere = "; run directories go to TMPDIR or /tmp"
     if not path:
-        return Finding("info", "XDG_RUNTIME_DIR", "not set; run directories go to TMPDIR or /tmp")
+        return Finding("info", "XDG_RUNTIME_DIR", f"not set{elsewhere}")
     if not os.access(path, os.W_OK | os.X_OK):
-        text = f"{path} is not writable; run directories go to TMPDIR or /tmp"
-        return Finding("warning", "XDG_RUNTIME_DIR", text)
+        return Finding("warning", "XDG_RUNTIME_DIR", f"{path} is not writable{elsewhere}")
     return Finding("ok", "XDG_RUNTIME_DIR", path)
 
 
@@ -207,19 +199,14 @@ def _temporary_directory() -> Finding:
         status = os.statvfs(path)
     except OSError as error:
         return Finding("warning", "temporary files", f"{path}: {error.strerror}")
-    flags = [
-        name
-        for bit, name in ((os.ST_RDONLY, "read-only"), (os.ST_NOEXEC, "noexec"))
-        if status.f_flag & bit
-    ]
+    bits = {"read-only": os.ST_RDONLY, "noexec": os.ST_NOEXEC}
+    flags = [name for name, bit in bits.items() if status.f_flag & bit]
     free = f"{status.f_bavail * status.f_frsize // _MIB} MiB free"
     level: Level = "warning" if "read-only" in flags else "ok"
     return Finding(level, "temporary files", ", ".join([f"{path}: {free}", *flags]))
 
 
 _CONFLICT = "nvidia-resiliency-ext"
-_PREFIX = "nvrx-"
-_SHOWN = ("torch",)
 
 
 def installed_versions() -> dict[str, str]:
@@ -241,7 +228,7 @@ def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Yield what is installed, and an error for a package that owns the same files."""
     yield Finding("info", "python", f"{sys.version.split()[0]} ({sys.executable})")
     for name in sorted(versions):
-        if name.startswith(_PREFIX) or name in _SHOWN:
+        if name.startswith("nvrx-") or name == "torch":
             yield Finding("ok", name, versions[name])
     if "nvrx-common" not in versions:
         yield Finding("warning", "nvrx-common", "not installed: it runs from a source folder")

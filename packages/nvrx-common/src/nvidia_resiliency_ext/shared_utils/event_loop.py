@@ -204,7 +204,10 @@ class EventLoop:
     def run_once(self, *, until: float | None = None) -> None:
         """Wait for the next event, at most until `until`, and call what is due."""
         for key, _ in self._selector.select(self._timeout(until)):
-            if self._is_watched(key):
+            # A callback of the same round may have closed the descriptor, and another one opened
+            # its number again.
+            current = self._selector.get_map().get(key.fd)
+            if current is not None and current.data == key.data:
                 self._call(key.data)
         now = self._clock.monotonic()
         while self._timers and self._timers[0][0] <= now:
@@ -218,12 +221,6 @@ class EventLoop:
         finally:
             if self._posted:  # An exception ends this round: the others are called in the next.
                 self._wake_up.set()
-
-    def _is_watched(self, key: selectors.SelectorKey) -> bool:
-        # A callback of the same round may have closed the descriptor, and another one opened its
-        # number again.
-        current = self._selector.get_map().get(key.fd)
-        return current is not None and current.data == key.data
 
     def _timeout(self, until: float | None) -> float | None:
         while self._timers and self._timers[0][2].is_cancelled:
@@ -286,19 +283,16 @@ class SignalQueue:
             yield
             return
         before = {signum: signal.getsignal(signum) for signum in self._signums}
+        if before.get(signal.SIGHUP) is signal.SIG_IGN:
+            del before[signal.SIGHUP]  # nohup: who started us wants us to live on
         old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        taken = []
-        for signum in self._signums:
-            # nohup: who started us wants us to live on.
-            if before[signum] is signal.SIG_IGN and signum == signal.SIGHUP:
-                continue
+        for signum in before:
             signal.signal(signum, _ignore)
-            taken.append(signum)
         try:
             yield
         finally:
-            for signum in taken:
-                signal.signal(signum, before[signum] or signal.SIG_DFL)
+            for signum, handler in before.items():
+                signal.signal(signum, handler or signal.SIG_DFL)
             signal.set_wakeup_fd(old_fd)
 
     def close(self) -> None:
@@ -321,9 +315,8 @@ class WorkerThread:
         """Start nothing yet; the thread will be called `name`."""
         self._name = name
         self._wake_up = WakeUp()
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
-        self._jobs = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[Callable[[Any], None], Any]] = queue.SimpleQueue()
+        self._jobs = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]()
+        self._results = queue.SimpleQueue[tuple[Callable[[Any], None], Any]]()
         self._thread: threading.Thread | None = None
 
     def fileno(self) -> int:

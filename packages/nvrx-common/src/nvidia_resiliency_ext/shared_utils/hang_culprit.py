@@ -107,66 +107,54 @@ def find_culprit(ranks: Sequence[RankState], world_size: int = 0) -> Finding:
         1
     """
     waiting = tuple(r for r in ranks if r.activity is Activity.WAITING)
-    for activity in (Activity.FAILED, Activity.STOPPED):
-        if certain := [r for r in ranks if r.activity is activity]:
-            return _blame(certain, waiting, Confidence.CERTAIN)
-    here = [r for r in ranks if r.activity is not Activity.LEFT]
-    others = [r for r in here if r.activity is not Activity.WAITING]
-    if waiting and others:
-        return _where_some_wait(others, waiting)
-    if waiting:
-        return _where_all_wait(ranks, waiting, is_part=world_size > len(ranks))
-    still = [r for r in here if not r.has_moved]
-    late = [r for r in still if r.is_late]
-    if odd := _odd_place(still):
-        return _blame(odd, waiting, Confidence.POSSIBLE)
-    if len(late) == 1 or all(r.activity is Activity.WORKING for r in late):
-        return _blame(late, waiting, Confidence.LIKELY)
-    if odd := _behind(late):
-        return _blame(odd, waiting, Confidence.POSSIBLE)
-    return Finding((), tuple(late), ())
-
-
-def _blame(
-    culprits: Sequence[RankState], waiting: Sequence[RankState], confidence: Confidence
-) -> Finding:
-    others = tuple(r for r in waiting if r not in culprits)
-    return Finding(tuple(culprits), (), others, confidence)
-
-
-def _where_some_wait(others: Sequence[RankState], waiting: tuple[RankState, ...]) -> Finding:
+    others = [r for r in ranks if r.activity not in (Activity.WAITING, Activity.LEFT)]
     # One that still uses heartbeats or sections is slow at most.
-    others = [r for r in others if not r.has_moved] or others
-    working = [r for r in others if r.activity is Activity.WORKING]
-    chosen = working or others
-    if len(chosen) == 1:
-        return _blame(chosen, waiting, Confidence.LIKELY if working else Confidence.POSSIBLE)
-    if behind := _behind(chosen):
-        return _blame(behind, waiting, Confidence.POSSIBLE)
-    if len({r.place for r in chosen}) == 1 and chosen[0].place:
-        return _blame(chosen, waiting, Confidence.POSSIBLE)
-    return Finding((), tuple(chosen), waiting)
-
-
-def _where_all_wait(
-    ranks: Sequence[RankState], waiting: tuple[RankState, ...], *, is_part: bool
-) -> Finding:
-    """Return the culprit where every rank that is still there waits for its peers."""
-    if left := [r for r in ranks if r.activity is Activity.LEFT]:
-        return _blame(left, waiting, Confidence.LIKELY)
-    if odd := _behind(waiting) or _odd_place(waiting):
-        return _blame(odd, waiting, Confidence.POSSIBLE)
-    return Finding((), () if is_part else waiting, waiting, is_elsewhere=is_part)
+    still = [r for r in others if not r.has_moved]
+    is_elsewhere = False
+    candidates: Sequence[RankState]
+    rows: list[tuple[Sequence[RankState], Confidence]]
+    if waiting and others:
+        working = [r for r in still or others if r.activity is Activity.WORKING]
+        candidates = working or still or others
+        is_one = len(candidates) == 1
+        are_together = len({r.place for r in candidates}) == 1 and candidates[0].place
+        rows = [
+            (candidates if is_one and working else (), Confidence.LIKELY),
+            (candidates if is_one else _behind(candidates), Confidence.POSSIBLE),
+            (candidates if are_together else (), Confidence.POSSIBLE),
+        ]
+    elif waiting:
+        candidates = waiting
+        is_elsewhere = world_size > len(ranks)
+        rows = [
+            ([r for r in ranks if r.activity is Activity.LEFT], Confidence.LIKELY),
+            (_behind(waiting) or _odd_place(waiting), Confidence.POSSIBLE),
+        ]
+    else:
+        candidates = late = [r for r in still if r.is_late]
+        are_clear = len(late) == 1 or all(r.activity is Activity.WORKING for r in late)
+        rows = [
+            (_odd_place(still), Confidence.POSSIBLE),
+            (late if are_clear else (), Confidence.LIKELY),
+            (_behind(late), Confidence.POSSIBLE),
+        ]
+    failed = [r for r in ranks if r.activity is Activity.FAILED]
+    stopped = [r for r in ranks if r.activity is Activity.STOPPED]
+    for blamed, confidence in [(failed or stopped, Confidence.CERTAIN), *rows]:
+        if blamed:
+            rest = tuple(r for r in waiting if r not in blamed)
+            return Finding(tuple(blamed), (), rest, confidence)
+    named = () if is_elsewhere else tuple(candidates)
+    return Finding((), named, waiting, is_elsewhere=is_elsewhere)
 
 
 def _behind(ranks: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that have come less far than others; none when all are equal."""
-    counted = [r for r in ranks if r.progress is not None]
-    if not counted or len(counted) < len(ranks):
+    steps = [r.progress for r in ranks if r.progress is not None]
+    if len(steps) < len(ranks) or len(set(steps)) <= 1:
         return []
-    least = min(r.progress for r in counted if r.progress is not None)
-    behind = [r for r in counted if r.progress == least]
-    return behind if len(behind) < len(counted) else []
+    least = min(steps)
+    return [r for r in ranks if r.progress == least]
 
 
 def _odd_place(ranks: Sequence[RankState]) -> list[RankState]:
@@ -220,10 +208,9 @@ def _each(ranks: Sequence[RankState]) -> str:
         verb, space, rest = ranks[0].words.partition(" ")
         verb = "are" if verb == "is" else verb.removesuffix("s")
         return f"{ranks_in_words(r.rank for r in ranks)} {verb}{space}{rest}"
-    named = [f"rank {r.rank}{_on(r.host)} {r.words}" for r in ranks[:MAX_NAMED]]
+    named = [
+        f"rank {r.rank} on host {r.host} {r.words}" if r.host else f"rank {r.rank} {r.words}"
+        for r in ranks[:MAX_NAMED]
+    ]
     more = len(ranks) - MAX_NAMED
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
-
-
-def _on(host: str) -> str:
-    return f" on host {host}" if host else ""

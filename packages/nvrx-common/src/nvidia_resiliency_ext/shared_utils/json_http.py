@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
 import io
 import json
@@ -122,6 +121,10 @@ class JsonConnection:
 
     def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, object]:
         deadline = time.monotonic() + self._timeout_s
+
+        def timed_response(sock: socket.socket, **options: Any) -> http.client.HTTPResponse:
+            return http.client.HTTPResponse(_TimedReader(sock, deadline), **options)  # type: ignore[arg-type]
+
         if self._connection is None:
             self._connection = self._connect()
         headers = {"Accept": "application/json"}
@@ -132,9 +135,7 @@ class JsonConnection:
         try:
             if self._connection.sock is not None:
                 self._connection.sock.settimeout(self._timeout_s)
-            self._connection.response_class = functools.partial(  # type: ignore[assignment]
-                _TimedResponse, deadline=deadline
-            )
+            self._connection.response_class = timed_response  # type: ignore[assignment]
             self._connection.request(method, self._endpoint.prefix + target, body, headers)
             response = self._connection.getresponse()
             data = self._read(response)
@@ -172,24 +173,20 @@ class JsonConnection:
         )
 
 
-class _TimedResponse(http.client.HTTPResponse):
-    """The answer to a request; from `deadline` (monotonic) on, reading is a `TimeoutError`.
+class _TimedReader(io.RawIOBase):
+    """What `http.client` reads of `sock`; from `deadline` (monotonic) on, that is a `TimeoutError`.
 
     A socket counts its own limit anew at each byte.
     """
 
-    def __init__(self, sock: socket.socket, *, deadline: float, **options: Any) -> None:
-        super().__init__(sock, **options)
-        self.fp.close()
-        self.fp = io.BufferedReader(_TimedReader(sock, deadline))
-
-
-class _TimedReader(io.RawIOBase):
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock = sock
         self._deadline = deadline
         # Keeps the connection open until it is read, also when `http.client` has closed its end.
         self._raw = sock.makefile("rb", buffering=0)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True

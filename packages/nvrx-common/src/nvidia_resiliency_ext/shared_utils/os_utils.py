@@ -177,10 +177,29 @@ def atomic_write(
     parent, name = os.path.split(path)
     directory = os.open(parent or ".", _OPEN_DIRECTORY)
     try:
-        _require_replaceable(name, directory)
-        temporary = _temporary_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            kind = os.lstat(name, dir_fd=directory).st_mode
+            if stat.S_ISDIR(kind):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+            if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
+                raise OSError(errno.EINVAL, "not a regular file", name)
+        suffix = f".{os.urandom(8).hex()}.tmp"
+        space = _LONGEST_NAME_BYTES - 1 - len(suffix)
+        temporary = "." + os.fsdecode(os.fsencode(name)[:space]) + suffix
         try:
-            _write_new(directory, temporary, data, mode, fsync=fsync)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            first_mode = 0o666 if mode is None else 0o600
+            descriptor = os.open(temporary, flags, first_mode, dir_fd=directory)
+            try:
+                if mode is not None:
+                    os.fchmod(descriptor, mode)
+                remaining = memoryview(data).cast("B")
+                while remaining:
+                    remaining = remaining[os.write(descriptor, remaining) :]
+                if fsync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             # Also on KeyboardInterrupt: nothing is swallowed, the temporary file goes.
@@ -216,17 +235,6 @@ def sync_directory(directory: int | str | os.PathLike[str]) -> None:
     finally:
         if descriptor is not directory:
             os.close(descriptor)
-
-
-def _require_replaceable(name: str, directory: int) -> None:
-    try:
-        kind = os.lstat(name, dir_fd=directory).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(kind):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-    if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
-        raise OSError(errno.EINVAL, "not a regular file", name)
 
 
 def read_regular_file(
@@ -301,9 +309,7 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
                 os.unlink(name, dir_fd=directory_fd)
             return
         try:
-            with os.scandir(child) as entries:
-                inside = [entry.name for entry in entries]
-            for entry_name in inside:
+            for entry_name in os.listdir(child):
                 remove_tree_at(entry_name, child)
         finally:
             os.close(child)
@@ -339,34 +345,6 @@ def _open_unlinked(
             message = f"{name} is a symbolic link or of the wrong kind"
             raise UnsafePathError(error.errno, message, path) from error
         raise
-
-
-def _write_new(
-    directory: int,
-    name: str,
-    data: bytes | bytearray | memoryview,
-    mode: int | None,
-    *,
-    fsync: bool,
-) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(name, flags, 0o666 if mode is None else 0o600, dir_fd=directory)
-    try:
-        if mode is not None:
-            os.fchmod(descriptor, mode)
-        remaining = memoryview(data).cast("B")
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
-        if fsync:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _temporary_name(name: str) -> str:
-    suffix = f".{os.urandom(8).hex()}.tmp"
-    space = _LONGEST_NAME_BYTES - 1 - len(suffix)
-    return "." + os.fsdecode(os.fsencode(name)[:space]) + suffix
 
 
 def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:

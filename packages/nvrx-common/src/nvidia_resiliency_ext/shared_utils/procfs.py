@@ -9,6 +9,7 @@ are raised: they say nothing about the process, and a caller must not take it fo
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ _LARGEST_CMDLINE_BYTES = 1 << 20
 # Fields of /proc/<pid>/stat, counted from the one after the command's closing parenthesis.
 _STATE, _PPID, _PGID, _SID, _START_TICKS = 0, 1, 2, 3, 19
 _DEAD_STATES = frozenset("ZXx")
+_SIZE = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)  # in smaps_rollup
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,7 @@ def is_available() -> bool:
 
 def read_stat(pid: int) -> ProcStat | None:
     """Return the kernel's record of process `pid`; None if it does not exist."""
-    data = _read(f"/proc/{pid}/stat")
-    return None if data is None else _parse_stat(pid, data)
+    return _parse_stat(pid, _read(f"/proc/{pid}/stat"))
 
 
 def is_running(pid: int) -> bool:
@@ -199,8 +200,11 @@ def pid_namespace() -> str:
 
 def catches_signal(pid: int, sig: int) -> bool:
     """Return whether process `pid` has installed a handler for signal `sig`."""
-    mask = _status_field(pid, b"SigCgt:")
-    return mask is not None and bool(int(mask, 16) >> (sig - 1) & 1)
+    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
+        name, _, mask = line.partition(b":")
+        if name == b"SigCgt":
+            return bool(int(mask, 16) >> (sig - 1) & 1)
+    return False
 
 
 def wchan(pid: int) -> str | None:
@@ -218,9 +222,8 @@ def threads(pid: int, limit: int) -> list[Thread]:
         tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:limit]
     except _GONE:
         return []
-    stats = ((tid, _read(f"/proc/{pid}/task/{tid}/stat")) for tid in tids)
-    parsed = ((tid, None if data is None else _parse_stat(tid, data)) for tid, data in stats)
-    return [Thread(tid, stat.state, stat.comm) for tid, stat in parsed if stat is not None]
+    stats = (_parse_stat(tid, _read(f"/proc/{pid}/task/{tid}/stat")) for tid in tids)
+    return [Thread(stat.pid, stat.state, stat.comm) for stat in stats if stat is not None]
 
 
 def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
@@ -238,17 +241,11 @@ def syscall(pid: int, tid: int) -> tuple[int, ...] | None:
 
 def memory(pid: int) -> Memory | None:
     """Return the memory of process `pid`; None if it does not exist."""
-    data = _read(f"/proc/{pid}/smaps_rollup")
-    if data:
-        sizes: dict[bytes, int] = {}
-        for line in data.splitlines():
-            key, _, rest = line.partition(b":")
-            number = rest.split()
-            if len(number) == 2 and number[1] == b"kB":  # noqa: PLR2004
-                sizes[key] = int(number[0]) * 1024
-        if b"Rss" in sizes:
-            private = sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
-            return Memory(sizes[b"Rss"], sizes.get(b"Pss"), private)
+    rollup = _read(f"/proc/{pid}/smaps_rollup") or b""
+    sizes = {key: int(kib) * 1024 for key, kib in _SIZE.findall(rollup)}
+    if b"Rss" in sizes:
+        private = sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
+        return Memory(sizes[b"Rss"], sizes.get(b"Pss"), private)
     pages = _read(f"/proc/{pid}/statm")
     if not pages:
         return None
@@ -260,7 +257,8 @@ def pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _parse_stat(pid: int, data: bytes) -> ProcStat | None:
+def _parse_stat(pid: int, data: bytes | None) -> ProcStat | None:
+    data = data or b""
     # The command stands in parentheses and may itself contain blanks and parentheses.
     opening, closing = data.find(b"("), data.rfind(b")")
     fields = data[closing + 1 :].split()
@@ -275,13 +273,6 @@ def _parse_stat(pid: int, data: bytes) -> ProcStat | None:
         start_ticks=int(fields[_START_TICKS]),
         comm=data[opening + 1 : closing].decode("utf-8", "replace"),
     )
-
-
-def _status_field(pid: int, key: bytes) -> bytes | None:
-    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
-        if line.startswith(key):
-            return line[len(key) :].strip()
-    return None
 
 
 def _read(path: str) -> bytes | None:

@@ -111,13 +111,17 @@ class FaultToleranceProfiler:
             subscribers = tuple(self._subscribers.values())
         node = None if node_id is None else _text(node_id)
         shown_node = "unknown" if node is None else node
-        rank = _whole(rank)
+        try:
+            rank = index(rank)  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - no event may raise into the caller
+            rank = None
         shown_rank = "unknown" if rank is None else rank
         identity = f"{event.value}_{now}_{shown_node}_{shown_rank}"
         record = ProfilingRecord(identity, event.value, cycle, node, rank, now, monotonic)
+        whole = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now))
         logger.info(
             "  - Cycle: %d Event: %s Node: %s Rank: %s Time: %s UTC",
-            *(cycle, event.value, shown_node, rank, _utc(now)),
+            *(cycle, event.value, shown_node, rank, f"{whole}.{int(now * 1000) % 1000:03d}"),
         )
         for subscriber in subscribers:
             try:
@@ -183,19 +187,6 @@ def set_profiling_cycle(cycle: int) -> None:
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
     """Call `callback` with each later record of this process; return what ends that."""
     return _profiler.subscribe(callback)
-
-
-def _utc(wall_s: float) -> str:
-    whole = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall_s))
-    return f"{whole}.{int(wall_s * 1000) % 1000:03d}"
-
-
-def _whole(rank: object) -> int | None:
-    """Return a rank, which may be a number of an array library, as a number of Python's own."""
-    try:
-        return index(rank)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - no event may raise into the caller
-        return None
 
 
 def _text(value: object) -> str:

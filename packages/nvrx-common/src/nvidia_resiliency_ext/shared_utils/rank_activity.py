@@ -97,7 +97,9 @@ _FUTEX_TIMEOUT = 4
 """Place of the time limit in what `procfs.syscall` returns."""
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
-_LIBRARY = re.compile(r"/site-packages/|/torch/|/lib/python3\.\d+/|^<frozen ")
+_LIBRARY = re.compile(
+    r"/site-packages/|/torch/|/deepspeed/comm/|/p2p_communication\.py|/lib/python3\.\d+/|^<frozen "
+)
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 # Frames between a program and the call that blocks, which say nothing themselves.
 _PASSED_OVER = ("/torch/_ops.py", "/torch/_tensor.py", "/torch/utils/_contextlib.py")
@@ -152,13 +154,9 @@ def stack_of(frames: Sequence[Frame]) -> Stack:
     shown = [frame for frame in frames if not frame[0].endswith(_PASSED_OVER)]
     if not shown:
         return NO_STACK
-    own = next((frame for frame in shown if not _is_of_a_library(frame[0])), shown[0])
+    own = next((frame for frame in shown if not _LIBRARY.search(frame[0])), shown[0])
     place = f"{own[0].rpartition('/')[2]}:{own[1]} in {own[2]}"[:MAX_PLACE]
     return Stack(_call_of(*shown[0]), place)
-
-
-def _is_of_a_library(file: str) -> bool:
-    return bool(_LIBRARY.search(file)) or any(part in file for part in _COLLECTIVES)
 
 
 def _call_of(file: str, _line: int, name: str) -> Call:

@@ -72,25 +72,19 @@ def format_hosts(hosts: Iterable[str]) -> str:
         numbered.setdefault(prefix, []).append(host[len(prefix) :])
     groups: list[str] = []
     for prefix, texts in numbered.items():
-        groups += _format_group(prefix, texts)
+        padded_widths = {len(text) for text in texts if len(text) > 1 and text[0] == "0"}
+        by_width: dict[int, list[int]] = {}
+        for text in texts:
+            if text:
+                # 10 belongs to 08 and 09 where those exist, else to 8 and 9.
+                width = len(text) if len(text) in padded_widths else 0
+                by_width.setdefault(width, []).append(int(text))
+            else:
+                groups.append(prefix)
+        for width, numbers in sorted(by_width.items()):
+            ranges = format_runs(sorted(numbers), width)
+            groups.append(f"{prefix}[{ranges}]" if len(numbers) > 1 else f"{prefix}{ranges}")
     return ",".join(groups)
-
-
-def _format_group(prefix: str, texts: list[str]) -> list[str]:
-    padded_widths = {len(text) for text in texts if len(text) > 1 and text[0] == "0"}
-    by_width: dict[int, list[int]] = {}
-    formatted = []
-    for text in texts:
-        if text:
-            # 10 belongs to 08 and 09 where those exist, else to 8 and 9.
-            width = len(text) if len(text) in padded_widths else 0
-            by_width.setdefault(width, []).append(int(text))
-        else:
-            formatted.append(prefix)
-    for width, numbers in sorted(by_width.items()):
-        ranges = format_runs(sorted(numbers), width)
-        formatted.append(f"{prefix}[{ranges}]" if len(numbers) > 1 else f"{prefix}{ranges}")
-    return formatted
 
 
 def _parse_rank(text: str, whole: str) -> int:

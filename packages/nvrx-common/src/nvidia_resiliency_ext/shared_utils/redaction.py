@@ -57,14 +57,7 @@ _FIRST_ON_LINE = re.compile(r"(?P<indent>[ \t]*(?:-[ \t]+)*)(?:export[ \t]+)?[\"
 
 
 def value_span(text: str, name_at: int, start: int, name: str) -> tuple[int, int]:
-    """Return where the value that begins at ``start`` begins and ends, quotes aside.
-
-    Args:
-        text: Any number of lines.
-        name_at: Where the name begins.
-        start: Where its value may begin.
-        name: The name in small letters.
-    """
+    """Return where the value behind ``name``, in small letters, begins and ends, quotes aside."""
     marks = _YAML_MARKS.match(text, start)
     start = marks.end() if marks else start
     prefix = _BEFORE_QUOTE.match(text, start)
@@ -80,7 +73,12 @@ def _on_line(text: str, start: int, name: str) -> tuple[int, int]:
         return start, block.end()
     quote = _QUOTE.match(text, start)
     if quote is not None:
-        return quote.end(), _end_of_quoted(text, quote[0], quote.end())
+        begin = quote.end()
+        end = _closing(text, quote[0], begin, begin + _LONGEST)
+        if end is None or text.count("\n", begin, end) > _QUOTED_LINES:
+            # Without an end in sight, all of the line is quoted.
+            end = min(line_end, begin + _LONGEST)
+        return begin, end
     if name in _WHOLE_LINE:
         ends = [at for at in (text.find(char, start, line_end) for char in "\"'") if at >= 0]
         return start, min([*ends, line_end])
@@ -89,14 +87,6 @@ def _on_line(text: str, start: int, name: str) -> tuple[int, int]:
     scheme = _SCHEME.match(text, start)
     bare = _BARE.match(text, scheme.end() if scheme else start)
     return start, bare.end() if bare else start
-
-
-def _end_of_quoted(text: str, quote: str, start: int) -> int:
-    """Return where the quote closes; without an end in sight, all of the line is quoted."""
-    end = _closing(text, quote, start, start + _LONGEST)
-    if end is not None and text.count("\n", start, end) <= _QUOTED_LINES:
-        return end
-    return min(_line_end(text, start), start + _LONGEST)
 
 
 def _end_of_bracket(text: str, start: int) -> int | None:
@@ -306,7 +296,10 @@ class _Redaction:
             ended, count = _KEY_END.subn(REDACTED, line)
             self.count += count
             least = 1  # only the last line of a key is short
-            while count and kept and _key_bytes(kept[-1]) >= least:
+            while count and kept:
+                key = _KEY_LINE.search(kept[-1][-160:])
+                if key is None or len(key[1]) < least:
+                    break
                 kept.pop()
                 least = _KEY_LINE_CHARS
             kept.append(ended)
@@ -351,9 +344,3 @@ def _is_in_tuple(match: re.Match[str]) -> bool:
     return "," in match["gap"] and any(
         each.end() == len(before) for each in _FIRST_OF_TUPLE.finditer(before)
     )
-
-
-def _key_bytes(line: str) -> int:
-    """Return how many characters at the end of a line may be of a key."""
-    found = _KEY_LINE.search(line[-160:])
-    return len(found[1]) if found else 0

@@ -101,13 +101,28 @@ class RunDir:
 
     @classmethod
     def _create_at(cls, path: str, label: str) -> RunDir:
+        own = procfs.read_stat(os.getpid())
+        owner = {
+            "pid": os.getpid(),
+            "start_ticks": None if own is None else own.start_ticks,
+            "boot_id": procfs.boot_id(),
+            "host": os.uname().nodename,
+            "pid_namespace": procfs.pid_namespace(),
+            "uid": os.geteuid(),
+            "created": time.time(),
+            "label": label,
+        }
         os.mkdir(path, 0o700)
+        owner_file = os.path.join(path, _OWNER_FILE)
         try:
-            owner = json.dumps(_describe_owner(label)).encode()
-            atomic_write(os.path.join(path, _OWNER_FILE), owner, fsync=False)
+            atomic_write(owner_file, json.dumps(owner).encode(), fsync=False)
             return cls(path)
         except OSError:
-            _discard(path)
+            # This needs no free descriptor.
+            with contextlib.suppress(OSError):
+                os.unlink(owner_file)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
             raise
 
     def socket_path(self, name: str) -> str:
@@ -157,15 +172,7 @@ def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return our run directories with this `label`, in places of `environ`, but stale ones."""
-    found = []
-    for path in _paths(f"nvrx-{label}-", environ):
-        try:
-            _refuse_foreign(path, os.lstat(path))
-        except OSError:
-            continue
-        if not _is_stale(path):
-            found.append(path)
-    return sorted(found)
+    return sorted(p for p in _paths(f"nvrx-{label}-", environ) if _is_stale(p) is False)
 
 
 def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -219,27 +226,19 @@ def trusted_places(environ: Mapping[str, str], preferred: str = "") -> list[str]
     return places
 
 
-def _describe_owner(label: str) -> dict[str, object]:
-    own = procfs.read_stat(os.getpid())
-    return {
-        "pid": os.getpid(),
-        "start_ticks": None if own is None else own.start_ticks,
-        "boot_id": procfs.boot_id(),
-        "host": os.uname().nodename,
-        "pid_namespace": procfs.pid_namespace(),
-        "uid": os.geteuid(),
-        "created": time.time(),
-        "label": label,
-    }
-
-
-def _is_stale(path: str) -> bool:
+def _is_stale(path: str) -> bool | None:
+    """Return whether the owner of a run directory no longer exists; None: it is none of ours."""
     try:
         _refuse_foreign(path, os.lstat(path))
-        owner = _read_owner(path)
+    except OSError:
+        return None
+    try:
+        data = read_regular_file(os.path.join(path, _OWNER_FILE), _LARGEST_OWNER_FILE_BYTES)
+        owner = json.loads(data)
     except (OSError, ValueError):
         return False
-    if owner.get("host") != os.uname().nodename:
+    is_here = isinstance(owner, dict) and owner.get("host") == os.uname().nodename
+    if not is_here or not owner.get("boot_id"):
         return False
     if owner["boot_id"] != procfs.boot_id():
         return True
@@ -252,29 +251,12 @@ def _is_stale(path: str) -> bool:
     return isinstance(start_ticks, int) and stat_now.start_ticks != start_ticks
 
 
-def _read_owner(path: str) -> dict[str, object]:
-    owner = json.loads(
-        read_regular_file(os.path.join(path, _OWNER_FILE), _LARGEST_OWNER_FILE_BYTES)
-    )
-    if not isinstance(owner, dict) or not owner.get("boot_id"):
-        raise ValueError("an owner file that names no boot")
-    return owner
-
-
 def _refuse_foreign(path: str, status: os.stat_result) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafePathError(errno.ENOTDIR, "not a directory", path)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         message = "the directory belongs to somebody else, or is open to others"
         raise UnsafePathError(errno.EPERM, message, path)
-
-
-def _discard(path: str) -> None:
-    """Remove a directory that holds its owner file at most; needs no free descriptor."""
-    with contextlib.suppress(OSError):
-        os.unlink(os.path.join(path, _OWNER_FILE))
-    with contextlib.suppress(OSError):
-        os.rmdir(path)
 
 
 def _remove(path: str) -> None:

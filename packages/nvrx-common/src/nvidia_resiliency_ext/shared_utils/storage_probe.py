@@ -147,21 +147,17 @@ def _read(path: str, kind: int) -> None:
 
 def _write(path: str, kind: int) -> None:
     if stat.S_ISDIR(kind):
-        _write_new_file(path)
+        target = os.path.join(path, f".nvrx-probe-{os.getpid()}-{os.urandom(8).hex()}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(target, flags, 0o600)
+        try:
+            os.write(descriptor, bytes(_SAMPLE_BYTES))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+            os.unlink(target)
     elif stat.S_ISREG(kind):
         os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-
-
-def _write_new_file(directory: str) -> None:
-    target = os.path.join(directory, f".nvrx-probe-{os.getpid()}-{os.urandom(8).hex()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(target, flags, 0o600)
-    try:
-        os.write(descriptor, bytes(_SAMPLE_BYTES))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-        os.unlink(target)
 
 
 if __name__ == "__main__":

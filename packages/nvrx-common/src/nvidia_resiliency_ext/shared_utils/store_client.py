@@ -270,23 +270,29 @@ class StoreClient:
             return answer()
         except TimeoutError as error:
             self.cut()
-            raise ConnectionError(self._silence(error)) from None
+            # The kernel ends dead connections with the same type of error.
+            if error.errno or self.answer_timeout_s is None:
+                message = "the connection is dead: nothing was acknowledged"
+            else:
+                message = f"no answer within {self.answer_timeout_s:g} s"
+            raise ConnectionError(message) from None
         except BaseException:
             self.cut()
             raise
-
-    def _silence(self, error: TimeoutError) -> str:
-        # The kernel ends dead connections with the same type of error.
-        if error.errno or self.answer_timeout_s is None:
-            return "the connection is dead: nothing was acknowledged"
-        return f"no answer within {self.answer_timeout_s:g} s"
 
     def _send(self, query: _Query, *parts: bytes) -> None:
         self._sock.settimeout(self.answer_timeout_s)
         self._sock.sendall(b"".join((bytes((query,)), *parts)))
 
     def _is_set_within(self, limit_s: float) -> bool:
-        if self._is_readable(limit_s):
+        # Nothing but the answer to the wait can come.
+        self._sock.settimeout(max(limit_s, 1e-3))
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except TimeoutError as error:
+            if error.errno:
+                raise
+        else:
             if self._receive(1)[0] != _STOP_WAITING:
                 raise ConnectionError("the store has ended a wait by itself")
             return True
@@ -295,17 +301,6 @@ class StoreClient:
         if self._receive(1)[0] == _STOP_WAITING:
             self._receive(1)
         return False
-
-    def _is_readable(self, timeout_s: float) -> bool:
-        # Nothing but the answer to the wait can come.
-        self._sock.settimeout(max(timeout_s, 1e-3))
-        try:
-            self._sock.recv(1, socket.MSG_PEEK)
-        except TimeoutError as error:
-            if error.errno:
-                raise
-            return False
-        return True
 
     def _receive(self, size: int) -> bytes:
         self._sock.settimeout(self.answer_timeout_s)

@@ -95,7 +95,11 @@ def open_client(
     with our_end:
         thread.start()
         try:
-            is_made = _hangs_up(our_end, timeout_s, witness)
+            poll = select.poll()
+            for sock in filter(None, (our_end, witness)):
+                poll.register(sock, select.POLLIN)
+            ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
+            is_made = any(number == our_end.fileno() for number, _ in ready)
         finally:
             # The caller may have been interrupted.
             if not is_made:
@@ -109,16 +113,6 @@ def open_client(
     if errors:
         raise errors[0]
     return made[0]
-
-
-def _hangs_up(sock: socket.socket, timeout_s: float, witness: socket.socket | None) -> bool:
-    """Wait until `sock` is hung up; False after `timeout_s`, or when only the witness is."""
-    poll = select.poll()
-    for watched in (sock, witness):
-        if watched is not None:
-            poll.register(watched, select.POLLIN)
-    ready = poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))
-    return any(number == sock.fileno() for number, _ in ready)
 
 
 def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:

@@ -251,7 +251,12 @@ class Channel:
                 self.is_over = True
             return
         while len(self._waiting) > MAX_WAITING:
-            self._drop_one()
+            # The first one may be half sent: dropping it would tear the stream.
+            rest = list(self._waiting)[1:]
+            victim = next((item for item in rest if item.is_droppable), rest[0])
+            self._waiting.remove(victim)
+            self._waiting_bytes -= len(victim.data)
+            _close_all(victim.fds)
 
     def flush(self) -> None:
         """Send what waits, as far as the peer takes it."""
@@ -282,14 +287,6 @@ class Channel:
         _close_all(self._fds)
         while self._waiting:
             _close_all(self._waiting.popleft().fds)
-
-    def _drop_one(self) -> None:
-        # The first one may be half sent: dropping it would tear the stream.
-        rest = list(self._waiting)[1:]
-        victim = next((item for item in rest if item.is_droppable), rest[0])
-        self._waiting.remove(victim)
-        self._waiting_bytes -= len(victim.data)
-        _close_all(victim.fds)
 
 
 def _duplicate(fds: Sequence[int]) -> list[int]:

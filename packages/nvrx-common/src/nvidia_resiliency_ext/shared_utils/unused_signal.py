@@ -22,20 +22,14 @@ def unused_realtime_signal() -> int:
         >>> signal.getsignal(unused_realtime_signal()) is signal.SIG_DFL
         True
     """
-    taken = _taken()
-    for number in range(int(signal.SIGRTMAX), int(signal.SIGRTMIN) - 1, -1):
-        if not taken >> (number - 1) & 1 and signal.getsignal(number) is signal.SIG_DFL:
-            return number
-    raise RuntimeError("every real-time signal of this process is in use")
-
-
-def _taken() -> int:
-    """Return the signals with a handler or ignored, as the kernel has them: a bit for each."""
     # Python knows only its own handlers; the kernel knows those of libraries, too.
     taken = 0
     with contextlib.suppress(OSError), open(_STATUS, encoding="ascii", errors="replace") as file:
         for line in file:
             name, _, value = line.partition(":")
             if name in _TAKEN_FIELDS:
-                taken |= int(value, 16)
-    return taken
+                taken |= int(value, 16)  # a bit for each signal
+    for number in range(int(signal.SIGRTMAX), int(signal.SIGRTMIN) - 1, -1):
+        if not taken >> (number - 1) & 1 and signal.getsignal(number) is signal.SIG_DFL:
+            return number
+    raise RuntimeError("every real-time signal of this process is in use")

@@ -1,23 +1,281 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writing of events: what is recorded, what is dropped, and that a file may be full.
+"""The writing of events: lines of JSON, the file of a node, what is dropped when it is full.
 
-Nothing here raises into the program that is being recorded: what cannot be written is counted,
-one warning says so, and a ``dropped`` event tells about it as soon as writing works again. There
-is no lock, so a fork or a signal handler in the middle of ``record`` cannot block anybody.
+An event is one line, at most ``LINE_LIMIT`` bytes long. Nothing here raises into the program that
+is being recorded: what cannot be written is counted, one warning says so, and a ``dropped`` event
+tells about it as soon as writing works again. No lock is held while a line is written, so a fork
+or a signal handler in the middle of ``record`` cannot block anybody.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 import time
-
-from .file import NodeFile, encode_line
+from _thread import allocate_lock  # of what `threading` has, all that is needed at every import
+from math import isfinite
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .kinds import Event
+
+
+LINE_LIMIT = 4096  # the size up to which an append is one piece on every file system we know
+_SHORTEST_CUT = 16
+_DEEPEST = 6
+
+
+def encode_line(fields: Mapping[str, object]) -> bytes:
+    """Return ``fields`` as one line, cut where it is longer than the limit.
+
+    Values that JSON does not know (numbers of array libraries, exceptions, NaN) become numbers or
+    text: an event is never lost because of what somebody put into it.
+    """
+    try:
+        line = _ENCODER.encode(fields)
+    except (ValueError, TypeError, RecursionError):
+        line = ""
+    if not line or len(line) >= LINE_LIMIT:
+        sized = {str(name): _plain(value, 0) for name, value in fields.items()}
+        # Halve the longest value until the line fits; numbers and short values stay whole.
+        while len(line := _ENCODER.encode(sized)) >= LINE_LIMIT:
+            longest = max(sized, key=lambda name: len(_ENCODER.encode(sized[name])))
+            sized[longest] = _halved(sized[longest])
+    return line.encode("ascii") + b"\n"
+
+
+def _halved(value: object) -> object:
+    """Return about half of ``value`` with a marker that says that something is missing."""
+    if isinstance(value, str):
+        kept, _, cut = value.rpartition(" ...[cut ")
+        already = int(cut[:-1]) if kept and cut[:-1].isdigit() else 0
+        text = kept if already else value
+        keep = len(text) // 2
+        if keep < _SHORTEST_CUT:
+            return "...[cut]"
+        return f"{text[:keep]} ...[cut {len(text) - keep + already}]"
+    if isinstance(value, list) and len(value) > 1:
+        items = [item for item in value if item != "...[cut]"]
+        return [*items[: len(items) // 2], "...[cut]"]
+    if isinstance(value, dict) and len(value) > 1:
+        names = [name for name in value if name != "...[cut]"]
+        return {**{name: value[name] for name in names[: len(names) // 2]}, "...[cut]": True}
+    return "...[cut]"
+
+
+def _plain(value: object, depth: int) -> object:
+    """Return ``value`` made of JSON's own types only."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if depth >= _DEEPEST:
+        return "...[cut]"
+    if isinstance(value, dict):
+        return {str(name): _plain(item, depth + 1) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item, depth + 1) for item in value]
+    return _foreign(value)
+
+
+def _foreign(value: object) -> object:
+    """Return a number where ``value`` is one (of numpy, of torch), else its text."""
+    if hasattr(value, "__index__"):
+        return int(value.__index__())
+    if hasattr(value, "__float__"):
+        number = float(value.__float__())
+        return number if isfinite(number) else str(number)
+    return str(value)
+
+
+_ENCODER = json.JSONEncoder(
+    separators=(",", ":"), allow_nan=False, check_circular=False, default=_foreign
+)
+
+
+SCHEMA = "nvrx_events.v1"
+_REOPEN_AFTER_S = 5.0
+_LOCK_S = 1.0
+_NAME_LIMIT = 64
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def _name_part(text: str) -> str:
+    """Return ``text`` as a piece of a file name: no separators, no leading dot, bounded."""
+    kept = "".join(ch if ch.isascii() and (ch.isalnum() or ch in "._-") else "_" for ch in text)
+    return kept.lstrip(".")[:_NAME_LIMIT] or "unknown"
+
+
+# What stands at the descriptor: our file, our file without a name, or nothing of ours.
+_OURS, _REMOVED, _FOREIGN = range(3)
+
+
+class NodeFile:
+    """One append-only file of a host and a launch; any number of processes have it open."""
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        host: str,
+        launch_id: str,
+        job_id: str | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe the file without opening it."""
+        self.directory = directory
+        self.host = host
+        self.launch_id = launch_id
+        self.fd = -1
+        self.size = 0  # bytes that all processes had written when it was last looked at
+        self._job_id = job_id
+        self._versions = dict(versions or {})
+        self._identity = (0, 0)
+        self._lock = allocate_lock()
+        self._is_closed = False
+        self._is_line_torn = False
+        self._next_open_at = 0.0
+        self._why = ""
+
+    @property
+    def path(self) -> str:
+        name = f"events-{_name_part(self.host)}-{_name_part(self.launch_id)}.jsonl"
+        return os.path.join(self.directory, name)
+
+    def open(self, *, is_new: bool) -> str:
+        """Open the file unless it is open, and return why that failed, if it did.
+
+        A new file gets another ``launch_id`` where one of that name is there already. After a
+        failure the next try is made 5 s later.
+        """
+        if self._look() == _OURS:
+            return ""
+        # Not for ever: a fork may have copied a lock that was held.
+        if not self._lock.acquire(timeout=_LOCK_S):
+            return "another thread holds it"
+        try:
+            if self._is_closed:
+                return "it is closed"
+            # Looked at once more, now that no other thread changes anything.
+            state = self._look()
+            if state == _OURS:
+                return ""
+            self._let_go(state)
+            if time.monotonic() >= self._next_open_at:
+                self._why = self._open(is_new=is_new)
+            return self._why
+        finally:
+            self._lock.release()
+
+    def _open(self, *, is_new: bool) -> str:
+        fd = -1
+        try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            fd = self._find_or_make(is_new=is_new)
+            found = os.fstat(fd)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+        else:
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                self._identity = (found.st_dev, found.st_ino)
+                self.fd = fd
+                return ""
+            why = "not a regular file of this user"
+        if fd >= 0:
+            os.close(fd)
+        self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
+        return why
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._lock.acquire(timeout=_LOCK_S):
+            try:
+                self._let_go(self._look())
+            finally:
+                self._lock.release()
+
+    def _let_go(self, state: int) -> None:
+        if state != _FOREIGN:
+            os.close(self.fd)
+        self.fd = -1
+
+    def _look(self) -> int:
+        """Return what stands at the descriptor.
+
+        A program may close every descriptor that it does not know, and the number may then belong
+        to a file of its own.
+        """
+        if self.fd < 0:
+            return _FOREIGN
+        try:
+            found = os.fstat(self.fd)
+        except OSError:
+            return _FOREIGN
+        if (found.st_dev, found.st_ino) != self._identity:
+            return _FOREIGN
+        self.size = found.st_size
+        return _OURS if found.st_nlink else _REMOVED
+
+    def write(self, line: bytes) -> str:
+        """Write one line and return why that failed, nothing when it did not.
+
+        What a short write left behind is ended by the newline before the next line.
+        """
+        data = b"\n" + line if self._is_line_torn else line
+        try:
+            written = os.write(self.fd, data)
+        except OSError as error:
+            return error.strerror or type(error).__name__
+        self._is_line_torn = written < len(data)
+        return "short write" if self._is_line_torn else ""
+
+    def _find_or_make(self, *, is_new: bool) -> int:
+        first_id = self.launch_id
+        for number in range(2, 100):
+            if not is_new:
+                try:
+                    return os.open(self.path, _FLAGS)
+                except FileNotFoundError:
+                    pass
+            try:
+                return self._make()
+            except FileExistsError:
+                if is_new:
+                    self.launch_id = f"{first_id[: _NAME_LIMIT - 3]}.{number}"
+        raise FileExistsError(errno.EEXIST, f"too many files of launch {first_id}")
+
+    def _make(self) -> int:
+        """Make the file with its header, or leave neither a file nor a descriptor behind."""
+        from nvidia_resiliency_ext.shared_utils import procfs
+
+        header = encode_line(
+            {
+                "kind": "header",
+                "schema": SCHEMA,
+                "host": self.host,
+                "launch_id": self.launch_id,
+                "job_id": self._job_id,
+                "boot_id": procfs.boot_id() or None,
+                "clock": {"wall": time.time(), "mono": time.monotonic()},
+                "versions": self._versions,
+            }
+        )
+        fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        written = -1
+        try:
+            written = os.write(fd, header)
+        finally:
+            if written < len(header):
+                # Who opened it meanwhile notices that it has no name any more and opens it anew.
+                os.close(fd)
+                os.unlink(self.path)
+        if written < len(header):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return fd
 
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -92,7 +350,7 @@ class EventLog:
             os.fspath(directory), host=host, launch_id=launch_id, job_id=job_id, versions=versions
         )
         log = cls(file, src, max_bytes)
-        log._open(is_new=True)
+        log._is_usable(is_new=True)
         return log
 
     @classmethod
@@ -107,10 +365,17 @@ class EventLog:
         directory = os.environ.get("NVRX_EVENT_DIR")
         if not directory:
             return NULL_EVENTS
-        launch_id = os.environ.get("NVRX_LAUNCH_ID") or _launch_of_parent()
+        launch_id = os.environ.get("NVRX_LAUNCH_ID")
+        if not launch_id:
+            from nvidia_resiliency_ext.shared_utils import procfs
+
+            # What the processes have in common that one program has started on this node.
+            pid = os.getppid()
+            parent = procfs.read_stat(pid)
+            launch_id = f"p{pid}" if parent is None else f"p{pid}-{parent.start_ticks}"
         host = os.environ.get("NVRX_EVENT_HOST") or os.uname().nodename
         log = cls(NodeFile(directory, host=host, launch_id=launch_id), src)
-        log._open(is_new=False)
+        log._is_usable()
         return log
 
     @property
@@ -190,25 +455,22 @@ class EventLog:
             self._drop(0, f"not writable as text: {type(error).__name__}")
             return
         if not self._is_usable():
-            self._drop(len(line), self._dropped_why or "no file")
+            self._drop(len(line), self._dropped_why)
             return
         size = self._file.size
-        if size + len(line) > self.max_bytes and not self._passes_limit(kind, size):
-            self._drop(len(line), "file limit reached")
-            return
+        if size + len(line) > self.max_bytes:
+            if not self._has_logged_limit:
+                self._has_logged_limit = True
+                self._warn(f"{self.path} is full ({self.max_bytes} bytes)")
+                self._write_dropped(0, 0, "file limit reached: essential kinds only")
+            if kind not in _ESSENTIAL_KINDS or size >= 2 * self.max_bytes:
+                self._drop(len(line), "file limit reached")
+                return
         if self._dropped_count and size < self.max_bytes:
             self._record_dropped()
         failure = self._file.write(line)
         if failure:
             self._drop(len(line), failure)
-
-    def _passes_limit(self, kind: str, size: int) -> bool:
-        """Say whether a full file still takes this kind; the first time, note that it is full."""
-        if not self._has_logged_limit:
-            self._has_logged_limit = True
-            self._warn(f"{self.path} is full ({self.max_bytes} bytes)")
-            self._write_dropped(0, 0, "file limit reached: essential kinds only")
-        return kind in _ESSENTIAL_KINDS and size < 2 * self.max_bytes
 
     def _common(
         self, kind: str, t: float | None, m: float | None, cycle: int | None, rank: int | None
@@ -240,29 +502,13 @@ class EventLog:
 
             logging.getLogger("nvrx").warning("%s", message)
 
-    def _is_usable(self) -> bool:
+    def _is_usable(self, *, is_new: bool = False) -> bool:
         """Say whether the file can be written; open it again where that is due."""
-        if self._file.is_open():
-            return True
-        if not self._file.may_open():
-            return False
-        self._open(is_new=False)
-        return self._file.fd >= 0
-
-    def _open(self, *, is_new: bool) -> None:
         why = self._file.open(is_new=is_new)
         if why:
             self._dropped_why = why
             self._warn(f"no events are recorded in {self.path}: {why}")
-
-
-def _launch_of_parent() -> str:
-    """Return what the processes have in common that one program has started on this node."""
-    from nvidia_resiliency_ext.shared_utils import procfs
-
-    pid = os.getppid()
-    parent = procfs.read_stat(pid)
-    return f"p{pid}" if parent is None else f"p{pid}-{parent.start_ticks}"
+        return not why
 
 
 class _NullEventLog(EventLog):
@@ -287,9 +533,6 @@ class _NullEventLog(EventLog):
     def environment(self) -> dict[str, str]:
         """Return nothing: there is no file to find."""
         return {}
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 NULL_EVENTS: EventLog = _NullEventLog()

@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .file import SCHEMA
+from .log import SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -152,9 +151,21 @@ def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
         found = _parse_object(line[start:]) if start > 0 else None
     if found is None:
         return None
-    if found.get("kind") == "header":
+    t, kind, src = _time(found.get("t")), found.get("kind"), found.get("src")
+    if kind == "header":
         return found
-    return _record(found)
+    if t is None or not isinstance(kind, str) or not kind:
+        return None
+    return EventRecord(
+        t=t,
+        m=_time(found.get("m")),
+        kind=kind,
+        src=src if isinstance(src, str) else "",
+        cycle=_integer(found.get("cycle")),
+        rank=_integer(found.get("rank")),
+        pid=_integer(found.get("pid")),
+        fields={name: value for name, value in found.items() if name not in _COMMON_NAMES},
+    )
 
 
 def _parse_object(line: bytes) -> dict[str, object] | None:
@@ -173,27 +184,10 @@ def _refuse(constant: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _record(found: dict[str, object]) -> EventRecord | None:
-    t, kind, src = found.get("t"), found.get("kind"), found.get("src")
-    if not _is_time(t) or not isinstance(kind, str) or not kind:
-        return None
-    m = found.get("m")
-    return EventRecord(
-        t=float(t),  # type: ignore[arg-type]
-        m=float(m) if _is_time(m) else None,  # type: ignore[arg-type]
-        kind=kind,
-        src=src if isinstance(src, str) else "",
-        cycle=_integer(found.get("cycle")),
-        rank=_integer(found.get("rank")),
-        pid=_integer(found.get("pid")),
-        fields={name: value for name, value in found.items() if name not in _COMMON_NAMES},
-    )
-
-
-def _is_time(value: object) -> bool:
+def _time(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) < _LATEST_TIME and isfinite(value)
+        return None
+    return float(value) if abs(value) < _LATEST_TIME else None
 
 
 def _integer(value: object) -> int | None:
