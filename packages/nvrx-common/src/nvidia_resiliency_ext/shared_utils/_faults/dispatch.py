@@ -200,9 +200,9 @@ def dispatch_fault_injection(
             message names the fault and what is missing. Nothing was started.
         ValueError: The delay is negative or not finite.
     """
-    due = time.monotonic() + delay
     if not 0.0 <= delay < math.inf:
         raise ValueError(f"a fault happens after 0 or more seconds, not after {delay!r}")
+    due = time.monotonic() + delay
     if not isinstance(fault, Fault):
         raise RuntimeError(f"unknown fault {fault!r}")  # noqa: TRY004 - callers catch this one
     dispatched = DispatchedFault(fault)
