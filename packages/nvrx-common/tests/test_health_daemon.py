@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,7 +151,8 @@ def test_socket_of(path, endpoint, found) -> None:
 )  # fmt: skip
 def test_only_a_failure_that_is_said_clearly_counts(success, output, is_healthy) -> None:
     """A failure, a number above 0 or a filled list is unhealthy; what cannot be used passes."""
-    finding = evaluate_answer(success=success, exit_code=0, output=output, error="")
+    answer = SimpleNamespace(success=success, exit_code=0, output=output, error="")
+    finding = evaluate_answer(answer)
     assert (finding.status == "healthy") is is_healthy
 
 
@@ -161,7 +163,8 @@ def test_judge_answer_fuzz() -> None:
     for _ in range(500):
         output = json.dumps({"fail_count": rng.choice(values), "failed_checks": rng.choice(values)})
         cut = output[: rng.randrange(len(output) + 1)]
-        finding = evaluate_answer(success=True, exit_code=0, output=cut, error="")
+        answer = SimpleNamespace(success=True, exit_code=0, output=cut, error="")
+        finding = evaluate_answer(answer)
         assert finding.status in {"healthy", "unhealthy"}
 
 

@@ -3,15 +3,16 @@
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._health.nvlink import WindowHistory
+from nvidia_resiliency_ext.shared_utils._health import nvlink
+from nvidia_resiliency_ext.shared_utils._health.nvlink import NVLinkWindowHealthCheck, Port
 
 
 def _windows(readings, window_count: int = 10) -> list[bool]:
     """Return which windows of a port are flagged after some readings."""
-    history = WindowHistory(window_count, threshold=15, gpu_ports_threshold=1)
+    port = Port(0, 0, window_count)
     for reading in readings:
-        history.add("GPU 0", 0, reading)
-    return list(history.windows.get(("GPU 0", 0), ()))
+        port.add(reading)
+    return list(port.windows)
 
 
 @pytest.mark.parametrize(
@@ -44,13 +45,23 @@ def test_old_windows_are_forgotten() -> None:
     assert _windows(({"a": value} for value in (0, 1, 2, 2, 2)), 2) == [False, False]
 
 
-def test_bad_ports_make_a_bad_gpu() -> None:
+def test_bad_ports_make_a_bad_gpu(monkeypatch) -> None:
     """A GPU is bad from `gpu_ports_threshold` ports on that are over `threshold`."""
-    history = WindowHistory(window_count=5, threshold=1, gpu_ports_threshold=2)
+    growth = {(0, 0): 3, (0, 1): 1, (1, 0): 3, (1, 3): 3}
+    number = 0
+
+    def read(device, port):
+        return {"a": min(number, growth[device, port])} if (device, port) in growth else {}
+
+    monkeypatch.setattr(nvlink, "_METHODS", (read,))
+    monkeypatch.setattr(nvlink, "link_count", lambda _: 4)
+    check = NVLinkWindowHealthCheck(window_count=5, threshold=1, gpu_ports_threshold=2)
     for value in range(4):
-        history.add("GPU 0", 0, {"a": value})
-        history.add("GPU 0", 1, {"a": min(value, 1)})
-        history.add("GPU 1", 0, {"a": value})
-        history.add("GPU 1", 3, {"a": value})
-    assert history.bad_ports() == {"GPU 1": {0: 3, 3: 3}}
-    assert history.evidence() == {"GPU 0": {"0": 3, "1": 1}, "GPU 1": {"0": 3, "3": 3}}
+        number = value
+        finding = check._examine_devices([0, 1])
+    assert finding.warnings == (
+        "GPU 1: error counters of NVLink ports 0, 3 grew in more than 1 of the last 5 windows",
+    )
+    assert finding.evidence == {
+        "flagged_windows": {"GPU 0": {"0": 3, "1": 1}, "GPU 1": {"0": 3, "3": 3}}
+    }

@@ -88,10 +88,8 @@ def inject_fault(
         ValueError: There is no fault to choose from, or a pair is not in order.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    plan = draw_plan(faults, num_faults, keep_alive, delay, seed, world_size)
-    if rank not in plan.ranks:
-        return None
-    return dispatch_fault_injection(plan.fault, plan.delay, callback)
+    fault, ranks, seconds = draw_plan(faults, num_faults, keep_alive, delay, seed, world_size)
+    return dispatch_fault_injection(fault, seconds, callback) if rank in ranks else None
 
 
 def __getattr__(name: str) -> Any:

@@ -52,35 +52,30 @@ def load(paths: Sequence[str]) -> list[EventFile]:
     """
     files: list[EventFile] = []
     for path in paths:
-        if not os.path.isdir(path):
+        if os.path.isdir(path):
+            files.extend(_read_directory(path))
+        else:
             files.append(read_events(path))
-            continue
-        try:
-            names = sorted(os.listdir(path))
-        except OSError as error:
-            raise EventFileError(path, error.strerror or "cannot be read") from error
-        found = [name for name in names if name.startswith("events-") and name.endswith(".jsonl")]
-        if not found:
-            raise EventFileError(path, "no event files (events-*.jsonl) in this directory")
-        files.extend(_read_all([os.path.join(path, name) for name in found]))
     return files
 
 
-def _read_all(paths: Sequence[str]) -> list[EventFile]:
-    """Read the files of a directory; one that cannot be read must not hide the others.
-
-    Raises:
-        EventFileError: None of them can be read.
-    """
+def _read_directory(path: str) -> list[EventFile]:
+    """Read the event files of a directory; one that cannot be read must not hide the others."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise EventFileError(path, error.strerror or "cannot be read") from error
     files: list[EventFile] = []
     errors: list[EventFileError] = []
-    for path in paths:
-        try:
-            files.append(read_events(path))
-        except EventFileError as error:
-            errors.append(error)
+    for name in names:
+        if name.startswith("events-") and name.endswith(".jsonl"):
+            try:
+                files.append(read_events(os.path.join(path, name)))
+            except EventFileError as error:
+                errors.append(error)
     if not files:
-        raise errors[0]
+        none = EventFileError(path, "no event files (events-*.jsonl) in this directory")
+        raise errors[0] if errors else none
     return files + [EventFile(error.path, {}, (), 0, error.why) for error in errors]
 
 
@@ -118,61 +113,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_out(f"nvrx-report {distribution_versions().get('nvrx-common', 'of a source tree')}\n")
         return 0
 
-    exports = _Exports(options)
+    are_exports_wanted = bool(options.html or options.prometheus or options.otlp)
+    complaint = ""
 
     def read() -> Timeline:
         return build_timeline(load(options.paths))
+
+    def export(timeline: Timeline) -> None:
+        """Write the files and send the figures that were asked for; say each trouble once."""
+        nonlocal complaint
+        before, complaint = complaint, _export(timeline, options)
+        if complaint not in {"", before}:
+            _complain(complaint)
 
     try:
         if options.follow:
             from nvidia_resiliency_ext.shared_utils._report.text import follow
 
-            seen = exports.write if exports.are_wanted else None
+            seen = export if are_exports_wanted else None
             return follow(options.paths, read, seen, options.width or 0)
         timeline = read()
     except EventFileError as error:
         return _complain(str(error))
-    if exports.write(timeline):
+    export(timeline)
+    if complaint:
         return _WRONG_INPUT
     if options.json:
         write_out(render_json(timeline))
-    elif not exports.are_wanted:
+    elif not are_exports_wanted:
         write_out(render_text(timeline, width=options.width or terminal_width()))
     return 0
 
 
-class _Exports:
-    """Writes the files and sends the figures that were asked for; says each trouble once."""
+def _export(timeline: Timeline, options: Namespace) -> str:
+    """Write and send the present state; return what went wrong first, which may pass."""
+    for path, render in ((options.html, render_html), (options.prometheus, render_prometheus)):
+        try:
+            if path:
+                _write(path, render(timeline))
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+    if options.otlp:
+        from ._report.metrics import ExportError, export_otlp
 
-    def __init__(self, options: Namespace) -> None:
-        self.are_wanted = bool(options.html or options.prometheus or options.otlp)
-        self._options = options
-        self._complaint = ""
-
-    def write(self, timeline: Timeline) -> str:
-        """Write and send the present state; return what went wrong, which may pass."""
-        before, self._complaint = self._complaint, self._try_to_write(timeline)
-        if self._complaint not in {"", before}:
-            _complain(self._complaint)
-        return self._complaint
-
-    def _try_to_write(self, timeline: Timeline) -> str:
-        """Return what went wrong first, if anything did."""
-        options = self._options
-        for path, render in ((options.html, render_html), (options.prometheus, render_prometheus)):
-            try:
-                if path:
-                    _write(path, render(timeline))
-            except OSError as error:
-                return f"{path}: {error.strerror}"
-        if options.otlp:
-            from ._report.metrics import ExportError, export_otlp
-
-            try:
-                export_otlp(timeline, options.otlp)
-            except ExportError as error:
-                return str(error)
-        return ""
+        try:
+            export_otlp(timeline, options.otlp)
+        except ExportError as error:
+            return str(error)
+    return ""
 
 
 def _write(path: str, text: str) -> None:

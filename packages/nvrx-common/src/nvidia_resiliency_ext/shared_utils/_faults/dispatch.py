@@ -134,14 +134,9 @@ class DispatchedFault:
         state = "fired" if self._fired else "cancelled" if self._cancelled else "pending"
         return f"DispatchedFault({self.fault.name}, {state})"
 
-    def _refuse(self) -> DispatchedFault:
-        self._cancelled = True
-        return self
-
-    def _start(self, due: float, callback: Callback | None, action: Action) -> DispatchedFault:
-        self._action = action
+    def _start(self, due: float, callback: Callback | None) -> None:
+        self._action = action = _prepare(self.fault, due, callback)
         self._launch(lambda: self._make(due, callback, action))
-        return self
 
     def _make(self, due: float, callback: Callback | None, action: Action) -> None:
         self._stop.wait(min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX))
@@ -161,9 +156,7 @@ class DispatchedFault:
         except Exception:
             logger.exception("fault %s did not happen", self.fault.name)
 
-    def _hand_over(
-        self, handler: Handler, delay: float, callback: Callback | None
-    ) -> DispatchedFault:
+    def _hand_over(self, handler: Handler, delay: float, callback: Callback | None) -> None:
         # The handler owns the delay; nobody can know whether it could still be stopped.
         self._fired = True
         errors: list[Exception] = []
@@ -182,7 +175,6 @@ class DispatchedFault:
         returned.wait(_HANDLER_WAIT_S)
         if errors:
             raise errors[0]
-        return self
 
     def _launch(self, target: Callable[[], None]) -> None:
         name = f"nvrx-fault-{self.fault.name}"
@@ -208,16 +200,19 @@ def dispatch_fault_injection(
             message names the fault and what is missing. Nothing was started.
         ValueError: The delay is negative or not finite.
     """
-    due = time.monotonic() + _checked_delay(delay)
+    if not 0.0 <= delay < math.inf:
+        raise ValueError(f"a fault happens after 0 or more seconds, not after {delay!r}")
+    due = time.monotonic() + delay
     if not isinstance(fault, Fault):
         raise RuntimeError(f"unknown fault {fault!r}")  # noqa: TRY004 - callers catch this one
+    dispatched = DispatchedFault(fault)
     if switched_off(fault.name):
-        return DispatchedFault(fault)._refuse()  # noqa: SLF001 - its maker
-    handler = _handlers.get(fault)
-    if handler is not None:
-        return DispatchedFault(fault)._hand_over(handler, delay, callback)  # noqa: SLF001
-    action = _prepare(fault, due, callback)
-    return DispatchedFault(fault)._start(due, callback, action)  # noqa: SLF001
+        dispatched._cancelled = True  # noqa: SLF001 - its maker
+    elif (handler := _handlers.get(fault)) is not None:
+        dispatched._hand_over(handler, delay, callback)  # noqa: SLF001
+    else:
+        dispatched._start(due, callback)  # noqa: SLF001
+    return dispatched
 
 
 def _prepare(fault: Fault, due: float, callback: Callback | None) -> Action:
@@ -246,12 +241,6 @@ def announce(name: str) -> None:
     """Log the line that says which fault happens now, and where."""
     rank = os.environ.get("RANK", "?")
     logger.critical("FAULT INJECTION: %s in process %d, rank %s", name, os.getpid(), rank)
-
-
-def _checked_delay(delay: float) -> float:
-    if not 0.0 <= delay < math.inf:
-        raise ValueError(f"a fault happens after 0 or more seconds, not after {delay!r}")
-    return delay
 
 
 def workload_exception(delay: float, callback: Callback | None) -> None:

@@ -108,15 +108,14 @@ class _SignalException(Action):
 
     def __init__(self) -> None:
         main_thread = threading.main_thread().ident or 0
-        super().__init__(lambda _: signal.pthread_kill(main_thread, signal.SIGUSR1))
+        super().__init__(lambda _: signal.pthread_kill(main_thread, signal.SIGUSR1), self._disarm)
         self._armed = True
         self._previous = signal.signal(signal.SIGUSR1, self._handle)
 
-    def withdraw(self) -> bool:
+    def _disarm(self) -> None:
         self._armed = False
         if threading.current_thread() is threading.main_thread():
             self._restore()
-        return True
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         armed, self._armed = self._armed, False

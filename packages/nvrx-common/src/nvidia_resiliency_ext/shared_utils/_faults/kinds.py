@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,14 +63,6 @@ def add_fault(name: str) -> Fault:
         return member
 
 
-class FaultPlan(NamedTuple):
-    """One fault for some ranks, after `delay` seconds."""
-
-    fault: Fault
-    ranks: tuple[int, ...]
-    delay: float
-
-
 def draw_plan(
     faults: Fault | Iterable[Fault],
     num_faults: int | tuple[int, int],
@@ -78,8 +70,8 @@ def draw_plan(
     delay: float | tuple[float, float],
     seed: int,
     world_size: int,
-) -> FaultPlan:
-    """Draw a plan that depends on the arguments only."""
+) -> tuple[Fault, list[int], float]:
+    """Draw a fault, the ranks that get it and its delay, by the arguments only."""
     from random import Random
 
     choices = (faults,) if isinstance(faults, Fault) else tuple(faults)
@@ -95,8 +87,8 @@ def draw_plan(
     )
     candidates = range(max(keep_alive, 0), world_size)
     number = min(draw.randint(int(low), int(high)), len(candidates))
-    ranks = tuple(sorted(draw.sample(candidates, number)))
-    return FaultPlan(draw.choice(choices), ranks, seconds)
+    ranks = sorted(draw.sample(candidates, number))
+    return draw.choice(choices), ranks, seconds
 
 
 def _pair(name: str, values: tuple[float, float]) -> tuple[float, float]:
@@ -111,16 +103,23 @@ class Action:
 
     Args:
         effect: Makes it happen; a lasting effect that can end ends when the event is set.
+        undo: Gives back what it holds when it is withdrawn before its time.
     """
 
-    def __init__(self, effect: Callable[[threading.Event], object]) -> None:
+    def __init__(
+        self,
+        effect: Callable[[threading.Event], object],
+        undo: Callable[[], object] = lambda: None,
+    ) -> None:
         self.act = effect
+        self._undo = undo
 
     def begin(self) -> None:
         """Learn that the time has come and that the callback runs next."""
 
     def withdraw(self) -> bool:
         """Give it up before its time; return whether it surely does not happen."""
+        self._undo()
         return True
 
 

@@ -106,27 +106,16 @@ def disk_full() -> Action:
         os.close(descriptor)
         reason = f"{directory} is no mount of its own" if not is_mount else f"{directory} is large"
         raise refusal("DISK_FULL", f"{reason}; mount a small tmpfs there")
-    return _Filling(descriptor)
 
+    def take(size: int) -> None:
+        # Of a file without a name: whatever ends the process also frees the space.
+        os.posix_fallocate(descriptor, os.lseek(descriptor, 0, os.SEEK_END), size)
 
-class _Filling(Action):
-    """Owns a file without a name: whatever ends the process also frees the space."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(self._fill)
-        self._descriptor = descriptor
-
-    def _fill(self, stop: threading.Event) -> None:
-        def take(size: int) -> None:
-            end = os.lseek(self._descriptor, 0, os.SEEK_END)
-            os.posix_fallocate(self._descriptor, end, size)
-
+    def act(stop: threading.Event) -> None:
         _hold_all(stop, take, (_LARGEST_BLOCK, _SMALLEST_BLOCK), OSError)
-        os.close(self._descriptor)
+        os.close(descriptor)
 
-    def withdraw(self) -> bool:
-        os.close(self._descriptor)
-        return True
+    return Action(act, undo=lambda: os.close(descriptor))
 
 
 def _set_oom_score(score: bytes) -> bytes | None:

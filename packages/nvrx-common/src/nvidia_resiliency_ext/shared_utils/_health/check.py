@@ -8,6 +8,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
@@ -209,36 +210,31 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
     """
     start = time.monotonic()
     # Their threads are daemons: a check that never ends must not keep the interpreter from ending.
-    running = [AbandonableCall(f"check-{check.name}", _guarded(check)) for check in checks]
+    running = [
+        AbandonableCall(f"check-{check.name}", partial(_in_thread, check, start))
+        for check in checks
+    ]
     results = []
     for check, call in zip(checks, running, strict=True):
         if call.ended.wait(max(0.0, start + deadline_s - time.monotonic())):
             results.append(call.result())
         else:
-            results.append(_late(check, deadline_s, time.monotonic() - start))
+            reason = f"the check has not ended within {deadline_s:g} s"
+            logger.warning("health check %s: %s", check.name, reason)
+            results.append(_cut_short(check, check.late_status, reason, start))
     return results
 
 
-def _guarded(check: Check) -> Callable[[], HealthResult]:
-    """Return a call of a check for a thread: what ends the thread, as `sys.exit`, is a result."""
-
-    def run() -> HealthResult:
-        start = time.monotonic()
-        try:
-            return check.check()
-        except BaseException as error:
-            logger.exception("health check %s has ended its thread", check.name)
-            reason = _plain(f"the check has ended its thread: {type(error).__name__}: {error}")
-            return _ended(check, "unhealthy", reason, time.monotonic() - start)
-
-    return run
+def _in_thread(check: Check, start: float) -> HealthResult:
+    """Run a check; what would end the thread, as `sys.exit`, is a result."""
+    try:
+        return check.check()
+    except BaseException as error:
+        logger.exception("health check %s has ended its thread", check.name)
+        reason = _plain(f"the check has ended its thread: {type(error).__name__}: {error}")
+        return _cut_short(check, "unhealthy", reason, start)
 
 
-def _late(check: Check, deadline_s: float, took_s: float) -> HealthResult:
-    reason = f"the check has not ended within {deadline_s:g} s"
-    logger.warning("health check %s: %s", check.name, reason)
-    return _ended(check, check.late_status, reason, took_s)
-
-
-def _ended(check: Check, status: Status, reason: str, took_s: float) -> HealthResult:
+def _cut_short(check: Check, status: Status, reason: str, start: float) -> HealthResult:
+    took_s = time.monotonic() - start
     return HealthResult(check.name, status, reason, check.component or check.name, {}, took_s)

@@ -36,13 +36,15 @@ class NvmlSession:
     """Puts questions of `NvmlQueries` to the driver: in a thread per call, or in a helper process.
 
     Args:
-        load: Gives the binding.
-        helper: Answers in a process of its own; None: a thread does, with the binding.
+        binding: What to ask in place of the real binding; None: that one.
+        is_forked: Whether the parent of this process has opened the driver, which it then cannot.
     """
 
-    def __init__(self, load: Callable[[], Any], helper: HelperAnswering | None = None) -> None:
-        self._load = load
-        self._helper = helper
+    def __init__(self, binding: Any = None, *, is_forked: bool = False) -> None:
+        self.binding = binding
+        self.is_forked = is_forked
+        self.was_asked = False
+        self._helper: HelperAnswering | None = None
         self._queries: NvmlQueries | None = None
         self._caller = DeadlineCaller()
 
@@ -60,6 +62,8 @@ class NvmlSession:
         if not held.acquire(timeout=timeout_s):
             raise DriverHungError(query, timeout_s)
         try:
+            if not self.was_asked:
+                self._begin()
             # The whole time, however long others took before: it is the driver's, not the queue's.
             if self._helper is not None:
                 return self._helper.ask(query, arguments, timeout_s)
@@ -76,31 +80,25 @@ class NvmlSession:
         if self._helper is not None:
             self._helper.close()
 
+    def _begin(self) -> None:
+        if self.binding is None and (self.is_forked or check.nvml_in_helper()):
+            from .nvml_helper import HelperAnswering
+
+            self._helper = HelperAnswering()
+        self.was_asked = True
+
     def _answer(self, query: str, arguments: tuple[Any, ...]) -> Any:
         if self._queries is None:
-            self._queries = NvmlQueries(self._load())
+            self._queries = NvmlQueries(load_binding() if self.binding is None else self.binding)
         return self._queries.answer(query, arguments)
 
 
-class _State:
-    """The session of this process, and what it was told to use in place of the real binding."""
-
-    def __init__(self) -> None:
-        self.session: NvmlSession | None = None
-        self.binding: Any = None
-        self.is_forked = False
-        self.guard = threading.Lock()
-
-
-_state = _State()
+_session = NvmlSession()
 
 
 def session() -> NvmlSession:
-    """Return the session of this process, made at the first call."""
-    with _state.guard:
-        if _state.session is None:
-            _state.session = _make_session()
-        return _state.session
+    """Return the session of this process."""
+    return _session
 
 
 def set_nvml(binding: Any) -> None:
@@ -108,11 +106,9 @@ def set_nvml(binding: Any) -> None:
 
     A new session begins, which forgets all earlier readings.
     """
-    with _state.guard:
-        old, _state.session = _state.session, None
-        _state.binding = binding
-    if old is not None:
-        old.close()
+    global _session
+    old, _session = _session, NvmlSession(binding, is_forked=_session.is_forked)
+    old.close()
 
 
 def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,43 +122,24 @@ def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-def _make_session() -> NvmlSession:
-    binding = _state.binding
-    if binding is not None:
-        return NvmlSession(lambda: binding)
-    if _state.is_forked or check.nvml_in_helper():
-        from .nvml_helper import HelperAnswering
-
-        return NvmlSession(load_binding, HelperAnswering())
-    return NvmlSession(load_binding)
-
-
 def _after_fork() -> None:
     # The parent's threads are gone, its locks may be held for ever, and its descriptors of the
     # driver are not ours to use.
-    global lock  # noqa: PLW0603 - the one name under which it is known
+    global lock, _session  # noqa: PLW0603 - the names under which they are known
     lock = threading.RLock()
-    _state.guard = threading.Lock()
-    _state.is_forked = _state.is_forked or _state.session is not None
-    _state.session = None
+    is_forked = _session.is_forked or _session.was_asked
+    _session = NvmlSession(_session.binding, is_forked=is_forked)
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_of_rank(rank: int, visible: str | None) -> int | str | None:
-    """Return the device that a local rank uses.
+    """Return the index or the (perhaps shortened) UUID of the device that a local rank uses.
 
-    A rank beyond the list names a device of the node itself: launchers that give each rank its own
+    `visible` is the value of CUDA_VISIBLE_DEVICES; `None` is returned when it hides all devices. A
+    rank beyond the list names a device of the node itself: launchers that give each rank its own
     device keep counting ranks over the node.
-
-    Args:
-        rank: Local rank, or ordinal of a CUDA device.
-        visible: Value of CUDA_VISIBLE_DEVICES, `None` when unset.
-
-    Returns:
-        An index as the driver counts, a (perhaps shortened) UUID of a GPU or MIG device, or `None`
-        when the list hides all devices.
     """
     if visible is None:
         return rank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import check
 from .check import Finding
 from .devices import DeviceCheck, device_label, selected_devices, session
-from .nvml import NvmlCallError, NvmlError, NvmlUnavailableError
+from .nvml import UNSUPPORTED, NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ _LIMIT_XIDS = 50
 _TEXT_LENGTH = 200
 
 
-def seconds_since_boot(wall_s: float | None) -> float:
+def seconds_since_boot(wall_s: float) -> float:
     """Return a moment of the wall clock as the kernel's log counts; never below zero."""
-    if wall_s is None:
-        return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - wall_s))
 
 
@@ -56,15 +54,6 @@ def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[dict[str, Any]]
             "number": int(match[2]),
             "text": match[3][:_TEXT_LENGTH],
         }
-
-
-def recent_xids(since_s: float, path: str = KMSG) -> list[dict[str, Any]] | None:
-    """Return the newest XIDs since a moment; `None` when the log may not be read."""
-    try:
-        lines = list(_lines(path))
-    except OSError:
-        return None
-    return list(parse_kmsg(lines, since_s))[-_LIMIT_XIDS:]
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -228,7 +217,10 @@ class GPUHealthCheck(DeviceCheck):
         return Finding("healthy", evidence=evidence)
 
     def _with_xids(self, finding: Finding) -> Finding:
-        xids = recent_xids(self._since_s, self._kmsg)
+        try:
+            xids = list(parse_kmsg(_lines(self._kmsg), self._since_s))[-_LIMIT_XIDS:]
+        except OSError:
+            return finding  # the log may not be read
         if not xids:
             return finding
         evidence = {**finding.evidence, "xids": xids}
@@ -253,15 +245,6 @@ def _read(device: int | str, known: dict[str, int]) -> dict[str, Any]:
     for name, (code, value) in zip(known, values, strict=True):
         if code == 0:
             found[name] = value
-        elif name == "recovery_action" and code not in _UNSUPPORTED:
+        elif name == "recovery_action" and code not in UNSUPPORTED:
             found["error"] = f"the recovery action cannot be read: NVML error {code}"
     return found
-
-
-_UNSUPPORTED = frozenset(
-    {
-        NvmlCallError.INVALID_ARGUMENT,
-        NvmlCallError.NOT_SUPPORTED,
-        NvmlCallError.FUNCTION_NOT_FOUND,
-    }
-)

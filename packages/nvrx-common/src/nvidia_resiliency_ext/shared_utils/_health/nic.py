@@ -15,7 +15,7 @@ from . import pci
 from .check import Check, Finding, PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
 from .nvml import NvmlError
-from .pci import PciMixin, TopologyError, natural_key, normal_bus_id, read_topology
+from .pci import PciMixin, TopologyError, natural_key, read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -200,7 +200,9 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         evidence: dict[str, Any] = {"nic": self.nic_name, "link_downed": now, **counters}
         is_evaluated = bool(now) or any(key.rpartition("/")[2] in self._limits for key in counters)
         if not is_evaluated:
-            if self._was_there and self._has_vanished():
+            folder = f"{self._sysfs_root}/class/infiniband/{self.nic_name}"
+            is_known = self._was_there and self._has_default_template
+            if is_known and not os.path.exists(folder):
                 return Finding("unhealthy", f"{self.nic_name} has vanished", evidence)
             return Finding("skipped", f"{self.nic_name} has no counter that is evaluated", evidence)
         self._was_there = True
@@ -211,8 +213,9 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
     def _broken_links(self, now: Mapping[str, int]) -> list[str]:
         baseline, self._baseline = self._baseline, rebased(self._baseline, now)
+        nic = self.nic_name
         return [
-            f"{self.nic_name}: {_port(port)} went down {count} more times"
+            f"{nic}: {f'port {port}' if port else 'its link'} went down {count} more times"
             for port, count in grown(baseline, now).items()
         ]
 
@@ -224,10 +227,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         else:
             self._sample = (since, rebased(before, counters))
         return [f"{self.nic_name}: {key} grew by {rate:g} per minute" for key, rate in fast.items()]
-
-    def _has_vanished(self) -> bool:
-        folder = f"{self._sysfs_root}/class/infiniband/{self.nic_name}"
-        return self._has_default_template and not os.path.exists(folder)
 
     def _read(self) -> tuple[dict[str, int], dict[str, int]]:
         # Some of these files ask the adapter's firmware, which may hang.
@@ -270,15 +269,10 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         if self.pci_topo_file is None:
             return {bus_id: self.get_pci_ancestor(bus_id) for bus_id in bus_ids}
         try:
-            above = read_topology(self.pci_topo_file)
+            return read_topology(self.pci_topo_file)
         except TopologyError as error:
             logger.error("adapters cannot be matched to GPUs: %s", error)  # noqa: TRY400
             return {}
-        return {bus_id: above.get(normal_bus_id(bus_id) or "", []) for bus_id in bus_ids}
-
-
-def _port(port: str) -> str:
-    return f"port {port}" if port else "its link"
 
 
 _GONE = "gone"
@@ -353,16 +347,13 @@ class NicLinkStateHealthCheck(Check):
         for nic in pci.names(self.link_state_path_template, self._sysfs_root):
             for port, path in pci.expand(self.link_state_path_template, nic).items():
                 try:
-                    states[f"{nic} port {port or '1'}"] = _plain(pci.read_first(path))
+                    state = plain(pci.read_first(path)[:_LONGEST_STATE])
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    states[f"{nic} port {port or '1'}"] = f"unreadable: {error.strerror}"
+                    state = f"unreadable: {error.strerror}"
+                states[f"{nic} port {port or '1'}"] = state
             if self._has_default_template:
                 for device, has_carrier in pci.carriers(self._sysfs_root, nic).items():
                     states[f"{nic} netdev {device}"] = "ACTIVE" if has_carrier else "NO CARRIER"
         return states
-
-
-def _plain(state: str) -> str:
-    return plain(state[:_LONGEST_STATE])

@@ -33,34 +33,28 @@ def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
     return target if target.startswith(("/", "./")) or not endpoint else None
 
 
-def evaluate_answer(*, success: bool, exit_code: int, output: str, error: str) -> Finding:
+def evaluate_answer(answer: Any) -> Finding:
     """Return what to think of an answer."""
-    details = parse_object(output)
-    evidence: dict[str, Any] = {"exit_code": exit_code}
+    details = parse_object(answer.output)
+    evidence: dict[str, Any] = {"exit_code": answer.exit_code}
     failed: float = 0
     names: object = None
     if details is not None:
         count, names = details.get("fail_count"), details.get("failed_checks")
         failed = count if isinstance(count, int | float) and not isinstance(count, bool) else 0
-        evidence |= {"fail_count": failed, "failed_checks": _shorten(names)}
+        evidence |= {"fail_count": failed, "failed_checks": str(names)[:_TEXT_LENGTH]}
+    problem = ""
     if failed > 0:
-        return Finding(
-            "unhealthy", f"{failed} checks of the node failed: {_shorten(names)}", evidence
-        )
-    if isinstance(names, list) and names:
-        return Finding("unhealthy", f"checks of the node failed: {_shorten(names)}", evidence)
-    if not success:
-        words = error or f"exit code {exit_code}"
-        return Finding(
-            "unhealthy", f"the node health daemon says: {words[:_TEXT_LENGTH]}", evidence
-        )
-    if details is None:
-        return Finding("healthy", "the daemon's answer has no usable details", evidence)
-    return Finding("healthy", evidence=evidence)
-
-
-def _shorten(value: object) -> str:
-    return str(value)[:_TEXT_LENGTH]
+        problem = f"{failed} checks of the node failed: {evidence['failed_checks']}"
+    elif isinstance(names, list) and names:
+        problem = f"checks of the node failed: {evidence['failed_checks']}"
+    elif not answer.success:
+        words = answer.error or f"exit code {answer.exit_code}"
+        problem = f"the node health daemon says: {words[:_TEXT_LENGTH]}"
+    if problem:
+        return Finding("unhealthy", problem, evidence)
+    reason = "the daemon's answer has no usable details" if details is None else ""
+    return Finding("healthy", reason, evidence)
 
 
 _DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
@@ -110,9 +104,10 @@ class NodeHealthCheck(PeriodicCheck):
     def _examine(self) -> Finding:
         path = socket_of(self.socket_path, self.endpoint)
         if path is None:
-            if self.endpoint:
-                return Finding("skipped", f"{self.endpoint!r} is no Unix socket")
-            return Finding("skipped", "no daemon is given")
+            given = (
+                f"{self.endpoint!r} is no Unix socket" if self.endpoint else "no daemon is given"
+            )
+            return Finding("skipped", given)
         problem = _why_not(path)
         finding = self._unreachable(problem) if problem is not None else self._ask(path)
         if finding.status == "healthy" and finding.reason:
@@ -138,22 +133,12 @@ class NodeHealthCheck(PeriodicCheck):
             try:
                 answer = stub.RunHealthCheck(request, timeout=self.request_timeout_sec)
             except grpc.RpcError as error:
-                return self._refused(error)
-        return evaluate_answer(
-            success=answer.success,
-            exit_code=answer.exit_code,
-            output=answer.output,
-            error=answer.error,
-        )
+                words = f"{error.code().name}: {str(error.details())[:200]}"
+                return self._unreachable(f"the daemon cannot be asked: {words}")
+        return evaluate_answer(answer)
 
     def _unreachable(self, reason: str) -> Finding:
-        if self.on_unreachable == "unhealthy":
-            return Finding("unhealthy", reason)
-        return Finding("skipped", reason)
-
-    def _refused(self, error: Any) -> Finding:
-        code, details = error.code(), str(error.details())[:200]
-        return self._unreachable(f"the daemon cannot be asked: {code.name}: {details}")
+        return Finding("unhealthy" if self.on_unreachable == "unhealthy" else "skipped", reason)
 
 
 def _why_not(path: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .check import Finding
 from .devices import DeviceCheck, device_label, session
-from .nvml import NvmlCallError
+from .nvml import UNSUPPORTED, NvmlCallError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -16,63 +16,34 @@ if TYPE_CHECKING:
 
 # Field ids, with the port as scope: recovery events, PLR retry blocks, receive errors.
 _SCOPED_FIELDS = {"recovery_events": 215, "plr_retry_blocks": 295, "receive_errors": 208}
-_LANE_REPLAY_BASE = 46
-_LANE_RECOVERY_BASE = 53
+# Of ports 0 to 5, the number of which is added.
+_LANE_FIELDS = {"lane_replay": 46, "lane_recovery": 53}
 _LANE_PORTS = 6
 _DL_COUNTERS = {"dl_replay": 0, "dl_recovery": 1}
-_UNSUPPORTED = frozenset({NvmlCallError.INVALID_ARGUMENT, NvmlCallError.NOT_SUPPORTED})
 
 Counters = dict[str, int]
 
 
-class CounterReader:
-    """Remembers per GPU and port which method works, and which ports are not there."""
-
-    def __init__(self) -> None:
-        self._methods: dict[tuple[int | str, int], int] = {}
-        self._absent: set[tuple[int | str, int]] = set()
-
-    def read(self, device: int | str, port: int) -> Counters:
-        """Return the counters by name; none when they cannot be read."""
-        key = (device, port)
-        if key in self._absent:
-            return {}
-        known = self._methods.get(key)
-        order = range(len(_METHODS)) if known is None else (known,)
-        is_absent = known is None
-        for number in order:
-            counters = _METHODS[number](device, port)
-            if counters:
-                self._methods[key] = number
-                return counters
-            is_absent = is_absent and counters is not None
-        if is_absent:
-            self._absent.add(key)
-        return {}
-
-
 def _scoped(device: int | str, port: int) -> Counters | None:
-    wanted = [[number, port] for number in _SCOPED_FIELDS.values()]
-    return _fields(device, list(_SCOPED_FIELDS), wanted)
+    return _fields(device, {name: [number, port] for name, number in _SCOPED_FIELDS.items()})
 
 
 def _per_lane(device: int | str, port: int) -> Counters | None:
     if port >= _LANE_PORTS:
         return {}
-    wanted = [[_LANE_REPLAY_BASE + port, 0], [_LANE_RECOVERY_BASE + port, 0]]
-    return _fields(device, ["lane_replay", "lane_recovery"], wanted)
+    return _fields(device, {name: [base + port, 0] for name, base in _LANE_FIELDS.items()})
 
 
-def _fields(device: int | str, names: list[str], wanted: list[list[int]]) -> Counters | None:
+def _fields(device: int | str, wanted: dict[str, list[int]]) -> Counters | None:
     """Return what could be read: nothing when unsupported, `None` when it failed for now."""
     try:
-        values = session().ask("fields", device, wanted)
+        values = session().ask("fields", device, list(wanted.values()))
     except NvmlCallError as error:
         if error.is_unsupported:
             return {}
         raise
-    found = {name: value for name, (code, value) in zip(names, values, strict=True) if code == 0}
-    if not found and any(code not in _UNSUPPORTED for code, _ in values):
+    found = {name: value for name, (code, value) in zip(wanted, values, strict=True) if code == 0}
+    if not found and any(code not in UNSUPPORTED for code, _ in values):
         return None
     return found
 
@@ -84,56 +55,48 @@ def _data_link(device: int | str, port: int) -> Counters | None:
         try:
             found[name] = session().ask("link_error_counter", device, port, counter)
         except NvmlCallError as error:
-            is_unsupported = error.is_unsupported or error.code in _UNSUPPORTED
-            has_failed = has_failed or not is_unsupported
+            has_failed = has_failed or error.code not in UNSUPPORTED
     return None if has_failed and not found else found
 
 
 _METHODS: tuple[Callable[[int | str, int], Counters | None], ...] = (_scoped, _per_lane, _data_link)
 
 
-class WindowHistory:
-    """The last windows of all ports of all GPUs.
+class Port:
+    """One NVLink port: how its counters can be read, and which of its last windows are flagged.
 
-    Args:
-        window_count: How many windows are kept per port.
-        threshold: A port with more flagged windows than this is bad.
-        gpu_ports_threshold: A GPU with this many bad ports is unhealthy.
+    Attributes:
+        counters: The last ones that were read, by name; none so far if empty.
+        windows: Which windows are flagged because a counter grew, oldest first.
     """
 
-    def __init__(self, window_count: int, threshold: int, gpu_ports_threshold: int) -> None:
-        self._window_count = max(1, window_count)
-        self._threshold = threshold
-        self._gpu_ports_threshold = gpu_ports_threshold
-        self._previous: dict[tuple[str, int], Counters] = {}
-        self.windows: dict[tuple[str, int], deque[bool]] = {}
-        """Of each port, which of its windows are flagged, oldest first."""
+    def __init__(self, device: int | str, number: int, window_count: int) -> None:
+        self.device = device
+        self.number = number
+        self.counters: Counters = {}
+        self.windows: deque[bool] = deque(maxlen=max(1, window_count))
+        self._methods = _METHODS
 
-    def add(self, gpu: str, port: int, counters: Counters) -> None:
+    def add(self, counters: Counters) -> None:
         """Take the counters of now; none at all is a failed read, which is no window."""
         if not counters:
             return
-        windows = self.windows.setdefault((gpu, port), deque(maxlen=self._window_count))
-        previous = self._previous.get((gpu, port))
-        self._previous[gpu, port] = counters
-        if previous is not None:
-            windows.append(any(now > previous.get(name, now) for name, now in counters.items()))
+        before, self.counters = self.counters, counters
+        if before:
+            self.windows.append(any(now > before.get(name, now) for name, now in counters.items()))
 
-    def bad_ports(self) -> dict[str, dict[int, int]]:
-        """Return, of each unhealthy GPU, its bad ports with their number of flagged windows."""
-        bad: dict[str, dict[int, int]] = {}
-        for (gpu, port), windows in self.windows.items():
-            if sum(windows) > self._threshold:
-                bad.setdefault(gpu, {})[port] = sum(windows)
-        return {gpu: ports for gpu, ports in bad.items() if len(ports) >= self._gpu_ports_threshold}
-
-    def evidence(self) -> dict[str, dict[str, int]]:
-        """Return the flagged windows of each port that has any."""
-        found: dict[str, dict[str, int]] = {}
-        for (gpu, port), windows in self.windows.items():
-            if any(windows):
-                found.setdefault(gpu, {})[str(port)] = sum(windows)
-        return found
+    def read(self) -> Counters:
+        """Read by the first method that works, from then on by that one only."""
+        is_absent = len(self._methods) > 1
+        for method in self._methods:
+            counters = method(self.device, self.number)
+            if counters:
+                self._methods = (method,)
+                return counters
+            is_absent = is_absent and counters is not None
+        if is_absent:
+            self._methods = ()
+        return {}
 
 
 _MAX_LINKS = 36
@@ -158,9 +121,22 @@ class NVLHealthCheck(DeviceCheck):
 
     def _examine_devices(self, devices: list[int | str]) -> Finding:
         problems: list[str] = []
-        evidence: dict[str, Any] = {}
+        evidence: dict[str, dict[str, str]] = {}
         for device in devices:
-            _look(device, problems, evidence)
+            label = device_label(device)
+            states: dict[str, str] = {}
+            evidence[label] = states
+            try:
+                for link in range(link_count(device)):
+                    state = _state(device, link)
+                    if state is not None:
+                        states[str(link)] = state
+            except NvmlCallError as error:
+                problems.append(f"{label}: {error}")
+                continue
+            disabled = [link for link, state in states.items() if state == "disabled"]
+            if disabled:
+                problems.append(f"{label}: links {', '.join(disabled)} are disabled")
         if problems:
             return Finding("unhealthy", "; ".join(problems), evidence)
         if not any(evidence.values()):
@@ -168,32 +144,14 @@ class NVLHealthCheck(DeviceCheck):
         return Finding("healthy", evidence=evidence)
 
 
-def _look(device: int | str, problems: list[str], evidence: dict[str, Any]) -> None:
-    label = device_label(device)
-    states: dict[str, str] = {}
-    evidence[label] = states
+def _state(device: int | str, link: int) -> str | None:
     try:
-        for link in range(link_count(device)):
-            state = _state(device, link)
-            if state is not None:
-                states[str(link)] = "up" if state else "disabled"
-    except NvmlCallError as error:
-        problems.append(f"{label}: {error}")
-        return
-    disabled = [link for link, state in states.items() if state == "disabled"]
-    if disabled:
-        problems.append(f"{label}: links {', '.join(disabled)} are disabled")
-
-
-def _state(device: int | str, link: int) -> int | None:
-    try:
-        state: int = session().ask("link_state", device, link)
+        return "up" if session().ask("link_state", device, link) else "disabled"
     except NvmlCallError as error:
         # A link beyond the last one is an invalid argument, once the device itself was found.
-        if error.is_unsupported or error.code == NvmlCallError.INVALID_ARGUMENT:
+        if error.code in UNSUPPORTED:
             return None
         raise
-    return state
 
 
 class NVLinkWindowHealthCheck(DeviceCheck):
@@ -223,26 +181,20 @@ class NVLinkWindowHealthCheck(DeviceCheck):
         self.window_count = window_count
         self.threshold = threshold
         self.gpu_ports_threshold = gpu_ports_threshold
-        self._history = WindowHistory(window_count, threshold, gpu_ports_threshold)
-        self._reader = CounterReader()
-        self._links: dict[int | str, int] = {}
+        self._ports: dict[int | str, list[Port]] = {}
 
     def _examine_devices(self, devices: list[int | str]) -> Finding:
-        lost = [device for device in self._links if device not in devices]
+        lost = [device for device in self._ports if device not in devices]
         problems = [f"{device_label(device)} has vanished" for device in lost]
         has_data = False
         for device in devices:
             try:
                 has_data = self._look(device) or has_data
             except NvmlCallError as error:
-                if device in self._links or not error.is_unsupported:
+                if device in self._ports or not error.is_unsupported:
                     problems.append(f"{device_label(device)}: {error}")
-        problems += [
-            f"{gpu}: error counters of NVLink ports {', '.join(map(str, ports))} grew in more than "
-            f"{self.threshold} of the last {self.window_count} windows"
-            for gpu, ports in self._history.bad_ports().items()
-        ]
-        evidence: dict[str, Any] = {"flagged_windows": self._history.evidence()}
+        problems += self._bad_gpus()
+        evidence: dict[str, Any] = {"flagged_windows": self._flagged_windows()}
         if problems:
             return Finding("unhealthy", "; ".join(problems), evidence, tuple(problems))
         if not has_data:
@@ -250,11 +202,34 @@ class NVLinkWindowHealthCheck(DeviceCheck):
         return Finding("healthy", evidence=evidence)
 
     def _look(self, device: int | str) -> bool:
-        if device not in self._links:
-            self._links[device] = link_count(device)
+        if device not in self._ports:
+            numbers = range(link_count(device))
+            self._ports[device] = [Port(device, number, self.window_count) for number in numbers]
         has_data = False
-        for port in range(self._links[device]):
-            counters = self._reader.read(device, port)
-            self._history.add(device_label(device), port, counters)
+        for port in self._ports[device]:
+            counters = port.read()
+            port.add(counters)
             has_data = has_data or bool(counters)
         return has_data
+
+    def _bad_gpus(self) -> list[str]:
+        """Return a line for each GPU with too many ports that have too many flagged windows."""
+        problems = []
+        for device, ports in self._ports.items():
+            bad = [port for port in ports if port.counters and sum(port.windows) > self.threshold]
+            if bad and len(bad) >= self.gpu_ports_threshold:
+                numbers = ", ".join(str(port.number) for port in bad)
+                problems.append(
+                    f"{device_label(device)}: error counters of NVLink ports {numbers} grew in more"
+                    f" than {self.threshold} of the last {self.window_count} windows"
+                )
+        return problems
+
+    def _flagged_windows(self) -> dict[str, dict[str, int]]:
+        """Return the number of flagged windows of each port that has any, as evidence."""
+        found: dict[str, dict[str, int]] = {}
+        for device, ports in self._ports.items():
+            own = {str(port.number): sum(port.windows) for port in ports if any(port.windows)}
+            if own:
+                found[device_label(device)] = own
+        return found

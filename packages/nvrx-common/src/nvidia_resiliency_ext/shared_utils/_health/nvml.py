@@ -59,6 +59,15 @@ class DriverHungError(NvmlError, StuckError):
 Answer = Any
 FieldValue = tuple[int, int]  # nvmlReturn_t, value
 
+UNSUPPORTED = frozenset(
+    {
+        NvmlCallError.INVALID_ARGUMENT,
+        NvmlCallError.NOT_SUPPORTED,
+        NvmlCallError.FUNCTION_NOT_FOUND,
+    }
+)
+"""Answers about a field, a link or a version of a structure that the device does not have."""
+
 _LIBRARY = "libnvidia-ml.so.1"
 _ABSENT = frozenset(
     {
@@ -181,7 +190,7 @@ class NvmlQueries:
             try:
                 found = self._call("nvmlDeviceGetMemoryInfo", handle, version=version)
             except NvmlCallError as error:
-                if not error.is_unsupported and error.code != NvmlCallError.INVALID_ARGUMENT:
+                if error.code not in UNSUPPORTED:
                     raise
             else:
                 return [int(found.total), int(found.used), int(found.free)]

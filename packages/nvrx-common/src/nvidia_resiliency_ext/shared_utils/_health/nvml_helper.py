@@ -30,23 +30,15 @@ class _Question:
 
 
 @dataclass(frozen=True)
-class _Value:
-    value: Any
+class _Answer:
+    """A value, unless the driver refuses it (what makes an `NvmlCallError`) or there is none."""
+
+    value: Any = None
+    refused: tuple[str, int, str] | None = None
+    absent: str | None = None
 
 
-@dataclass(frozen=True)
-class _Refused:
-    query: str
-    code: int
-    text: str
-
-
-@dataclass(frozen=True)
-class _Absent:
-    reason: str
-
-
-_MESSAGES = MessageSet(_Question, _Value, _Refused, _Absent)
+_MESSAGES = MessageSet(_Question, _Answer)
 
 # Starting an interpreter on a busy machine says nothing about the driver: it has its own time.
 _START_TIMEOUT_S = 30.0
@@ -58,8 +50,7 @@ class HelperAnswering:
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._helper: Probe | None = None
-        self._stuck: Probe | None = None
-        self._stuck_query = ""
+        self._stuck: tuple[Probe, str] | None = None
         self._absent: NvmlUnavailableError | None = None
 
     def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
@@ -67,18 +58,16 @@ class HelperAnswering:
         if self._absent is not None:
             raise self._absent
         if self._stuck is not None:
-            if not self._stuck.has_ended():
-                raise DriverHungError(self._stuck_query, self._stuck.age_s())
+            helper, stuck_query = self._stuck
+            if not helper.has_ended():
+                raise DriverHungError(stuck_query, helper.age_s())
             self._stuck = None
         try:
             connection = self._socket or self._start()
-            reply = self._exchange(connection, _Question(query, list(arguments)), timeout_s)
+            return self._exchange(connection, _Question(query, list(arguments)), timeout_s)
         except (WireError, OSError, ChildStartError) as error:
             self.close()
             raise NvmlCallError(query, 999, f"the helper process failed: {error}") from error
-        if isinstance(reply, _Refused):
-            raise NvmlCallError(reply.query, reply.code, reply.text)
-        return reply.value if isinstance(reply, _Value) else None
 
     def close(self) -> None:
         if self._socket is not None:
@@ -86,16 +75,6 @@ class HelperAnswering:
         if self._helper is not None:
             self._helper.kill()
         self._socket = self._helper = None
-
-    def _exchange(self, connection: socket.socket, question: _Question, timeout_s: float) -> object:
-        start = time.monotonic()
-        try:
-            send_message(connection, _MESSAGES, question, timeout_s)
-            left_s = max(0.001, timeout_s - (time.monotonic() - start))
-            return self._receive(connection, left_s)
-        except TimeoutError as error:
-            self._abandon(question.query)
-            raise DriverHungError(question.query, time.monotonic() - start) from error
 
     def _start(self) -> socket.socket:
         """Start the helper and wait until it is ready, which is before it calls the driver."""
@@ -106,19 +85,29 @@ class HelperAnswering:
         self._receive(ours, _START_TIMEOUT_S)
         return ours
 
-    def _receive(self, connection: socket.socket, timeout_s: float) -> object:
-        reply = receive_message(connection, _MESSAGES, timeout_s)
-        if isinstance(reply, _Absent):
-            self._absent = NvmlUnavailableError(reply.reason)
+    def _exchange(self, connection: socket.socket, question: _Question, timeout_s: float) -> Any:
+        start = time.monotonic()
+        try:
+            send_message(connection, _MESSAGES, question, timeout_s)
+            left_s = max(0.001, timeout_s - (time.monotonic() - start))
+            return self._receive(connection, left_s)
+        except TimeoutError as error:
+            helper = self._helper
+            self.close()
+            if helper is not None and not helper.has_ended():
+                self._stuck = helper, question.query
+            raise DriverHungError(question.query, time.monotonic() - start) from error
+
+    def _receive(self, connection: socket.socket, timeout_s: float) -> Any:
+        answer = receive_message(connection, _MESSAGES, timeout_s)
+        assert isinstance(answer, _Answer)
+        if answer.absent is not None:
+            self._absent = NvmlUnavailableError(answer.absent)
             self.close()
             raise self._absent
-        return reply
-
-    def _abandon(self, query: str) -> None:
-        helper = self._helper
-        self.close()
-        if helper is not None and not helper.has_ended():
-            self._stuck, self._stuck_query = helper, query
+        if answer.refused is not None:
+            raise NvmlCallError(*answer.refused)
+        return answer.value
 
 
 def main() -> int:
@@ -127,24 +116,22 @@ def main() -> int:
         try:
             queries = NvmlQueries(load_binding())
         except NvmlUnavailableError as error:
-            send_message(connection, _MESSAGES, _Absent(str(error)), None)
+            send_message(connection, _MESSAGES, _Answer(absent=str(error)), None)
             return 0
-        send_message(connection, _MESSAGES, _Value("ready"), None)
+        answer = _Answer("ready")
         while True:
+            send_message(connection, _MESSAGES, answer, None)
             try:
                 question = receive_message(connection, _MESSAGES, None)
             except WireError:
                 return 0
-            if not isinstance(question, _Question):
-                return 1
-            reply: object
+            assert isinstance(question, _Question)
             try:
-                reply = _Value(queries.answer(question.query, question.arguments))
+                answer = _Answer(queries.answer(question.query, question.arguments))
             except NvmlUnavailableError as error:
-                reply = _Absent(str(error))
+                answer = _Answer(absent=str(error))
             except NvmlCallError as error:
-                reply = _Refused(error.query, error.code, error.text)
-            send_message(connection, _MESSAGES, reply, None)
+                answer = _Answer(refused=(error.query, error.code, error.text))
 
 
 if __name__ == "__main__":

@@ -98,42 +98,32 @@ def parse_topology(data: bytes) -> dict[str, list[str]]:
         raise TopologyError(f"larger than {_LIMIT_BYTES} bytes")
     from xml.parsers import expat
 
-    reader = _Reader()
+    above: dict[str, list[str]] = {}
+    elements: list[str | None] = []  # the open ones; of devices the address
+
+    def start(name: str, attributes: Mapping[str, str]) -> None:
+        if len(elements) >= _LIMIT_DEPTH:
+            raise TopologyError(f"nested deeper than {_LIMIT_DEPTH}")
+        bus_id = normal_bus_id(attributes.get("busid", "")) if name == "pci" else None
+        if bus_id is not None:
+            if len(above) >= _LIMIT_DEVICES:
+                raise TopologyError(f"more than {_LIMIT_DEVICES} devices")
+            above[bus_id] = [each for each in reversed(elements) if each is not None]
+        elements.append(bus_id)
+
+    def refuse(*_: Any) -> None:
+        raise TopologyError("it declares a document type or entities")
+
     parser = expat.ParserCreate()
-    parser.StartElementHandler = reader.start
-    parser.EndElementHandler = reader.end
-    parser.StartDoctypeDeclHandler = _refuse
-    parser.EntityDeclHandler = _refuse
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: elements.pop()
+    parser.StartDoctypeDeclHandler = refuse
+    parser.EntityDeclHandler = refuse
     try:
         parser.Parse(data, True)
     except expat.ExpatError as error:
         raise TopologyError(f"no XML: {error}") from error
-    return reader.above
-
-
-def _refuse(*_: Any) -> None:
-    raise TopologyError("it declares a document type or entities")
-
-
-class _Reader:
-    """Follows the nesting of elements."""
-
-    def __init__(self) -> None:
-        self.above: dict[str, list[str]] = {}
-        self._open: list[str | None] = []
-
-    def start(self, name: str, attributes: Mapping[str, str]) -> None:
-        if len(self._open) >= _LIMIT_DEPTH:
-            raise TopologyError(f"nested deeper than {_LIMIT_DEPTH}")
-        bus_id = normal_bus_id(attributes.get("busid", "")) if name == "pci" else None
-        if bus_id is not None:
-            if len(self.above) >= _LIMIT_DEVICES:
-                raise TopologyError(f"more than {_LIMIT_DEVICES} devices")
-            self.above[bus_id] = [each for each in reversed(self._open) if each is not None]
-        self._open.append(bus_id)
-
-    def end(self, _name: str) -> None:
-        self._open.pop()
+    return above
 
 
 _NIC_PORTS_LIMIT_BYTES = 4096

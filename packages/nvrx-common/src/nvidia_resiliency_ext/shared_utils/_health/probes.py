@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.children import start_child
@@ -74,18 +75,23 @@ class Probe:
             self._child.close()
         return self._is_closed
 
-    def result(self, timeout_s: float) -> tuple[int, bytes] | None:
-        """Wait for its end; return its exit code and output, `None` when the time is up first.
+    def result(self, timeout_s: float) -> bytes | None:
+        """Wait for its end; return its output, `None` when the time is up first.
 
         What it writes is read at its end only, so one that writes more than a pipe holds (64 KiB)
         does not end.
         """
-        status = self._child.wait(timeout_s)
-        if status is None:
+        if self._child.wait(timeout_s) is None:
             return None
-        output = self._read_all()
+        output = b""
+        if self._child.stdout is not None:
+            # Not to wait for a process that inherited the other end.
+            descriptor = self._child.stdout.fileno()
+            os.set_blocking(descriptor, False)
+            with suppress(BlockingIOError):
+                output = os.read(descriptor, _PIPE_BYTES)
         self.has_ended()
-        return status.returncode, output
+        return output
 
     def kill(self) -> None:
         """Kill it; abandon it when that does not end it at once."""
@@ -96,14 +102,3 @@ class Probe:
         if not self.has_ended():
             with _lock:
                 _abandoned.append(self)
-
-    def _read_all(self) -> bytes:
-        if self._child.stdout is None:
-            return b""
-        # Not to wait for a process that inherited the other end.
-        descriptor = self._child.stdout.fileno()
-        os.set_blocking(descriptor, False)
-        try:
-            return os.read(descriptor, _PIPE_BYTES)
-        except BlockingIOError:
-            return b""

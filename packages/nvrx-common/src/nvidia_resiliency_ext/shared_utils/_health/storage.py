@@ -22,7 +22,7 @@ from .probes import Probe, abandoned_probes
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-    _Answers = dict[str, tuple[int, bytes] | str]
+    _Answers = dict[str, dict[str, Any] | str]
 
 
 MOUNTINFO = "/proc/self/mountinfo"
@@ -67,12 +67,6 @@ def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
     return list(found.values())
 
 
-def read_mounts(kinds: Collection[str], path: str = MOUNTINFO) -> list[Mount]:
-    """Return the mounts of these types in our namespace; it touches none of them."""
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        return parse_mounts(file.read(), kinds)
-
-
 def _unescape(text: str) -> str:
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
@@ -87,41 +81,31 @@ def parse_object(data: bytes | str) -> dict[str, Any] | None:
 
 
 def evaluate_mount(
-    answer: Mapping[str, Any] | None, min_free: float = 0.0, min_free_inodes: float = 0.0
+    answer: Mapping[str, Any], min_free: float = 0.0, min_free_inodes: float = 0.0
 ) -> str | None:
     """Return what is wrong with a mount after its probe ended, if anything.
 
     The limits are parts of the whole; that of inodes counts where the file system counts them.
     """
-    if answer is None:
-        return "the probe failed"
     if "error" in answer:
         return f"cannot be listed: {answer['error']}"
-    space = _part(answer.get("blocks_free"), answer.get("blocks"))
-    if space is not None and space < min_free:
-        return f"only {space:.1%} of its space is free"
-    files = _part(answer.get("files_free"), answer.get("files"))
-    if files is not None and files < min_free_inodes:
-        return f"only {files:.1%} of its inodes are free"
+    limits = (("blocks", min_free, "space is"), ("files", min_free_inodes, "inodes are"))
+    for name, least, words in limits:
+        free, whole = answer.get(f"{name}_free"), answer.get(name)
+        is_counted = isinstance(free, int) and isinstance(whole, int) and whole > 0
+        if is_counted and free / whole < least:
+            return f"only {free / whole:.1%} of its {words} free"
     return None
 
 
-def evaluate_paths(answer: Mapping[str, Any] | None) -> str | None:
+def evaluate_paths(answer: Mapping[str, Any]) -> str | None:
     """Return what is wrong with paths after `storage_probe` ended, if anything."""
-    if answer is None:
-        return "the probe failed"
     problems = [
         f"{kind}: {', '.join(map(str, answer[kind]))}"
         for kind in ("invalid", "missing", "unreadable", "unwritable")
         if answer.get(kind)
     ]
     return "; ".join(problems) or None
-
-
-def _part(free: object, whole: object) -> float | None:
-    if not isinstance(free, int) or not isinstance(whole, int) or whole <= 0:
-        return None
-    return free / whole
 
 
 _KINDS = ("lustre", "nfs", "nfs4")
@@ -139,18 +123,14 @@ _PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 class _Probes:
     """Asks children about paths, many at once; one that hangs is not asked about again."""
 
-    def __init__(self, command: Callable[[str], list[str]], start: Callable[..., Probe]) -> None:
+    def __init__(self, command: Callable[[str], list[str]]) -> None:
         self._command = command
-        self._start = start
         self._hanging: dict[str, Probe] = {}
 
     def ask(self, paths: Sequence[str], each_s: float, all_s: float = math.inf) -> _Answers:
-        """Return each path's exit code and output, or why there is none.
+        """Return each path's JSON object, or why there is none.
 
-        Args:
-            paths: What to ask about.
-            each_s: Time for each of them, from the moment at which it is asked.
-            all_s: Time for all of them together.
+        Each path has `each_s` seconds from the moment at which it is asked, all together `all_s`.
         """
         answers: _Answers = {}
         deadline = time.monotonic() + all_s
@@ -158,9 +138,7 @@ class _Probes:
 
         def work() -> None:
             for path in waiting:
-                left_s = deadline - time.monotonic()
-                problem = self._why_not_asked(path, left_s)
-                answers[path] = problem or self._ask(path, min(each_s, left_s), min(each_s, all_s))
+                answers[path] = self._ask(path, each_s, all_s, deadline)
 
         running = [AbandonableCall("probes", work) for _ in paths[:_AT_ONCE]]
         rounds = math.ceil(len(paths) / _AT_ONCE)
@@ -171,25 +149,26 @@ class _Probes:
                 call.result()
         return {path: answers.get(path, "cannot be probed: no child starts") for path in paths}
 
-    def _why_not_asked(self, path: str, left_s: float) -> str:
+    def _ask(self, path: str, each_s: float, all_s: float, deadline: float) -> dict[str, Any] | str:
+        left_s = deadline - time.monotonic()
         probe = self._hanging.get(path)
         if probe is not None and not probe.has_ended():
             return f"has hung for {probe.age_s():.0f} s"
         self._hanging.pop(path, None)
-        return "" if left_s > 0 else f"was not asked: {_AT_ONCE} others do not answer"
-
-    def _ask(self, path: str, timeout_s: float, limit_s: float) -> tuple[int, bytes] | str:
+        if left_s <= 0:
+            return f"was not asked: {_AT_ONCE} others do not answer"
         try:
-            probe = self._start(self._command(path))
+            probe = Probe.start(self._command(path))
         except ChildStartError as error:
             return f"cannot be probed: {error}"
-        answer = probe.result(timeout_s)
-        if answer is not None:
-            return answer
+        output = probe.result(min(each_s, left_s))
+        if output is not None:
+            found = parse_object(output)
+            return "the probe failed" if found is None else found
         probe.kill()
         if not probe.has_ended():
             self._hanging[path] = probe
-        return f"does not answer within {limit_s:g} s"
+        return f"does not answer within {min(each_s, all_s):g} s"
 
 
 class DistributedStorageHealthCheck(PeriodicCheck):
@@ -231,7 +210,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         self._lustre = f"{os.fspath(sysfs_root).rstrip('/')}/fs/lustre/health_check"
         self._mountinfo = os.fspath(mountinfo)
         self._caller = DeadlineCaller()
-        self._probes = _Probes(_mount_command, Probe.start)
+        self._probes = _Probes(_mount_command)
         self._writable = {mount.path for mount in self._mounts() or () if not mount.is_read_only}
 
     def _examine(self) -> Finding:
@@ -263,9 +242,8 @@ class DistributedStorageHealthCheck(PeriodicCheck):
             if isinstance(answer, str):
                 problem: str | None = answer
             else:
-                found = parse_object(answer[1])
-                problem = evaluate_mount(found, *self._limits)
-                evidence[mount.path] = {"type": mount.kind, **(found or {})}
+                problem = evaluate_mount(answer, *self._limits)
+                evidence[mount.path] = {"type": mount.kind, **answer}
             if problem is None and mount.is_read_only and mount.path in self._writable:
                 problem = "has become read-only"
             if problem is not None:
@@ -273,8 +251,12 @@ class DistributedStorageHealthCheck(PeriodicCheck):
                 evidence[mount.path] = {"type": mount.kind, "problem": problem}
 
     def _mounts(self) -> list[Mount] | None:
+        """Return the mounts in our namespace, `None` if unreadable; it touches none of them."""
         try:
-            return read_mounts(self._kinds, self._mountinfo)
+            with open(
+                self._mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n"
+            ) as file:
+                return parse_mounts(file.read(), self._kinds)
         except OSError:
             return None
 
@@ -314,7 +296,7 @@ class StoragePathHealthCheck(Check):
         self.paths = list(paths or ())
         self.component = ", ".join(str(path) for path in self.paths if path) or "no path"
         self._timeout_s = timeout_s
-        self._probes = _Probes(_path_command(write=write), Probe.start)
+        self._probes = _Probes(_path_command(write=write))
 
     def _examine(self) -> Finding:
         given = [path for path in self.paths if path is not None and path != ""]
@@ -323,7 +305,7 @@ class StoragePathHealthCheck(Check):
         paths = list(dict.fromkeys(path for path in given if isinstance(path, str)))
         problems = [f"invalid: {path!r}" for path in given if not isinstance(path, str)]
         for path, answer in self._probes.ask(paths, self._timeout_s).items():
-            problem = answer if isinstance(answer, str) else evaluate_paths(parse_object(answer[1]))
+            problem = answer if isinstance(answer, str) else evaluate_paths(answer)
             if problem is not None:
                 problems.append(problem if path in problem else f"{path}: {problem}")
         evidence = {"paths": paths, "abandoned_probes": abandoned_probes()}

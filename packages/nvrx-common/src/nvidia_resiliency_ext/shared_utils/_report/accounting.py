@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .timeline import Lane, Span, flatten
+from .timeline import Lane, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .cycles import JobHistory, TimedEvent, Window
     from .timeline import Cycle, FaultNote
 
 
 # Where spans overlap, the first of these wins. The bracket between a cycle's start and its first
-# step is start-up only as far as no phase says more, so it comes last under a name of its own.
-ORDER = (
+# step is start-up only as far as no phase says more, so it comes late under a name of its own.
+_ORDER = (
     "detection",
     "stop",
     "rendezvous",
@@ -28,6 +28,7 @@ ORDER = (
     "lost_work",
     "productive",
     "bracket",
+    "unknown",
 )
 PHASES = {
     "detect": "detection",
@@ -122,6 +123,33 @@ def attribute_spans(history: JobHistory) -> tuple[Attributed, dict[Window, float
     return attributed, lost_s
 
 
+def flatten(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """Return spans without overlap that cover ``start`` to ``end`` exactly; see `_ORDER`."""
+    changes: dict[float, list[tuple[Span, int]]] = defaultdict(list)
+    for span in spans:
+        left, right = max(span.start, start), min(span.end, end)
+        if left < right:
+            changes[left].append((span, 1))
+            changes[right].append((span, -1))
+    open_counts = {**dict.fromkeys(_ORDER, 0), "unknown": 1}
+    notes = dict.fromkeys(_ORDER, "")
+    flat: list[Span] = []
+    at = start
+    for moment in sorted({*changes, end}):
+        name = next(name for name in _ORDER if open_counts[name])
+        if moment > at:
+            if flat and flat[-1].name == name:
+                flat[-1] = replace(flat[-1], end=moment)
+            else:
+                flat.append(Span(at, moment, name, notes[name]))
+            at = moment
+        for changed, step in changes.get(moment, ()):
+            open_counts[changed.name] += step
+            if step > 0:
+                notes[changed.name] = changed.note
+    return [replace(span, name="startup") if span.name == "bracket" else span for span in flat]
+
+
 def _cycle_spans(history: JobHistory, cycle: Cycle) -> list[Span]:
     """Return the way to the first step and the time until the first fault was noticed."""
     windows, faults = history.cycle_windows[cycle], history.cycle_faults[cycle]
@@ -166,23 +194,22 @@ def _thrown_away(history: JobHistory) -> list[tuple[int, float]]:
     for number, window in enumerate(history.windows):
         if window.fault is None:
             continue
-        after = (
-            history.windows[number + 1].end if number + 1 < len(history.windows) else history.end
-        )
+        noticed = window.fault.at
+        following = history.windows[number + 1 : number + 2]
+        after = following[0].end if following else history.end
         if has_saves:
-            found.append((number, _kept_until(history, complete, window, after)))
+            found.append((number, _kept_until(history, complete, noticed, after)))
         else:
-            rewound = _rewound_to(history, window, after)
+            rewound = _rewound_to(history, noticed, after)
             if rewound is not None:
-                found.append((number, rewound))
+                found.append((number, min(window.end, rewound)))
     return found
 
 
 def _kept_until(
-    history: JobHistory, complete: Sequence[Save], window: Window, after: float
+    history: JobHistory, complete: Sequence[Save], noticed: float, after: float
 ) -> float:
     """Return the begin of the save that the job went on from, else of the last complete one."""
-    noticed = window.fault.at if window.fault else window.end
     loads = [
         key_of(event) for event in history.between("ckpt_load", noticed, after) if succeeded(event)
     ]
@@ -194,9 +221,8 @@ def _kept_until(
     return usable[-1].began if usable else history.start
 
 
-def _rewound_to(history: JobHistory, window: Window, after: float) -> float | None:
+def _rewound_to(history: JobHistory, noticed: float, after: float) -> float | None:
     """Return when the iteration with which the job went on had first been reached."""
-    noticed = window.fault.at if window.fault else window.end
     later = [
         event
         for event in history.between("progress", noticed, after)
@@ -210,7 +236,7 @@ def _rewound_to(history: JobHistory, window: Window, after: float) -> float | No
     for event in reversed(history.between("progress", history.start, noticed)):
         iteration = event.integer("iteration")
         if iteration is not None and iteration <= resumed_at:
-            return min(window.end, event.at)
+            return event.at
     return history.start
 
 
@@ -226,17 +252,10 @@ def node_lanes(
         ]
         first, last = min(start for start, _ in lives), max(end for _, end in lives)
         first = max(history.start, min([first, *(span.start for span in own if span.seconds > 0)]))
-        flat = flatten([*attributed[None], *own], ORDER, first, last, "unknown")
+        flat = flatten([*attributed[None], *own], first, last)
         faults = tuple(fault for fault in history.faults if fault.host == host)
-        lanes.append(Lane(host, host, None, tuple(_unbracketed(flat)), faults))
+        lanes.append(Lane(host, host, None, tuple(flat), faults))
     return tuple(lanes)
-
-
-def _unbracketed(spans: Sequence[Span]) -> list[Span]:
-    return [
-        Span(span.start, span.end, "startup", span.note) if span.name == "bracket" else span
-        for span in spans
-    ]
 
 
 def rank_lanes(history: JobHistory, attributed: Attributed) -> tuple[Lane, ...]:
@@ -260,7 +279,7 @@ def rank_lanes(history: JobHistory, attributed: Attributed) -> tuple[Lane, ...]:
             f"rank {rank}",
             hosts[rank],
             rank,
-            tuple(_unbracketed(sorted(spans[rank], key=lambda span: span.start))),
+            tuple(sorted(spans[rank], key=lambda span: span.start)),
             tuple(faults[rank]),
         )
         for rank in sorted(spans)
@@ -284,31 +303,20 @@ def _rank_spans(
     windows = history.cycle_windows[cycle]
     if not windows:
         name = "bracket" if history.windows else "unknown"
-        return flatten([Span(start, end, name, note)], ORDER, start, end, "unknown")
+        return flatten([Span(start, end, name, note)], start, end)
     step = first["first_step"].at if "first_step" in first else windows[0].start
     attributed = [Span(start, min(step, end), "bracket", note)]
     attributed.extend(span for span in lost if span.end > step and span.start < end)
     for window in windows:
         attributed.append(Span(max(step, window.start), min(window.end, end), "productive"))
         if window.fault is not None:
-            attributed.append(Span(window.end, window.fault.at, "detection"))
-            attributed.append(Span(window.fault.at, end, "stop"))
+            noticed = window.fault.at
+            attributed.append(Span(window.end, noticed, "detection"))
+            again = next((each.start for each in windows if each.start > noticed), end)
+            attributed.append(Span(noticed, min(again, end), "stop"))
     for event in own:
         if event.kind == "inproc_restart":
             attributed.append(Span(event.at, end, "productive"))
         if event.kind == "ckpt_save" and event.seconds("stall_s"):
             attributed.extend(_event_spans(event))
-    return flatten(_trimmed(attributed, windows), ORDER, start, end, "unknown")
-
-
-def _trimmed(attributed: list[Span], windows: Sequence[Window]) -> list[Span]:
-    """Let the stop after a fault end where the next window of the same cycle begins."""
-    begins = sorted(window.start for window in windows)
-    trimmed = []
-    for span in attributed:
-        if span.name == "stop":
-            after = next((begin for begin in begins if begin > span.start), span.end)
-            trimmed.append(Span(span.start, max(span.start, min(span.end, after)), span.name))
-        elif span.seconds > 0:
-            trimmed.append(span)
-    return trimmed
+    return flatten(attributed, start, end)

@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, is_secret_nam
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 _LONGEST_NAME = 80
@@ -80,7 +80,13 @@ class Bundle:
         lines = [f"{each.level:<8} {each.topic}: {each.text}" for each in findings()]
         lines += ["", f"python {sys.version}", platform.platform(), f"cpus {os.cpu_count()}"]
         self.add("machine.txt", "\n".join(lines) + "\n")
-        self.add("environment.txt", "".join(self._variables(environ)))
+        variables = []
+        for name in sorted(environ):
+            if name.startswith(_PREFIXES) or name in _NAMES:
+                is_secret = is_secret_name(name) and environ[name] != ""
+                self._secrets += is_secret
+                variables.append(f"{name}={REDACTED if is_secret else environ[name]}\n")
+        self.add("environment.txt", "".join(variables))
 
     def add_path(self, path: str, label: str) -> None:
         """Add a file, or what a directory has of records, configurations and logs."""
@@ -96,21 +102,18 @@ class Bundle:
         descriptor = os.open(path, flags, 0o600)
         try:
             with open(descriptor, "wb") as file:
-                self._write_to(file)
+                with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+                    for name, data in {**self._entries, "README.txt": self._readme()}.items():
+                        entry = tarfile.TarInfo(f"{self._top}/{name}")
+                        entry.size = len(data)
+                        entry.mode = 0o600
+                        entry.mtime = int(time.time())
+                        tar.addfile(entry, io.BytesIO(data))
                 file.flush()
                 return os.fstat(file.fileno()).st_size
         except BaseException:
             os.unlink(path)
             raise
-
-    def _write_to(self, file: io.BufferedWriter) -> None:
-        with tarfile.open(fileobj=file, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
-            for name, data in {**self._entries, "README.txt": self._readme()}.items():
-                entry = tarfile.TarInfo(f"{self._top}/{name}")
-                entry.size = len(data)
-                entry.mode = 0o600
-                entry.mtime = int(time.time())
-                tar.addfile(entry, io.BytesIO(data))
 
     def _readme(self) -> bytes:
         """Return the page that says what is here and what is not."""
@@ -124,16 +127,6 @@ class Bundle:
         ]
         text = "\n".join(lines).rstrip()[:_CONFIG_BYTES] + "\n"
         return text.encode("utf-8", "backslashreplace")
-
-    def _variables(self, environ: Mapping[str, str]) -> Iterator[str]:
-        for name in sorted(environ):
-            if not name.startswith(_PREFIXES) and name not in _NAMES:
-                continue
-            value = environ[name]
-            if is_secret_name(name) and value:
-                self._secrets += 1
-                value = REDACTED
-            yield f"{name}={value}\n"
 
     def _files_below(self, root: str) -> list[str]:
         """Return the names worth a look, records first; links are not followed."""

@@ -82,10 +82,9 @@ def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
     for launch, own in enumerate(_launches(files)):
         for file in own:
             offset, off_s = _offset(file), _off_s(file)
-            seen.extend(
-                TimedEvent(_at(event, offset) - off_s, file.host, launch, event)
-                for event in file.events
-            )
+            for event in file.events:
+                at = event.t if offset is None or event.m is None else event.m + offset
+                seen.append(TimedEvent(at - off_s, file.host, launch, event))
     return sorted(seen, key=lambda event: event.at)
 
 
@@ -134,10 +133,6 @@ def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) < _LARGEST else None  # false for what is no number, too
-
-
-def _at(event: EventRecord, offset: float | None) -> float:
-    return event.t if offset is None or event.m is None else event.m + offset
 
 
 # What the wrapper's word for an interruption is as a cause.

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .accounting import ORDER, attribute_spans, key_of, node_lanes, rank_lanes, saves, succeeded
+from .accounting import attribute_spans, flatten, key_of, node_lanes, rank_lanes, saves, succeeded
 from .cycles import build_history, gather, inprocess_restarts
 from .timeline import (
     CATEGORIES,
@@ -22,9 +21,7 @@ from .timeline import (
     Timeline,
     Workers,
     clock_time,
-    flatten,
     plain,
-    totals,
 )
 
 if TYPE_CHECKING:
@@ -63,16 +60,14 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     history = build_history(seen)
     attributed, lost_s = attribute_spans(history)
     spans = itertools.chain.from_iterable(attributed.values())
-    flat = flatten(spans, ORDER, history.start, history.end, "unknown")
-    flat = [replace(span, name="startup") if span.name == "bracket" else span for span in flat]
-    seconds = totals(flat, CATEGORIES)
+    flat = flatten(spans, history.start, history.end)
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for span in flat:
+        seconds[span.name] += span.seconds
     wall_s = history.end - history.start
     is_known = bool(history.windows) and wall_s > 0
     ends = [event for event in seen if event.kind == "job_end"]
-    launches = {(event.host, event.launch) for event in seen}
-    missing = launches - {(event.host, event.launch) for event in ends}
-    lost = _lost(seen, missing)
-    is_ended = bool(ends) and missing <= lost
+    is_ended, endings = _endings(seen, ends)
     sizes = [cycle.world_size for cycle in history.cycles if cycle.world_size]
     hosts = _hosts(files)
     lanes = rank_lanes(history, attributed)
@@ -100,7 +95,7 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
         steps=_sum(history.of_kind("progress"), "steps"),
         dropped=_sum(history.of_kind("dropped"), "count"),
         bad_lines=sum(file.bad_lines for file in files),
-        notes=(*_endings(lost, is_ended=is_ended), *_notes(files, history)),
+        notes=(*endings, *_notes(files, history)),
     )
 
 
@@ -261,28 +256,23 @@ def _remarks(seen: Sequence[TimedEvent]) -> list[Remark]:
     return found
 
 
-def _lost(seen: Sequence[TimedEvent], missing: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the launches without an end that another one has recorded as lost.
-
-    They are silent since then: whoever writes again was taken for lost by mistake.
-    """
+def _endings(seen: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[bool, list[str]]:
+    """Return whether the record has an end, with notes on whose end is not in it."""
     last = {(event.host, event.launch): event.at for event in seen}
+    missing = last.keys() - {(event.host, event.launch) for event in ends}
     losses = [event for event in seen if event.kind == "fault" and event.text("cause") == NODE_LOST]
-    return {
+    # Another launch has recorded them as lost, and they are silent since then: whoever writes again
+    # was taken for lost by mistake.
+    lost = {
         launch
         for launch in missing
-        if any(
-            (event.host, event.launch) != launch and event.at >= last[launch] for event in losses
-        )
+        if any((each.host, each.launch) != launch and each.at >= last[launch] for each in losses)
     }
-
-
-def _endings(lost: set[tuple[str, int]], *, is_ended: bool) -> list[str]:
-    """Return notes on whose end is not in the record."""
-    if not is_ended:
-        return ["The record has no end: the job is still running, or its launcher was killed."]
+    if not ends or missing != lost:
+        note = "The record has no end: the job is still running, or its launcher was killed."
+        return False, [note]
     hosts = sorted({host for host, _ in lost})
-    return [f"A launcher on {plain(host)} was lost: it recorded no end." for host in hosts]
+    return True, [f"A launcher on {plain(host)} was lost: it recorded no end." for host in hosts]
 
 
 def _notes(files: Sequence[EventFile], history: JobHistory) -> list[str]:

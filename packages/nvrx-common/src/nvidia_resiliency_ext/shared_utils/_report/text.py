@@ -27,9 +27,9 @@ from .timeline import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .timeline import Remark, Restart, Timeline
+    from .timeline import Remark, Timeline
 
 
 _NARROWEST = 40
@@ -170,33 +170,24 @@ def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
 
 def new_lines(before: Timeline | None, timeline: Timeline) -> list[str]:
     """Return a line for each cycle, fault, restart and remark that was not there before."""
-    found: list[tuple[float, str]] = []
-    known = before.cycles if before else ()
-    reported = {(cycle.launch, cycle.number) for cycle in known}
-    found.extend(
-        (cycle.start, f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}")
-        for cycle in timeline.cycles
-        if (cycle.launch, cycle.number) not in reported
-    )
-    found.extend(
-        (fault.at, f"cycle {fault.cycle} {fault_line(fault)}")
-        for fault in timeline.faults[len(before.faults) if before else 0 :]
-    )
-    found.extend(
-        (restart.at, f"restart {restart_line(restart)}")
-        for restart in timeline.restarts
-        if restart.down_s is not None
-        and (before is None or _key(restart) not in {_key(each) for each in before.restarts})
-    )
-    found.extend(
-        (remark.at, _remark_line(remark))
-        for remark in timeline.remarks[len(before.remarks) if before else 0 :]
-    )
+    known = {key for key, _, _ in _news(before)} if before else set()
+    found = [(at, line) for key, at, line in _news(timeline) if key not in known]
     return [f"{clock_time(at)} {line}" for at, line in sorted(found)]
 
 
-def _key(restart: Restart) -> tuple[object, ...]:
-    return restart.at, restart.layer, restart.cycle, restart.down_s
+def _news(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
+    """Yield a key, the time and a line for each of them; a longer record keeps the keys."""
+    for cycle in timeline.cycles:
+        line = f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}"
+        yield ("cycle", cycle.launch, cycle.number), cycle.start, line
+    for number, fault in enumerate(timeline.faults):
+        yield ("fault", number), fault.at, f"cycle {fault.cycle} {fault_line(fault)}"
+    for each in timeline.restarts:
+        if each.down_s is not None:
+            key = (each.at, each.layer, each.cycle, each.down_s)
+            yield key, each.at, f"restart {restart_line(each)}"
+    for number, remark in enumerate(timeline.remarks):
+        yield ("remark", number), remark.at, _remark_line(remark)
 
 
 _TICK_S = 1.0

@@ -26,51 +26,6 @@ class Span:
         return self.end - self.start
 
 
-def flatten(
-    spans: Iterable[Span], order: Sequence[str], start: float, end: float, rest: str
-) -> list[Span]:
-    """Return spans without overlap that cover ``start`` to ``end`` exactly.
-
-    Args:
-        spans: May overlap; what lies outside the range is cut off.
-        order: Names, most important first: where spans overlap, the first name wins.
-        start: Begin of the range.
-        end: End of the range.
-        rest: Name of the time that no span covers.
-    """
-    changes: dict[float, list[tuple[Span, int]]] = defaultdict(list)
-    for span in spans:
-        left, right = max(span.start, start), min(span.end, end)
-        if left < right:
-            changes[left].append((span, 1))
-            changes[right].append((span, -1))
-    open_counts = dict.fromkeys([*order, rest], 0)
-    notes = dict.fromkeys([*order, rest], "")
-    flat: list[Span] = []
-    at = start
-    for moment in sorted({*changes, end}):
-        name = next((name for name in order if open_counts[name]), rest)
-        if moment > at:
-            if flat and flat[-1].name == name:
-                flat[-1] = Span(flat[-1].start, moment, name, flat[-1].note)
-            else:
-                flat.append(Span(at, moment, name, notes[name]))
-            at = moment
-        for changed, step in changes.get(moment, ()):
-            open_counts[changed.name] += step
-            if step > 0:
-                notes[changed.name] = changed.note
-    return flat
-
-
-def totals(flat: Iterable[Span], names: Iterable[str]) -> dict[str, float]:
-    """Return the seconds of each name, 0 for one that does not occur."""
-    found = dict.fromkeys(names, 0.0)
-    for span in flat:
-        found[span.name] = found.get(span.name, 0.0) + span.seconds
-    return found
-
-
 def merge(spans: Iterable[Span], gap_s: float) -> list[Span]:
     """Return spans of one lane, sorted; those of one name closer than ``gap_s`` become one."""
     merged: list[Span] = []
