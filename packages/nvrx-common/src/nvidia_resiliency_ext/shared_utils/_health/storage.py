@@ -92,8 +92,9 @@ def evaluate_mount(
     limits = (("blocks", min_free, "space is"), ("files", min_free_inodes, "inodes are"))
     for name, least, words in limits:
         free, whole = answer.get(f"{name}_free"), answer.get(name)
-        is_counted = isinstance(free, int) and isinstance(whole, int) and whole > 0
-        if is_counted and free / whole < least:
+        if not (isinstance(free, int) and isinstance(whole, int) and whole > 0):
+            continue
+        if free / whole < least:
             return f"only {free / whole:.1%} of its {words} free"
     return None
 
