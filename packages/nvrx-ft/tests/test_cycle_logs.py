@@ -355,9 +355,9 @@ def running_servers(
             loop.close()
 
 
-def address(folder: Path, port: int) -> sinks.FunnelAddress:
+def address(folder: Path, port: int) -> sinks.FunnelSink:
     """Return where a client of `running_servers` sends to."""
-    return sinks.FunnelAddress(f"127.0.0.1:{port}", "node", str(folder / "token"))
+    return sinks.FunnelSink(f"127.0.0.1:{port}", "node", str(folder / "token"))
 
 
 def test_lines_reach_the_files_of_a_log_server(
@@ -505,7 +505,7 @@ def test_a_host_that_goes_before_its_job_leaves_the_lines_to_the_next(
 
 def test_without_a_log_server_the_lines_go_into_files_here(logs: Logs, tmp_path: Path) -> None:
     """Lines wait for a token that is to come, and are written here when there is no server."""
-    made = logs(funnel=sinks.FunnelAddress("127.0.0.1:1", "node", str(tmp_path / "no-token")))
+    made = logs(funnel=sinks.FunnelSink("127.0.0.1:1", "node", str(tmp_path / "no-token")))
     made.begin_cycle(0, 1)
     run_writer(made, 0, "print('a')").wait(DEADLINE_S)
     wait_until(lambda: not made._reader._pipes, "the pipe's end")

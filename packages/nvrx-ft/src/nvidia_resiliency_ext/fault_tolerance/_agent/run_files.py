@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
-    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress
+    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 
 
@@ -176,18 +176,18 @@ class CycleRecords:
         elif logs.launcher_log_file is not None:
             self._logs.capture_own_streams(logs.launcher_log_file)
 
-    def _funnel(self) -> FunnelAddress | None:
+    def _funnel(self) -> FunnelSink | None:
         """Return the log server that this node sends to, if there is one."""
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
             return None
-        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress, funnel_of
+        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink, funnel_of
 
         node_id = logs.node_id or self._paths.host
         if logs.server is not None:
             return funnel_of(logs.server.ports, self._server_address, node_id, self._token.path)
         given = self._token.path if self._token.is_given else None
-        return FunnelAddress(str(logs.server_endpoint), node_id, given)
+        return FunnelSink(str(logs.server_endpoint), node_id, given)
 
     # While the job runs ------------------------------------------------------------------------
 

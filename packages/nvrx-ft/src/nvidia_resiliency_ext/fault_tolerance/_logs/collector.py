@@ -15,7 +15,7 @@ import tempfile
 from .lines import LineAssembler, cycle_log_file, rank_prefix
 from .outlet import MEMORY_BYTES, Backlog, Outlet, Target
 from .reader import MultiplexingReaderThread, open_pipe, pipe_bytes
-from .sinks import FunnelAddress, FunnelSink, LocalFile
+from .sinks import FunnelSink, LocalFile
 
 _STREAMS = (1, 2)
 
@@ -66,14 +66,14 @@ class CycleLogs:
         base_log_file: str,
         *,
         workers: int = 1,
-        funnel: FunnelAddress | None = None,
+        funnel: FunnelSink | None = None,
         spill_dir: str | None = None,
     ) -> None:
         self._base_log_file = base_log_file
         self._pipe_bytes = pipe_bytes(workers)
-        self._funnel = None if funnel is None else FunnelSink(funnel)
+        self._funnel = funnel
         memory = MEMORY_BYTES if funnel is None else _MEMORY_BEFORE_FUNNEL_BYTES
-        open_log = LocalFile if self._funnel is None else self._funnel.open
+        open_log = LocalFile if funnel is None else funnel.open
         self._outlet = Outlet(open_log, Backlog(memory, spill_dir or tempfile.gettempdir()))
         self._reader = MultiplexingReaderThread(self._outlet)
         self._reader.start()

@@ -21,6 +21,8 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
+from .sinks import endpoint_of
+
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
 
@@ -47,11 +49,6 @@ class ServerCommand:
     port: int
     grace_s: float
     argv: tuple[str, ...]
-
-
-def endpoint_of(host: str, port: int) -> str:
-    """Return host and port as gRPC reads them."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
