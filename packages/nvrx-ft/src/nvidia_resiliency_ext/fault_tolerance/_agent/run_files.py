@@ -153,6 +153,7 @@ class CycleRecords:
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None
+        self._funnel: FunnelSink | None = None
         try:
             self._open_logs()
         except BaseException:
@@ -165,10 +166,11 @@ class CycleRecords:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 
+        self._funnel = self._find_funnel()
         self._logs = CycleLogs(
             logs.applog_prefix,
             workers=self._plan.nproc_per_node,
-            funnel=self._funnel(),
+            funnel=self._funnel,
             spill_dir=self._environ.get(_env.NODE_LOCAL_TMPDIR),
         )
         if logs.launcher_log_file is not None and logs.launcher_pipe_fd is not None:
@@ -176,7 +178,7 @@ class CycleRecords:
         elif logs.launcher_log_file is not None:
             self._logs.capture_own_streams(logs.launcher_log_file)
 
-    def _funnel(self) -> FunnelSink | None:
+    def _find_funnel(self) -> FunnelSink | None:
         """Return the log server that this node sends to, if there is one."""
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
@@ -200,8 +202,8 @@ class CycleRecords:
         if said is not None and said not in (services.IN_A_FILE, services.NO_SERVER):
             if not self._token.is_given:
                 services.write_token(self._token.path, said)
-                if self._logs is not None:
-                    self._logs.try_again()
+                if self._funnel is not None:
+                    self._funnel.try_again()
             return
         # Who has sent lines to a server goes on waiting for it.
         if first:
@@ -215,8 +217,8 @@ class CycleRecords:
                 f" give this node {_env.LOG_FUNNEL_TOKEN_FILE}, too"
             )
         logger.warning("%s; this node writes its logs itself", why)
-        if self._logs is not None:
-            self._logs.write_files_instead()
+        if self._funnel is not None:
+            self._funnel.write_files_instead()
 
     def begin(self, assignment: Assignment) -> None:
         """Record that the workers of a cycle are about to start on this node."""
