@@ -79,7 +79,10 @@ def make_run_paths(
                 raise  # a start elsewhere or later may succeed
             raise ConfigError(str(error)) from None
     elif output.writes_files:
-        files = OutputFiles.in_new_folder()
+        import tempfile
+
+        # They are to be kept although no --log-dir was given.
+        files = OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
         logger.info("logs of the workers: %s", files.root)
     else:
         files = spare_files

@@ -143,7 +143,8 @@ class WorkerGroup:
         for spec in specs:
             with _opened_streams(spec) as (stdout_fd, stderr_fd):
                 self._add(spec, starter.start(spec, stdout_fd, stderr_fd))
-            self._follow(spec)
+            self.tee.follow(spec.output.stdout, spec.line_prefix, Stream.STDOUT)
+            self.tee.follow(spec.output.stderr, spec.line_prefix, Stream.STDERR)
         starter.done()
 
     def _add(self, spec: WorkerSpec, started: Started) -> None:
@@ -166,16 +167,6 @@ class WorkerGroup:
         self._add(spec, started)
         self.started_again(local_rank)
         return True
-
-    def _follow(self, spec: WorkerSpec) -> None:
-        pairs = ((Stream.STDOUT, spec.output.stdout), (Stream.STDERR, spec.output.stderr))
-        for stream, target in pairs:
-            if target.path is None:
-                continue
-            if target.tee:
-                self.tee.follow(target.path, spec.line_prefix, stream)
-            if target.filter is not None:
-                self.tee.filter(target.path, spec.line_prefix, target.filter)
 
     def _exited(self, local_rank: int) -> None:
         child = self.started[local_rank].child
@@ -285,7 +276,6 @@ class WorkerGroup:
         self._forget()
         self._is_stopping = False
         self._rearm()
-        self.tee.finish()
 
 
 @contextlib.contextmanager
