@@ -51,6 +51,15 @@ LATE_NAMES = (
 _NAME = re.compile(r"[A-Z][A-Z0-9_]+")
 
 
+# The rules as the start-up hook of a prewarmed worker takes them.
+WATCH_LIST = {
+    "names": IMPORT_TIME_NAMES,
+    "prefixes": IMPORT_TIME_PREFIXES,
+    "late": LATE_NAMES,
+    "late_prefixes": LATE_PREFIXES,
+}
+
+
 def is_import_time(name: str) -> bool:
     """Return whether a value set after the imports would be lost."""
     if name in LATE_NAMES or name.startswith(LATE_PREFIXES):
@@ -73,16 +82,6 @@ def set_in_text(text: str) -> str | None:
                 if is_import_time(name):
                     return str(name)
     return None
-
-
-def watch_list() -> dict[str, list[str]]:
-    """Return the rules as the start-up hook of a prewarmed worker takes them."""
-    return {
-        "names": list(IMPORT_TIME_NAMES),
-        "prefixes": list(IMPORT_TIME_PREFIXES),
-        "late": list(LATE_NAMES),
-        "late_prefixes": list(LATE_PREFIXES),
-    }
 
 
 _LOOKING_VARIABLES = (

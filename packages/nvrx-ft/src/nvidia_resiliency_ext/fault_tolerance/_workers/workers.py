@@ -85,6 +85,12 @@ class Starter:
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
         """Start one worker; the descriptors replace inherited streams and stay the caller's."""
+        return self.start_cold(spec, stdout_fd, stderr_fd, None)
+
+    def start_cold(
+        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str | None
+    ) -> Started:
+        """Start a fresh process for a worker; `reason` says why it comes from no prewarmed one."""
         child = start_child(
             spec.argv,
             env=spec.env,
@@ -93,13 +99,7 @@ class Starter:
             new_session=True,
             die_with_parent=self._die_with_parent,
         )
-        return Started(child, warm=False)
-
-    def start_again(
-        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, _reason: str
-    ) -> Started:
-        """Start a worker anew whose process never became one."""
-        return self.start(spec, stdout_fd, stderr_fd)
+        return Started(child, warm=False, cold_reason=reason)
 
 
 @dataclass(eq=False)
@@ -159,7 +159,10 @@ class WorkerGroup:
         spec = self._specs[local_rank]
         try:
             with _opened_streams(spec) as (stdout_fd, stderr_fd):
-                started = self._starter.start_again(spec, stdout_fd, stderr_fd, reason)
+                logger.info(
+                    "worker %d starts again, cold: its standby failed: %s", spec.rank, reason
+                )
+                started = self._starter.start_cold(spec, stdout_fd, stderr_fd, reason)
         except (NvrxError, OSError) as error:
             logger.error("worker %d cannot be started: %s", local_rank, error)  # noqa: TRY400
             return False
