@@ -186,11 +186,12 @@ class CycleRecords:
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
             return None
-        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink, funnel_of
+        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink, endpoint_of
 
         node_id = logs.node_id or self._paths.host
         if logs.server is not None:
-            return funnel_of(logs.server.ports, self._server_address, node_id, self._token.path)
+            port = logs.server.ports.client_connect_port()
+            return FunnelSink(endpoint_of(self._server_address, port), node_id, self._token.path)
         given = self._token.path if self._token.is_given else None
         return FunnelSink(str(logs.server_endpoint), node_id, given)
 

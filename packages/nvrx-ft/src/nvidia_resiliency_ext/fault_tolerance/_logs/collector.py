@@ -63,14 +63,11 @@ class CycleLogs:
         self._world_size = 1
         self._is_closed = False
 
-    def file_of(self, cycle: int) -> str:
-        return cycle_log_file(self._base_log_file, cycle)
-
     def begin_cycle(self, cycle: int, world_size: int) -> None:
         """Record that the workers of a cycle are about to start, and that the last are gone."""
         self.end_cycle()
         self._world_size = world_size
-        self._present = self._outlet.open(self.file_of(cycle))
+        self._present = self._outlet.open(cycle_log_file(self._base_log_file, cycle))
 
     def end_cycle(self) -> None:
         """Record that no worker of the present cycle will start any more.

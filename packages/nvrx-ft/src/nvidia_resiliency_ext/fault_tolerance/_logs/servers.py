@@ -106,10 +106,6 @@ class LogServers:
             self.stop()
             raise LogServerError(f"the log server cannot be started: {error}") from error
 
-    @property
-    def pids(self) -> dict[str, int]:
-        return {server.name: server.child.pid for server in self._servers if server.child}
-
     def expect_nodes(self) -> None:
         """Record that nodes have lines for these servers and have still to find them."""
         self._nodes_are_back_at = self.clock.monotonic() + _NODES_COME_BACK_S

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
     from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient, LogTarget
 
 
@@ -127,11 +126,6 @@ class FunnelSink:
 def endpoint_of(host: str, port: int) -> str:
     """Return host and port as gRPC reads them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def funnel_of(ports: LogFunnelPorts, host: str, node_id: str, token_file: str | None) -> FunnelSink:
-    """Return how this node reaches its log server of those that run on `host`."""
-    return FunnelSink(endpoint_of(host, ports.client_connect_port()), node_id, token_file)
 
 
 _CLOSE_S = 30.0
