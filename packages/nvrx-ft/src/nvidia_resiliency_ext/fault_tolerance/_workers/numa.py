@@ -56,16 +56,13 @@ class MachineTopology:
             names = os.listdir(f"{self._root}/{folder}")
         except OSError as error:
             raise ValueError(f"{self._root}/{folder}: {error.strerror}") from None
-        highest, shared = -1, ""
+        shared: dict[int, str] = {}
         for name in names:
-            if not name.removeprefix("index").isdecimal():
-                continue
-            if self._read(f"{folder}/{name}/type") not in _DATA_CACHES:
-                continue
-            level = int(self._read(f"{folder}/{name}/level"))
-            if level > highest:
-                highest, shared = level, self._read(f"{folder}/{name}/shared_cpu_list")
-        found = read_ranges(shared)
+            is_index = name.removeprefix("index").isdecimal()
+            if is_index and self._read(f"{folder}/{name}/type") in _DATA_CACHES:
+                level = int(self._read(f"{folder}/{name}/level"))
+                shared.setdefault(level, self._read(f"{folder}/{name}/shared_cpu_list"))
+        found = read_ranges(shared[max(shared)]) if shared else frozenset()
         if not found:
             raise ValueError(f"{self._root}/{folder}: names no cache that CPUs share")
         return found

@@ -283,8 +283,10 @@ class _Held:
         )
         for name in names:
             self._environ[name] = os.environ.get(name)
-        late = [entry for entry in sys.path if entry not in self._path]
-        late = [entry for entry in late if entry != self._entry_dir and self._goes_first(entry)]
+        # An entry behind all of the old ones cannot take the place of a module found there.
+        last = max((at for at, old in enumerate(sys.path) if old in self._path), default=0)
+        known = {*self._path, self._entry_dir}
+        late = [entry for entry in sys.path[:last] if entry not in known]
         shadow = _shadowing(late, self.origins())
         if names:
             _warn(
@@ -293,11 +295,6 @@ class _Held:
             )
         if shadow:
             _warn(f"sys.path came too late: {shadow}; use --ft-prewarm off")
-
-    def _goes_first(self, entry: str) -> bool:
-        # An entry behind all of the old ones cannot take the place of a module found there.
-        old_ones = [at for at, old in enumerate(sys.path) if old in self._path]
-        return bool(old_ones) and sys.path.index(entry) < old_ones[-1]
 
 
 class _Handover:
