@@ -434,7 +434,7 @@ def test_a_log_server_whose_start_fails_is_tried_again(
     """A start that fails for a while costs longer pauses, and not the server."""
     loop = Later()
     plan = server_plan(tmp_path, 1, 5000)
-    servers = LogServers(plan, "127.0.0.1", None, {}, loop, StoppedClock())  # type: ignore[arg-type]
+    servers = LogServers(plan, "127.0.0.1", "", {}, loop, StoppedClock())  # type: ignore[arg-type]
     started: list[str] = []
 
     def start(server: LogServer) -> None:
@@ -527,7 +527,7 @@ def test_a_taken_port_is_an_error_in_one_sentence(tmp_path: Path) -> None:
         clock = SystemClock()
         loop = EventLoop(clock)
         with pytest.raises(LogServerError, match="--ft-log-server-port"):
-            LogServers(plan, "127.0.0.1", None, os.environ, loop, clock).start()
+            LogServers(plan, "127.0.0.1", "", os.environ, loop, clock).start()
         loop.close()
 
 

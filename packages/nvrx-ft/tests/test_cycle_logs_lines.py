@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._logs import lines
+from nvidia_resiliency_ext.fault_tolerance._logs import lines, outlet
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import (
     LineAssembler,
     cycle_log_file,
@@ -170,10 +170,13 @@ def all_of(backlog: Backlog, target: Target) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_waits_keeps_its_order_and_says_what_is_missing(seed: int, tmp_path: Path) -> None:
+def test_what_waits_keeps_its_order_and_says_what_is_missing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Out of memory, then files: lines come in order; those that are gone are counted in a line."""
     draw = random.Random(seed)
-    backlog = Backlog(2000, str(tmp_path), draw.choice((0, 3000, 10**6)))
+    monkeypatch.setattr(outlet, "SPILL_BYTES", draw.choice((0, 3000, 10**6)))
+    backlog = Backlog(2000, str(tmp_path))
     target, other = backlog.open("log"), backlog.open("other")
     sent, out = [], b""
     for number in range(400):

@@ -121,12 +121,9 @@ def _cost(part: bytes) -> int:
 class Backlog:
     """All logs and one memory limit for what waits; the rest goes to files, or is dropped."""
 
-    def __init__(
-        self, limit_bytes: int, directory: str, spill_limit_bytes: int = SPILL_BYTES
-    ) -> None:
+    def __init__(self, limit_bytes: int, directory: str) -> None:
         self._limit_bytes = limit_bytes
         self._directory = directory
-        self._spill_limit_bytes = spill_limit_bytes
         self.targets: list[Target] = []
 
     def open(self, path: str) -> Target:
@@ -188,7 +185,7 @@ class Backlog:
     def _write_file(self, data: bytes) -> int:
         """Return the descriptor of a new file with `data`."""
         files = sum(len(target.spilled) for target in self.targets)
-        if self.spilled_bytes + len(data) > self._spill_limit_bytes or files == _MOST_FILES:
+        if self.spilled_bytes + len(data) > SPILL_BYTES or files == _MOST_FILES:
             raise OSError(errno.ENOSPC, "the limit of the spill files is reached")
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:

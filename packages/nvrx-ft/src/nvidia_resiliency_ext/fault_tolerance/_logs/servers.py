@@ -83,22 +83,21 @@ class LogServers:
 
     plan: LogServerPlan
     host: str
-    token_file: str | None
+    token_file: str
     environ: Mapping[str, str]
     loop: EventLoop
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._env = {k: v for k, v in self.environ.items() if k != _env.LOG_FUNNEL_TOKEN_FILE}
-        if self.token_file is not None:
-            self._env[_env.LOG_FUNNEL_TOKEN_FILE] = self.token_file
+        self._env = {**self.environ, _env.LOG_FUNNEL_TOKEN_FILE: self.token_file}
         self._servers = servers_of(self.plan, self.host)
         self._is_stopping = False
         self._nodes_are_back_at = 0.0
 
     def start(self) -> None:
         """Start all of them; they listen a moment later, and clients try until then."""
-        check_ports(self.host, [server.port for server in self._servers])
+        for server in self._servers:
+            _check_port(self.host, server.port)
         try:
             for server in self._servers:
                 self._start(server)
@@ -187,23 +186,18 @@ def _end_together(servers: Sequence[tuple[LogServer, Child]], grace_s: float | N
             child.signal(signal.SIGKILL)
 
 
-def check_ports(host: str, ports: Sequence[int]) -> None:
-    """Say early, and by name, which port is taken.
-
-    Raises:
-        LogServerError: One is, or the address is not this machine's.
-    """
-    for port in ports:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            )[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
-        except OSError as error:
-            raise LogServerError(
-                f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
-                "choose another --ft-log-server-port"
-            ) from error
+def _check_port(host: str, port: int) -> None:
+    """Say early, and by name, that a port is taken, or the address not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
+    except OSError as error:
+        raise LogServerError(
+            f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
+            "choose another --ft-log-server-port"
+        ) from error
