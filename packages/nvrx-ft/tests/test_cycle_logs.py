@@ -36,11 +36,11 @@ from nvidia_resiliency_ext.fault_tolerance._logs.lines import LineAssembler
 from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
+    LogServer,
     LogServerError,
     LogServers,
-    ServerCommand,
     _end_together,
-    server_commands,
+    servers_of,
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
@@ -324,9 +324,9 @@ def server_plan(folder: Path, leaves: int, port: int, grace_s: float = 5.0) -> L
 
 def test_servers_follow_the_ports(tmp_path: Path) -> None:
     """One server is a root; several are leaves below a root that has twice their time."""
-    (root,) = server_commands(server_plan(tmp_path, 1, 5000), "127.0.0.1")
+    (root,) = servers_of(server_plan(tmp_path, 1, 5000), "127.0.0.1")
     assert (root.name, root.port, root.grace_s) == ("root", 5000, 5.0)
-    root, *leaves = server_commands(server_plan(tmp_path, 2, 5000), "::1")
+    root, *leaves = servers_of(server_plan(tmp_path, 2, 5000), "::1")
     assert (root.port, root.grace_s) == (5002, 10.0)
     assert [leaf.port for leaf in leaves] == [5000, 5001]
     assert leaves[1].argv[leaves[1].argv.index("--upstream") + 1] == "[::1]:5002"
@@ -355,9 +355,9 @@ def running_servers(
             loop.close()
 
 
-def address(folder: Path, port: int) -> sinks.FunnelAddress:
+def address(folder: Path, port: int) -> sinks.FunnelSink:
     """Return where a client of `running_servers` sends to."""
-    return sinks.FunnelAddress(f"127.0.0.1:{port}", "node", str(folder / "token"))
+    return sinks.FunnelSink(f"127.0.0.1:{port}", "node", str(folder / "token"))
 
 
 def test_lines_reach_the_files_of_a_log_server(
@@ -389,11 +389,13 @@ def test_a_log_server_that_dies_starts_again_and_nothing_is_lost(
         writing = made.open_pipe(0)
         os.write(writing, b"before\n")
         wait_until(lambda: file.exists() and file.read_text(), "the first line")
-        first = servers.pids["root"]
-        os.kill(first, signal.SIGKILL)
+        (server,) = servers._servers
+        first = server.child
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
         os.write(writing, b"between\n")
         deadline = time.monotonic() + DEADLINE_S
-        while servers.pids.get("root", first) == first:
+        while server.child in (first, None):
             assert time.monotonic() < deadline, "a new server"
             loop.run_once(until=time.monotonic() + 0.1)
         os.write(writing, b"after\n")
@@ -432,16 +434,16 @@ def test_a_log_server_whose_start_fails_is_tried_again(
     """A start that fails for a while costs longer pauses, and not the server."""
     loop = Later()
     plan = server_plan(tmp_path, 1, 5000)
-    servers = LogServers(plan, "127.0.0.1", None, {}, loop, StoppedClock())  # type: ignore[arg-type]
+    servers = LogServers(plan, "127.0.0.1", "", {}, loop, StoppedClock())  # type: ignore[arg-type]
     started: list[str] = []
 
-    def start(command: ServerCommand) -> None:
-        started.append(command.name)
+    def start(server: LogServer) -> None:
+        started.append(server.name)
         if len(started) < 4:
             raise problem
 
     monkeypatch.setattr(servers, "_start", start)
-    servers._start_again(servers._commands[0])
+    servers._start_again(servers._servers[0])
     for at, callback in loop.calls:
         callback()
         assert at == 0.5 * 2 ** (len(started) - 2)
@@ -453,10 +455,10 @@ def test_a_log_server_that_does_not_end_in_time_is_killed(
 ) -> None:
     """What the log says is done, before the server above it is asked to end."""
     monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._logs.servers._KILL_MARGIN_S", 0)
-    (command,) = server_commands(server_plan(tmp_path, 1, 5000), "127.0.0.1")
+    (server,) = servers_of(server_plan(tmp_path, 1, 5000), "127.0.0.1")
     sent: list[int] = []
     child = types.SimpleNamespace(signal=sent.append, wait=lambda _: None)
-    _end_together([(dataclasses.replace(command, grace_s=0.0), child)])  # type: ignore[list-item]
+    _end_together([(dataclasses.replace(server, grace_s=0.0), child)])  # type: ignore[list-item]
     assert sent == [signal.SIGTERM, signal.SIGKILL]
 
 
@@ -505,12 +507,13 @@ def test_a_host_that_goes_before_its_job_leaves_the_lines_to_the_next(
 
 def test_without_a_log_server_the_lines_go_into_files_here(logs: Logs, tmp_path: Path) -> None:
     """Lines wait for a token that is to come, and are written here when there is no server."""
-    made = logs(funnel=sinks.FunnelAddress("127.0.0.1:1", "node", str(tmp_path / "no-token")))
+    funnel = sinks.FunnelSink("127.0.0.1:1", "node", str(tmp_path / "no-token"))
+    made = logs(funnel=funnel)
     made.begin_cycle(0, 1)
     run_writer(made, 0, "print('a')").wait(DEADLINE_S)
     wait_until(lambda: not made._reader._pipes, "the pipe's end")
     assert not (tmp_path / "job_cycle0.log").exists()
-    made.write_files_instead()
+    funnel.write_files_instead()
     assert made.close()
     assert (tmp_path / "job_cycle0.log").read_text() == "0: a\n"
 
@@ -524,7 +527,7 @@ def test_a_taken_port_is_an_error_in_one_sentence(tmp_path: Path) -> None:
         clock = SystemClock()
         loop = EventLoop(clock)
         with pytest.raises(LogServerError, match="--ft-log-server-port"):
-            LogServers(plan, "127.0.0.1", None, os.environ, loop, clock).start()
+            LogServers(plan, "127.0.0.1", "", os.environ, loop, clock).start()
         loop.close()
 
 

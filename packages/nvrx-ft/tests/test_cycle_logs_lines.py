@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._logs import lines
+from nvidia_resiliency_ext.fault_tolerance._logs import lines, outlet
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import (
     LineAssembler,
     cycle_log_file,
     rank_prefix,
 )
-from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog
+from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog, Target
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import pipe_bytes
 
 PREFIX = b" 3: "
@@ -161,31 +161,34 @@ def test_pipes_of_many_workers_are_smaller(workers: int, size: int) -> None:
 # --- what waits -----------------------------------------------------------------------------------
 
 
-def all_of(backlog: Backlog, queue: object) -> bytes:
-    """Take everything out of a queue."""
+def all_of(backlog: Backlog, target: Target) -> bytes:
+    """Take everything that waits for a log."""
     out = b""
-    while queue:
-        out += backlog.take(queue)  # type: ignore[arg-type]
+    while target.has_lines:
+        out += backlog.take(target)
     return out
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_waits_keeps_its_order_and_says_what_is_missing(seed: int, tmp_path: Path) -> None:
+def test_what_waits_keeps_its_order_and_says_what_is_missing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Out of memory, then files: lines come in order; those that are gone are counted in a line."""
     draw = random.Random(seed)
-    backlog = Backlog(2000, str(tmp_path), draw.choice((0, 3000, 10**6)))
-    queue, other = backlog.open(), backlog.open()
+    monkeypatch.setattr(outlet, "SPILL_BYTES", draw.choice((0, 3000, 10**6)))
+    backlog = Backlog(2000, str(tmp_path))
+    target, other = backlog.open("log"), backlog.open("other")
     sent, out = [], b""
     for number in range(400):
         data = b"%d %s\n" % (number, b"x" * draw.randrange(60))
         sent.append(data)
-        backlog.put(queue, data)
+        backlog.put(target, data)
         if draw.random() < 0.2:
             backlog.put(other, b"o\n")
         assert backlog.memory_bytes <= 2000
-        if draw.random() < 0.1 and queue:
-            out += backlog.take(queue)
-    out += all_of(backlog, queue)
+        if draw.random() < 0.1 and target.has_lines:
+            out += backlog.take(target)
+    out += all_of(backlog, target)
     found = out.splitlines(keepends=True)
     notices = [line for line in found if line.startswith(b"[nvrx] dropped")]
     kept = [line for line in found if line not in notices]
@@ -202,12 +205,12 @@ def test_what_waits_keeps_its_order_and_says_what_is_missing(seed: int, tmp_path
 def test_lines_in_files_come_back_and_the_files_go(tmp_path: Path) -> None:
     """Spilled lines are replayed in order; the files have no names and no room in the end."""
     backlog = Backlog(1 << 20, str(tmp_path))
-    queue = backlog.open()
+    target = backlog.open("log")
     blocks = [b"%06d\n" % number * 40_000 for number in range(80)]
     for block in blocks:
-        backlog.put(queue, block)
+        backlog.put(target, block)
     assert backlog.spilled_bytes > 10 << 20
-    assert all_of(backlog, queue) == b"".join(blocks)
+    assert all_of(backlog, target) == b"".join(blocks)
     assert backlog.spilled_bytes == 0
     assert not list(tmp_path.iterdir())
 
@@ -215,10 +218,10 @@ def test_lines_in_files_come_back_and_the_files_go(tmp_path: Path) -> None:
 def test_a_spill_directory_that_is_gone_drops_the_oldest() -> None:
     """Without room anywhere the newest lines stay, and the rest is counted."""
     backlog = Backlog(1000, "/proc/nonexistent")
-    queue = backlog.open()
+    target = backlog.open("log")
     for number in range(100):
-        backlog.put(queue, b"%099d\n" % number)
-    out = all_of(backlog, queue).splitlines()
+        backlog.put(target, b"%099d\n" % number)
+    out = all_of(backlog, target).splitlines()
     assert out[0].startswith(b"[nvrx] dropped ")
     assert int(out[-1]) == 99
     assert int(out[0].split()[2]) + len(out) - 1 == 100

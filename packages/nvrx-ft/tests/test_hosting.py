@@ -27,6 +27,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorServices,
     ServicesPlan,
 )
+from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
@@ -183,25 +184,6 @@ def test_a_host_without_log_servers_says_so(tmp_path: Path) -> None:
         assert made.log_token == log_token.NO_SERVER
 
 
-class Logs:
-    """Stands for the cycle logs of a node, which have tests of their own."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.calls: list[str] = []
-
-    def write_files_instead(self) -> None:
-        """Record it."""
-        self.calls.append("files")
-
-    def try_again(self) -> None:
-        """Record it."""
-        self.calls.append("again")
-
-    def close(self) -> bool:
-        """Say that all is written."""
-        return True
-
-
 @pytest.fixture
 def launch(tmp_path: Path, clean_environment: pytest.MonkeyPatch) -> LaunchPlan:
     """Return the plan of a launcher that sends its logs to the job's host."""
@@ -236,15 +218,16 @@ def test_a_node_does_what_the_host_says_of_log_servers(  # noqa: PLR0913, PLR091
     token: str | None,
 ) -> None:
     """A token is kept and used at once; without a server that fits, files are written here."""
-    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._logs.collector.CycleLogs", Logs)
+    done: list[str] = []
+    monkeypatch.setattr(FunnelSink, "write_files_instead", lambda _: done.append("files"))
+    monkeypatch.setattr(FunnelSink, "try_again", lambda _: done.append("again"))
     place = types.SimpleNamespace(host="n1", run_dir=types.SimpleNamespace(path=str(tmp_path)))
     environ = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/given"} if is_given else {}
     records = CycleRecords(launch, environ, place, "c", is_host=False)
-    logs: Any = records._logs
     assert records.asks_for_log_server
     for one in said:
         records.log_server_said(one)
-    assert logs.calls == calls
+    assert done == calls
     path = tmp_path / "log_token"
     assert (path.read_text() if path.exists() else None) == token
     records.close()

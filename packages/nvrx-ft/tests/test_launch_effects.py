@@ -290,7 +290,7 @@ def test_tee_copies_whole_lines_with_prefix_and_the_last_words(
     path = tmp_path / "stdout.log"
     path.touch()
     tee = output.Tee()
-    tee.follow(str(path), "[default0]:", output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), "[default0]:", output.Stream.STDOUT)
     assert tee.look() == (None if has_notices else output.LOOK_INTERVAL_S)
     with path.open("ab", buffering=0) as file:
         file.write(b"one\ntw")
@@ -313,7 +313,7 @@ def test_a_line_written_before_the_tee_follows_is_shown_at_once(tmp_path):
     path.write_bytes(b"early\n")
     looks = []
     tee = output.Tee(lambda: looks.append(1))
-    tee.follow(str(path), "", output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
     assert looks == [1]
     tee.close()
 
@@ -335,8 +335,8 @@ def test_lines_that_are_wanted_are_written_a_second_time(tmp_path, capfdbinary):
     tee = output.Tee()
     for rank, file in enumerate(files):
         file.write_bytes(b"apple pie\nplum\n")
-        tee.filter(str(file), f"[default{rank}]:", copy)
-    tee.follow(str(files[1]), "", output.Stream.STDOUT)
+        tee.follow(output.Target(str(file), filter=copy), f"[default{rank}]:", output.Stream.STDOUT)
+    tee.follow(output.Target(str(files[1]), tee=True), "", output.Stream.STDOUT)
     with files[1].open("ab", buffering=0) as file:
         file.write(b"one ap")
         tee.look()
@@ -357,7 +357,8 @@ def test_a_file_of_wanted_lines_that_cannot_be_written_costs_its_lines(tmp_path,
     path = tmp_path / "0.log"
     path.write_bytes(b"a\n")
     tee = output.Tee()
-    tee.filter(str(path), "", output.Filter(str(tmp_path), ("a",)))
+    copy = output.Filter(str(tmp_path), ("a",))
+    tee.follow(output.Target(str(path), filter=copy), "", output.Stream.STDOUT)
     assert tee.look() is None
     tee.close()
     assert caplog.text.count("is not written any more") == 1
@@ -368,7 +369,7 @@ def test_tee_does_not_stay_with_a_worker_that_writes_without_end(tmp_path, capfd
     path = tmp_path / "stdout.log"
     path.write_bytes(b"x" * 99 + b"\n" + b"y\n" * (output.READ_BYTES * output.MAX_READS))
     tee = output.Tee()
-    tee.follow(str(path), "", output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
     assert tee.look() == 0.0
     assert len(capfdbinary.readouterr().out) <= output.READ_BYTES * output.MAX_READS
     tee.close()
@@ -383,7 +384,7 @@ def test_tee_survives_an_odd_console(tmp_path, monkeypatch, console):
     path = tmp_path / "stdout.log"
     path.write_bytes(b"line\n")
     tee = output.Tee()
-    tee.follow(str(path), "p:", output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), "p:", output.Stream.STDOUT)
     if console == "closed":
         stream.close()
     tee.close()
@@ -397,7 +398,7 @@ def test_tee_never_waits_for_a_console_that_does_not_read(tmp_path, monkeypatch)
     path = tmp_path / "stdout.log"
     path.write_bytes(b"line\n" * 100_000)
     tee = output.Tee()
-    tee.follow(str(path), "", output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
     assert tee.look() == output.LOOK_INTERVAL_S
     seen = 0
     while seen < 500_000:
@@ -418,7 +419,7 @@ def test_a_console_that_does_not_read_delays_no_restart_and_loses_no_line(tmp_pa
     for cycle in (b"old\n", b"new\n"):
         path = tmp_path / f"{cycle[:3].decode()}.log"
         path.write_bytes(cycle * 50_000 + cycle[:3])
-        tee.follow(str(path), "", output.Stream.STDOUT)
+        tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
         if cycle == b"old\n":
             tee.end_cycle()
             assert due[-1] == output.LOOK_INTERVAL_S
@@ -440,7 +441,7 @@ def test_what_a_console_never_takes_holds_no_files_open(tmp_path, monkeypatch, c
     path.write_bytes(b"line\n" * 50_000)
     tee = output.Tee()
     for _ in range(3):
-        tee.follow(str(path), "", output.Stream.STDOUT)
+        tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
         tee.look()
         tee.end_cycle()
     opened = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
@@ -465,7 +466,7 @@ def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, capl
     paths = [tmp_path / "0.log", tmp_path / "1.log"]
     for path in paths:
         path.write_bytes(b"x" * 99 + b"\n")
-        tee.follow(str(path), "", output.Stream.STDOUT)
+        tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
         with path.open("ab") as file:
             file.write((b"x" * 99 + b"\n") * 30_000)
     tee.close()
@@ -492,7 +493,7 @@ def test_tee_gives_up_a_file_that_cannot_be_read(tmp_path, caplog):
     path = tmp_path / "stdout.log"
     path.write_bytes(b"line\n")
     tee = output.Tee()
-    tee.follow(str(path), "", output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), "", output.Stream.STDOUT)
     fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
     [fd] = [fd for fd in fds if os.readlink(f"/proc/self/fd/{fd}") == str(path)]
     folder = os.open(tmp_path, os.O_RDONLY)
@@ -508,7 +509,7 @@ def test_prefix_that_is_no_unicode_is_copied(tmp_path, capfdbinary):
     path = tmp_path / "stdout.log"
     path.write_bytes(b"line\n")
     tee = output.Tee()
-    tee.follow(str(path), os.fsdecode(b"r\xff:"), output.Stream.STDOUT)
+    tee.follow(output.Target(str(path), tee=True), os.fsdecode(b"r\xff:"), output.Stream.STDOUT)
     tee.close()
     assert capfdbinary.readouterr().out == b"r\xff:line\n"
 

@@ -42,7 +42,6 @@ from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     NO_HANDLER,
     TorchEvents,
 )
-from nvidia_resiliency_ext.fault_tolerance._workers import command
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
     Tee,
     console_output,
@@ -59,6 +58,7 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Result
+from .environment import cycle_variables, rank_variables, shared_variables
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController, end_of_job
 from .prewarm import PrewarmStarter
@@ -270,23 +270,9 @@ class Job:
 
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         plan, paths = self._plan, self._paths
-        self._environment = command.JobEnvironment(
-            nproc=plan.nproc_per_node,
-            role=plan.role,
-            job_id=plan.run_id,
-            run_id=paths.run_id,
-            max_restarts=plan.max_restarts,
-            launcher_socket=paths.launcher_socket,
-            monitor_sockets=paths.monitor_sockets,
-            omp_num_threads=plan.omp_num_threads,
-            inprocess_store=None if endpoint is None else endpoint.address,
-            virtual_devices=plan.virtual_devices,
-            signals_to_handle=",".join(signum.name for signum in plan.signals),
-        )
-        inherited = {k: v for k, v in self._environ.items() if k not in command.OF_AN_OUTER_RANK}
+        store = None if endpoint is None else endpoint.address
         self._base_env = {
-            **inherited,
-            **command.shared_variables(self._environment, self._environ),
+            **shared_variables(plan, paths, self._environ, store),
             **self._event_log.environment(),
             **cycle_info_environment(plan),
         }
@@ -519,7 +505,7 @@ class Job:
         if self._plan.max_nodes == 1 and self._services is not None:
             here = Arrival("", self._paths.host, infra_rank=0)
             self._services.begins(assignment.cycle, [here])
-        times = command.cycle_variables(self._clock.wall(), cycle_start_time, self._infra_rank)
+        times = cycle_variables(self._clock.wall(), cycle_start_time, self._infra_rank)
         env = {**self._base_env, **times}
         has_space = self._has_space(assignment.cycle)
         specs = [
@@ -560,9 +546,7 @@ class Job:
         if paths.output.writes_files and not has_space:
             output = console_output(directory)
         output = self._cycles.output(output, rank)
-        variables = command.rank_variables(
-            self._environment, assignment, local_rank, output.error_file
-        )
+        variables = rank_variables(plan, paths, assignment, local_rank, output.error_file)
         return WorkerSpec(
             local_rank=local_rank,
             rank=rank,

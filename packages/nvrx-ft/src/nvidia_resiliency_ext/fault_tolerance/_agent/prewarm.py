@@ -245,8 +245,7 @@ class PrewarmStarter(Starter):
             if started is not None:
                 return started
             reason = problem
-        started = super().start(spec, stdout_fd, stderr_fd)
-        return Started(started.child, warm=False, cold_reason=reason)
+        return self.start_cold(spec, stdout_fd, stderr_fd, reason)
 
     def _why_none(self, slot: int) -> str:
         if self._pool.slots[slot] is pools.SlotState.FAILED:
@@ -351,14 +350,6 @@ class PrewarmStarter(Starter):
             self._reporter.prewarm_changed(local_rank, "failed", None, None)
             self._carry_out(self._pool.fail(local_rank, reason, self._clock.monotonic()))
         return reason
-
-    def start_again(
-        self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None, reason: str
-    ) -> Started:
-        """Start a fresh process for a worker whose prewarmed worker failed after "go"."""
-        logger.info("worker %d starts again, cold: its standby failed: %s", spec.rank, reason)
-        child = super().start(spec, stdout_fd, stderr_fd).child
-        return Started(child, warm=False, cold_reason=reason)
 
     def close(self) -> None:
         """End all prewarmed workers; workers that came from one are not touched."""

@@ -30,7 +30,7 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
-    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress
+    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 
 
@@ -79,7 +79,10 @@ def make_run_paths(
                 raise  # a start elsewhere or later may succeed
             raise ConfigError(str(error)) from None
     elif output.writes_files:
-        files = OutputFiles.in_new_folder()
+        import tempfile
+
+        # They are to be kept although no --log-dir was given.
+        files = OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
         logger.info("logs of the workers: %s", files.root)
     else:
         files = spare_files
@@ -153,6 +156,7 @@ class CycleRecords:
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None
+        self._funnel: FunnelSink | None = None
         try:
             self._open_logs()
         except BaseException:
@@ -165,10 +169,11 @@ class CycleRecords:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 
+        self._funnel = self._find_funnel()
         self._logs = CycleLogs(
             logs.applog_prefix,
             workers=self._plan.nproc_per_node,
-            funnel=self._funnel(),
+            funnel=self._funnel,
             spill_dir=self._environ.get(_env.NODE_LOCAL_TMPDIR),
         )
         if logs.launcher_log_file is not None and logs.launcher_pipe_fd is not None:
@@ -176,18 +181,19 @@ class CycleRecords:
         elif logs.launcher_log_file is not None:
             self._logs.capture_own_streams(logs.launcher_log_file)
 
-    def _funnel(self) -> FunnelAddress | None:
+    def _find_funnel(self) -> FunnelSink | None:
         """Return the log server that this node sends to, if there is one."""
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
             return None
-        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress, funnel_of
+        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink, endpoint_of
 
         node_id = logs.node_id or self._paths.host
         if logs.server is not None:
-            return funnel_of(logs.server.ports, self._server_address, node_id, self._token.path)
+            port = logs.server.ports.client_connect_port()
+            return FunnelSink(endpoint_of(self._server_address, port), node_id, self._token.path)
         given = self._token.path if self._token.is_given else None
-        return FunnelAddress(str(logs.server_endpoint), node_id, given)
+        return FunnelSink(str(logs.server_endpoint), node_id, given)
 
     # While the job runs ------------------------------------------------------------------------
 
@@ -200,8 +206,8 @@ class CycleRecords:
         if said is not None and said not in (services.IN_A_FILE, services.NO_SERVER):
             if not self._token.is_given:
                 services.write_token(self._token.path, said)
-                if self._logs is not None:
-                    self._logs.try_again()
+                if self._funnel is not None:
+                    self._funnel.try_again()
             return
         # Who has sent lines to a server goes on waiting for it.
         if first:
@@ -215,8 +221,8 @@ class CycleRecords:
                 f" give this node {_env.LOG_FUNNEL_TOKEN_FILE}, too"
             )
         logger.warning("%s; this node writes its logs itself", why)
-        if self._logs is not None:
-            self._logs.write_files_instead()
+        if self._funnel is not None:
+            self._funnel.write_files_instead()
 
     def begin(self, assignment: Assignment) -> None:
         """Record that the workers of a cycle are about to start on this node."""

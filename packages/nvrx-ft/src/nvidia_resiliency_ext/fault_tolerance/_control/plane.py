@@ -157,12 +157,13 @@ class ControlPlane:
         if logs.launcher_log_file is None:
             return
         from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
-        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import funnel_of
+        from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink, endpoint_of
 
         funnel = None
         if logs.server is not None:
-            ports, me = logs.server.ports, f"{PROGRAM}@{self._host_name}"
-            funnel = funnel_of(ports, self._plan.address, me, self._own_token)
+            endpoint = endpoint_of(self._plan.address, logs.server.ports.client_connect_port())
+            me = f"{PROGRAM}@{self._host_name}"
+            funnel = FunnelSink(endpoint, me, self._own_token)
         own = CycleLogs(logs.launcher_log_file, funnel=funnel)
         self._stack.callback(own.close)
         own.capture_own_streams(logs.launcher_log_file)

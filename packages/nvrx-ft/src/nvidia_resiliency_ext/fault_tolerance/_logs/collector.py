@@ -15,29 +15,9 @@ import tempfile
 from .lines import LineAssembler, cycle_log_file, rank_prefix
 from .outlet import MEMORY_BYTES, Backlog, Outlet, Target
 from .reader import MultiplexingReaderThread, open_pipe, pipe_bytes
-from .sinks import FunnelAddress, FunnelSink, LocalFile
+from .sinks import FunnelSink, LocalFile
 
 _STREAMS = (1, 2)
-
-
-class CapturedStreams:
-    """Both streams lead into a pipe until `restore`; whoever reads its end `fd` owns that."""
-
-    def __init__(self) -> None:
-        self.fd, writing = open_pipe()
-        _flush()
-        self._old = [os.dup(stream) for stream in _STREAMS]
-        for stream in _STREAMS:
-            os.dup2(writing, stream)
-        os.close(writing)
-
-    def restore(self) -> None:
-        """Give the streams back; harmless when repeated."""
-        _flush()
-        old, self._old = self._old, []
-        for stream, fd in zip(_STREAMS, old, strict=False):
-            os.dup2(fd, stream)
-            os.close(fd)
 
 
 def _flush() -> None:
@@ -66,41 +46,28 @@ class CycleLogs:
         base_log_file: str,
         *,
         workers: int = 1,
-        funnel: FunnelAddress | None = None,
+        funnel: FunnelSink | None = None,
         spill_dir: str | None = None,
     ) -> None:
         self._base_log_file = base_log_file
         self._pipe_bytes = pipe_bytes(workers)
-        self._funnel = None if funnel is None else FunnelSink(funnel)
+        self._funnel = funnel
         memory = MEMORY_BYTES if funnel is None else _MEMORY_BEFORE_FUNNEL_BYTES
-        open_log = LocalFile if self._funnel is None else self._funnel.open
+        open_log = LocalFile if funnel is None else funnel.open
         self._outlet = Outlet(open_log, Backlog(memory, spill_dir or tempfile.gettempdir()))
         self._reader = MultiplexingReaderThread(self._outlet)
         self._reader.start()
         self._present: Target | None = None
         self._own: Target | None = None
-        self._streams: CapturedStreams | None = None
+        self._captured: list[int] = []
         self._world_size = 1
         self._is_closed = False
-
-    def file_of(self, cycle: int) -> str:
-        return cycle_log_file(self._base_log_file, cycle)
-
-    def write_files_instead(self) -> None:
-        """Write the logs on this node: there is no log server after all; from any thread."""
-        if self._funnel is not None:
-            self._funnel.write_files_instead()
-
-    def try_again(self) -> None:
-        """Ask the log server at once, which may let us in now; from any thread."""
-        if self._funnel is not None:
-            self._funnel.try_again()
 
     def begin_cycle(self, cycle: int, world_size: int) -> None:
         """Record that the workers of a cycle are about to start, and that the last are gone."""
         self.end_cycle()
         self._world_size = world_size
-        self._present = self._outlet.open(self.file_of(cycle))
+        self._present = self._outlet.open(cycle_log_file(self._base_log_file, cycle))
 
     def end_cycle(self) -> None:
         """Record that no worker of the present cycle will start any more.
@@ -125,8 +92,13 @@ class CycleLogs:
 
     def capture_own_streams(self, path: str) -> None:
         """Let the launcher's own stdout and stderr go into a log, as they are, until `close`."""
-        self._streams = CapturedStreams()
-        self.read_own(self._streams.fd, path)
+        reading, writing = open_pipe()
+        _flush()
+        self._captured = [os.dup(stream) for stream in _STREAMS]
+        for stream in _STREAMS:
+            os.dup2(writing, stream)
+        os.close(writing)
+        self.read_own(reading, path)
 
     def read_own(self, fd: int, path: str) -> None:
         """Write what comes through a pipe into a log, as it is, until `close`."""
@@ -142,8 +114,11 @@ class CycleLogs:
         if self._is_closed:
             return True
         self._is_closed = True
-        if self._streams is not None:
-            self._streams.restore()
+        if self._captured:
+            _flush()
+        for stream, fd in zip(_STREAMS, self._captured, strict=False):
+            os.dup2(fd, stream)
+            os.close(fd)
         if self._own is not None:
             self._reader.leave(self._own)
         self.end_cycle()

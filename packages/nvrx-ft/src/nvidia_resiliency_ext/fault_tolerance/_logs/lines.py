@@ -81,7 +81,10 @@ class LineAssembler:
         if self._drops_noise and _NOISE.search(text):
             text = _NOISE.sub(b"", text)
         if not text.isascii():
-            text = _as_utf8(text)
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                text = text.decode(errors="replace").encode()
         if b"\0" in text:
             text = text.replace(b"\0", _NUL)
         if not self._prefix:
@@ -107,11 +110,3 @@ def _character_start(line: bytes, at: int) -> int:
         if line[start] & _CONTINUATION_MASK != _CONTINUATION:
             return start
     return at
-
-
-def _as_utf8(text: bytes) -> bytes:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return text.decode(errors="replace").encode()
-    return text

@@ -6,7 +6,6 @@ One that ends is started again; its clients keep their lines meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -20,6 +19,8 @@ from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+
+from .sinks import endpoint_of
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
@@ -39,43 +40,41 @@ class LogServerError(NvrxError):
     """A log server cannot run here."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """One server: its name, its port, how long it may take to end, and how it is started."""
+@dataclass(eq=False)
+class LogServer:
+    """One server: its name, its port, how long it may take to end, and how it is started.
+
+    `child` is its process while it runs, `delay_s` the pause before its next start.
+    """
 
     name: str
     port: int
     grace_s: float
-    argv: tuple[str, ...]
+    argv: Sequence[str]
+    child: Child | None = None
+    delay_s: float = _FIRST_DELAY_S
 
 
-def endpoint_of(host: str, port: int) -> str:
-    """Return host and port as gRPC reads them."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def server_commands(plan: LogServerPlan, host: str) -> list[ServerCommand]:
+def servers_of(plan: LogServerPlan, host: str) -> list[LogServer]:
     """Return the servers of a plan, the root first."""
     ports = plan.ports
     roots = [word for root in plan.allowed_roots for word in ("--allowed-root", root)]
 
-    def command(name: str, module: str, port: int, grace_s: float, *more: str) -> ServerCommand:
+    def server(name: str, module: str, port: int, grace_s: float, *more: str) -> LogServer:
         argv = [sys.executable, "-m", f"{_PACKAGE}.{module}", "--host", host, "--port", str(port)]
         argv += ["--graceful-shutdown-timeout", f"{grace_s:g}", *roots, *more]
-        return ServerCommand(name, port, grace_s, tuple(argv))
+        return LogServer(name, port, grace_s, argv)
 
     root_grace_s = plan.grace_s * (2 if ports.uses_two_level else 1)
-    root = command("root", "grpc_log_server", ports.root_listen_port, root_grace_s)
-    if not ports.uses_two_level:
-        return [root]
-    upstream = ("--upstream", endpoint_of(host, ports.root_listen_port))
-    queue = ("--max-queue-chunks", str(plan.leaf_queue_chunks))
-    more, module = (*upstream, *queue), "grpc_log_leaf_server"
-    ports_of_leaves = ports.listen_ports()[:-1]
-    return [root] + [
-        command(f"leaf{index}", module, port, plan.grace_s, *more)
-        for index, port in enumerate(ports_of_leaves)
-    ]
+    servers = [server("root", "grpc_log_server", ports.root_listen_port, root_grace_s)]
+    if ports.uses_two_level:
+        more = ["--upstream", endpoint_of(host, ports.root_listen_port)]
+        more += ["--max-queue-chunks", str(plan.leaf_queue_chunks)]
+        servers += [
+            server(f"leaf{index}", "grpc_log_leaf_server", port, plan.grace_s, *more)
+            for index, port in enumerate(ports.listen_ports()[:-1])
+        ]
+    return servers
 
 
 @dataclass(eq=False)
@@ -84,87 +83,75 @@ class LogServers:
 
     plan: LogServerPlan
     host: str
-    token_file: str | None
+    token_file: str
     environ: Mapping[str, str]
     loop: EventLoop
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._env = {k: v for k, v in self.environ.items() if k != _env.LOG_FUNNEL_TOKEN_FILE}
-        if self.token_file is not None:
-            self._env[_env.LOG_FUNNEL_TOKEN_FILE] = self.token_file
-        self._commands = server_commands(self.plan, self.host)
-        self._running: dict[str, Child] = {}
-        self._delays: dict[str, float] = {}
+        self._env = {**self.environ, _env.LOG_FUNNEL_TOKEN_FILE: self.token_file}
+        self._servers = servers_of(self.plan, self.host)
         self._is_stopping = False
         self._nodes_are_back_at = 0.0
 
     def start(self) -> None:
         """Start all of them; they listen a moment later, and clients try until then."""
-        check_ports(self.host, [command.port for command in self._commands])
+        for server in self._servers:
+            _check_port(self.host, server.port)
         try:
-            for command in self._commands:
-                self._start(command)
+            for server in self._servers:
+                self._start(server)
         except (OSError, ChildStartError) as error:
             self.stop()
             raise LogServerError(f"the log server cannot be started: {error}") from error
-
-    @property
-    def pids(self) -> dict[str, int]:
-        return {name: child.pid for name, child in self._running.items()}
 
     def expect_nodes(self) -> None:
         """Record that nodes have lines for these servers and have still to find them."""
         self._nodes_are_back_at = self.clock.monotonic() + _NODES_COME_BACK_S
 
-    def _start(self, command: ServerCommand) -> None:
-        with contextlib.ExitStack() as opened:
-            output = self._open_log(command.name)
-            if output is not None:
-                opened.callback(os.close, output)
-            child = start_child(
-                command.argv, env=self._env, stdout=output, stderr=output, die_with_parent=True
+    def _start(self, server: LogServer) -> None:
+        prefix, output = self.plan.log_prefix, None
+        if prefix is not None:
+            os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            output = os.open(f"{prefix}_log_{server.name}.log", flags, 0o644)
+        try:
+            child = server.child = start_child(
+                server.argv, env=self._env, stdout=output, stderr=output, die_with_parent=True
             )
-        self._running[command.name] = child
-        self.loop.watch(child.fileno(), lambda: self._ended(command))
+        finally:
+            if output is not None:
+                os.close(output)
+        self.loop.watch(child.fileno(), lambda: self._ended(server, child))
 
-    def _open_log(self, name: str) -> int | None:
-        prefix = self.plan.log_prefix
-        if prefix is None:
-            return None
-        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        return os.open(f"{prefix}_log_{name}.log", flags, 0o644)
-
-    def _ended(self, command: ServerCommand) -> None:
-        status = self._running[command.name].poll()
+    def _ended(self, server: LogServer, child: Child) -> None:
+        status = child.poll()
         if status is None:
             return
-        self._forget(command.name)
+        self._forget(server, child)
         logger.warning(
             "log server %s has ended (%s), it starts again in %g s; the nodes keep their lines",
-            *(command.name, status.describe(), self._schedule(command)),
+            *(server.name, status.describe(), self._schedule(server)),
         )
 
-    def _schedule(self, command: ServerCommand) -> float:
+    def _schedule(self, server: LogServer) -> float:
         """Start a server again after a pause that grows, and return the pause."""
-        delay_s = self._delays.get(command.name, _FIRST_DELAY_S)
-        self._delays[command.name] = min(2 * delay_s, _LONGEST_DELAY_S)
-        self.loop.call_at(self.clock.monotonic() + delay_s, lambda: self._start_again(command))
+        delay_s, server.delay_s = server.delay_s, min(2 * server.delay_s, _LONGEST_DELAY_S)
+        self.loop.call_at(self.clock.monotonic() + delay_s, lambda: self._start_again(server))
         return delay_s
 
-    def _start_again(self, command: ServerCommand) -> None:
+    def _start_again(self, server: LogServer) -> None:
         if self._is_stopping:
             return
         try:
-            self._start(command)
+            self._start(server)
             self.expect_nodes()
         except (OSError, ChildStartError) as error:
             what = "log server %s cannot be started: %s; it is tried again in %g s"
-            logger.error(what, command.name, error, self._schedule(command))  # noqa: TRY400
+            logger.error(what, server.name, error, self._schedule(server))  # noqa: TRY400
 
-    def _forget(self, name: str) -> None:
-        child = self._running.pop(name)
+    def _forget(self, server: LogServer, child: Child) -> None:
+        server.child = None
         self.loop.unwatch(child.fileno())
         child.close()
 
@@ -172,23 +159,17 @@ class LogServers:
         """End them, leaves first, each within its time; what they have is written."""
         self._is_stopping = True
         left_s = self._nodes_are_back_at - self.clock.monotonic()
-        root_child = self._running.get("root")
-        if left_s > 0 and root_child is not None and not at_once:
-            root_child.wait(left_s)
-        for is_root in (False, True):
-            group = [
-                (one, self._running[one.name])
-                for one in self._commands
-                if one.name in self._running and (one.name == "root") is is_root
-            ]
+        running = [(server, server.child) for server in self._servers if server.child is not None]
+        root = [one for one in running if one[0].name == "root"]
+        if left_s > 0 and root and not at_once:
+            root[0][1].wait(left_s)
+        for group in ([one for one in running if one not in root], root):
             _end_together(group, grace_s=0.0 if at_once else None)
-        for name in list(self._running):
-            self._forget(name)
+        for server, child in running:
+            self._forget(server, child)
 
 
-def _end_together(
-    servers: Sequence[tuple[ServerCommand, Child]], grace_s: float | None = None
-) -> None:
+def _end_together(servers: Sequence[tuple[LogServer, Child]], grace_s: float | None = None) -> None:
     """End servers, which have their own time to do so, or no more than `grace_s`."""
     import signal
 
@@ -198,30 +179,25 @@ def _end_together(
         return
     own_s = servers[0][0].grace_s + _KILL_MARGIN_S
     deadline = Deadline.after(own_s if grace_s is None else grace_s)
-    for command, child in servers:
+    for server, child in servers:
         if child.wait(deadline.remaining()) is None:
             if grace_s is None:
-                logger.error("log server %s does not end in time: SIGKILL", command.name)
+                logger.error("log server %s does not end in time: SIGKILL", server.name)
             child.signal(signal.SIGKILL)
 
 
-def check_ports(host: str, ports: Sequence[int]) -> None:
-    """Say early, and by name, which port is taken.
-
-    Raises:
-        LogServerError: One is, or the address is not this machine's.
-    """
-    for port in ports:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            )[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
-        except OSError as error:
-            raise LogServerError(
-                f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
-                "choose another --ft-log-server-port"
-            ) from error
+def _check_port(host: str, port: int) -> None:
+    """Say early, and by name, that a port is taken, or the address not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
+    except OSError as error:
+        raise LogServerError(
+            f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
+            "choose another --ft-log-server-port"
+        ) from error

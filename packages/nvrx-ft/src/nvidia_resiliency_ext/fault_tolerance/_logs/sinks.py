@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
     from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient, LogTarget
 
 
@@ -45,30 +44,6 @@ class LocalFile:
             os.close(self._fd)
 
 
-@dataclass(frozen=True, slots=True)
-class FunnelAddress:
-    """How a log server is reached.
-
-    Attributes:
-        endpoint: `host:port`.
-        node_id: What the server calls this node.
-        token_file: File with the job's token, which may come later; None: none is asked for.
-    """
-
-    endpoint: str
-    node_id: str
-    token_file: str | None = None
-
-
-def funnel_of(
-    ports: LogFunnelPorts, host: str, node_id: str, token_file: str | None
-) -> FunnelAddress:
-    """Return how this node reaches its log server of those that run on `host`."""
-    from .servers import endpoint_of
-
-    return FunnelAddress(endpoint_of(host, ports.client_connect_port()), node_id, token_file)
-
-
 class RemoteFile:
     """A log that the log server keeps; closing it waits for nobody."""
 
@@ -77,10 +52,7 @@ class RemoteFile:
 
     def write(self, data: memoryview) -> int:
         """Hand lines to the client, which keeps them until the server has them."""
-        try:
-            self._target.write(data)
-        except NvrxError as error:
-            raise OSError(str(error)) from error
+        self._target.write(data)
         return len(data)
 
     def close(self) -> None:
@@ -93,11 +65,21 @@ class RemoteFile:
 LogFile: TypeAlias = LocalFile | RemoteFile
 
 
+@dataclass(eq=False)
 class FunnelSink:
-    """Logs are files that a log server keeps. One thread only, but for what says otherwise."""
+    """A log server that keeps logs. One thread only, but for what says otherwise.
 
-    def __init__(self, address: FunnelAddress) -> None:
-        self._address = address
+    Attributes:
+        endpoint: `host:port`.
+        node_id: What the server calls this node.
+        token_file: File with the job's token, which may come later; None: none is asked for.
+    """
+
+    endpoint: str
+    node_id: str
+    token_file: str | None = None
+
+    def __post_init__(self) -> None:
         self._client: LogFunnelClient | None = None
         self._writes_here = False
 
@@ -112,18 +94,14 @@ class FunnelSink:
             client.try_again()
 
     def open(self, path: str) -> LogFile:
-        """Open a log on the server; it need not be there yet."""
+        """Open a log on the server, which need not be there yet. Raises OSError or NvrxError."""
         if self._writes_here:
             return LocalFile(path)
-        token_file = self._address.token_file
-        if self._client is None and token_file is not None and not os.path.exists(token_file):
-            raise NotYetError(f"the token {token_file} is not there yet")
-        try:
-            if self._client is None:
-                self._client = self._connect()
-            return RemoteFile(self._client.open(path))
-        except NvrxError as error:
-            raise OSError(str(error)) from error
+        if self._client is None:
+            if self.token_file is not None and not os.path.exists(self.token_file):
+                raise NotYetError(f"the token {self.token_file} is not there yet")
+            self._client = self._connect()
+        return RemoteFile(self._client.open(path))
 
     def _connect(self) -> LogFunnelClient:
         if _FORK_SUPPORT not in os.environ:
@@ -133,18 +111,21 @@ class FunnelSink:
         from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
 
         return LogFunnelClient(
-            self._address.endpoint,
-            node_id=self._address.node_id,
-            token_file=self._address.token_file,
+            self.endpoint,
+            node_id=self.node_id,
+            token_file=self.token_file,
             memory_limit_bytes=FUNNEL_MEMORY_BYTES,
             when_full="drop-oldest",
         )
 
     def close(self, timeout_s: float) -> bool:
         """Wait until the server has everything; what it has not stays in files."""
-        if self._client is None:
-            return True
-        return self._client.close(timeout_s)
+        return self._client is None or self._client.close(timeout_s)
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Return host and port as gRPC reads them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 _CLOSE_S = 30.0
@@ -173,7 +154,7 @@ class GrpcWriterThread(threading.Thread):
     ) -> None:
         super().__init__(name="nvrx-log-sender", daemon=True)
         self._queue = write_queue
-        self._sink = FunnelSink(FunnelAddress(grpc_server_address, str(node_id)))
+        self._sink = FunnelSink(grpc_server_address, str(node_id))
         self._logger = logger
         self._files: dict[str, LogFile] = {}
 

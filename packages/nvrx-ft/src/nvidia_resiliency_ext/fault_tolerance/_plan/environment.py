@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher's own environment variables mean for a launch. Pure.
 
-Workers' variables are in `env.py`; `PET_` variables stand in for flags and are read by `parser.py`.
+Workers' variables are in `_agent/environment.py`; `PET_` variables stand in for flags and are read
+by the parser.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
-from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress
+from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
             plan, funnel = self._plan, None
             if plan.server_endpoint is not None and plan.node_id is not None:
                 token_file = os.environ.get(_env.LOG_FUNNEL_TOKEN_FILE)
-                funnel = FunnelAddress(plan.server_endpoint, plan.node_id, token_file)
+                funnel = FunnelSink(plan.server_endpoint, plan.node_id, token_file)
             self._logs = CycleLogs(self._base_log_file, funnel=funnel)
             if plan.launcher_pipe_fd is not None and plan.launcher_log_file is not None:
                 self._logs.read_own(plan.launcher_pipe_fd, plan.launcher_log_file)

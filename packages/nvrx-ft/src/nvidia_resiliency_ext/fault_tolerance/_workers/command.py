@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and the environment of a worker, from the script, the flags and its rank."""
+"""The command of a worker, from the script and the flags, and the port of rank 0's store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import NUMA_MODES
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_gpu_driver
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
@@ -254,102 +253,6 @@ def missing_program(name: str, environ: Mapping[str, str]) -> str:
     return f"program {name!r} does not exist or is not on PATH"
 
 
-# A launcher that is itself a rank's child must not hand these on where it sets none of its own.
-OF_AN_OUTER_RANK = frozenset(
-    {
-        _env.CURRENT_CYCLE_INFO, _env.FT_RANK_MONITOR_IPC_SOCKET,
-        "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK",
-    }
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnvironment:
-    """What is the same for all workers of a node over all cycles.
-
-    `virtual_devices` is the device that each local rank sees as its only one, which makes every
-    worker's LOCAL_RANK 0.
-    """
-
-    nproc: int
-    role: str
-    job_id: str
-    run_id: str
-    max_restarts: int
-    launcher_socket: str
-    monitor_sockets: tuple[str, ...]
-    omp_num_threads: str | None = None
-    inprocess_store: str | None = None
-    virtual_devices: tuple[str, ...] | None = None
-    signals_to_handle: str = ""
-
-
-def shared_variables(job: JobEnvironment, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what every worker of the node has, whatever its rank and cycle."""
-    added = {
-        _env.RUN_ID: job.run_id,
-        "NVRX_MEMBERSHIP": "active",
-        _env.FT_LAUNCHER_IPC_SOCKET: job.launcher_socket,
-        "LOCAL_WORLD_SIZE": str(job.nproc),
-        "ROLE_NAME": job.role,
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "TORCHELASTIC_RUN_ID": job.job_id,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": job.signals_to_handle,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "TORCH_ELASTIC_WORKER_IDENTICAL": inherited.get("TORCH_ELASTIC_WORKER_IDENTICAL", "1"),
-    }
-    if job.inprocess_store is not None:
-        # Ranks that restart in their processes meet there: it outlives them all.
-        added[_env.INPROCESS_STORE] = inherited.get(_env.INPROCESS_STORE, job.inprocess_store)
-    if job.omp_num_threads is not None:
-        added["OMP_NUM_THREADS"] = job.omp_num_threads
-    return added
-
-
-def cycle_variables(
-    launch_time: float, cycle_start_time: float | None = None, infra_rank: int | None = None
-) -> dict[str, str]:
-    """Return when a cycle started (unix s), and the rank that the scheduler gave this node, if any.
-
-    `cycle_start_time` is the beginning of the cycle's rendezvous, from cycle 1 on.
-    """
-    variables = {"NVRX_LAUNCH_TIME": repr(launch_time)}
-    if cycle_start_time is not None:
-        variables["NVRX_CYCLE_START_TIME"] = repr(cycle_start_time)
-    if infra_rank is not None and infra_rank >= 0:
-        variables["NVRX_INFRA_RANK"] = str(infra_rank)
-    return variables
-
-
-def rank_variables(
-    job: JobEnvironment, assignment: Assignment, local_rank: int, error_file: str
-) -> dict[str, str]:
-    """Return what differs between workers and rounds; `@record` writes to `error_file`."""
-    rank = assignment.rank_offset + local_rank
-    world_size = str(assignment.world_size)
-    variables = {
-        "LOCAL_RANK": str(local_rank),
-        "RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "WORLD_SIZE": world_size,
-        "ROLE_WORLD_SIZE": world_size,
-        "GROUP_RANK": str(assignment.group_rank),
-        "GROUP_WORLD_SIZE": str(assignment.group_world_size),
-        "MASTER_ADDR": assignment.master_addr,
-        "MASTER_PORT": str(assignment.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(assignment.cycle),
-        "TORCHELASTIC_ERROR_FILE": error_file,
-        "NVRX_CYCLE": str(assignment.cycle),
-    }
-    if job.virtual_devices is not None:
-        variables["LOCAL_RANK"] = "0"
-        variables["CUDA_VISIBLE_DEVICES"] = job.virtual_devices[local_rank]
-    if job.monitor_sockets:
-        variables[_env.FT_RANK_MONITOR_IPC_SOCKET] = job.monitor_sockets[local_rank]
-    return variables
-
-
 class PortInUseError(NvrxError):
     """The port that the user fixed is taken."""
 
@@ -373,7 +276,8 @@ class PortReservation:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             if port is not None:
-                _refuse_listener(port)
+                # It also listens: a bind with SO_REUSEADDR alone would not tell of a listener.
+                socket.create_server(("", port), backlog=1).close()
             self._socket.bind(("", port or 0))
         except OSError as error:
             self._socket.close()
@@ -384,11 +288,3 @@ class PortReservation:
 
     def release(self) -> None:
         self._socket.close()
-
-
-def _refuse_listener(port: int) -> None:
-    """Raise EADDRINUSE when somebody listens: a bind with SO_REUSEADDR alone would not tell."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", port))
-        probe.listen(1)

@@ -15,47 +15,43 @@ from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 if TYPE_CHECKING:
     from .command import WorkerCommand
 
-IMPORT_TIME_PREFIXES = (
-    # The interpreter and libc.
-    "PYTHON", "LD_", "LC_", "MALLOC_",
-    # numpy, torch and their libraries.
-    "OMP_", "GOMP_", "KMP_", "MKL_", "I_MPI_", "OPENBLAS_", "GOTO_", "GOTOBLAS_", "NPY_",
-    "NUMPY_", "GFORTRAN_", "DNNL_", "ONEDNN_", "MKLDNN_", "OPENSSL_", "ACC_", "TQDM_",
-    "TORCH", "PYTORCH", "FX_", "COMPILE_STROBELIGHT_",
-    # What DistributedDataParallel imports when it is first used.
-    "INDUCTOR_", "AOT_", "PARTITIONER_", "SYMPY_", "MPMATH_", "CUTEDSL_", "PT2_",
-    # Not known without a device, so taken for import-time.
-    "CUDA", "CUBLAS", "CUDNN", "NVIDIA_", "TRITON",
-)  # fmt: skip
-IMPORT_TIME_NAMES = (
-    "FAKE_ALLOW_META", "GLIBC_TUNABLES", "KINETO_USE_DAEMON", "LANG", "LANGUAGE", "LOG_TLPARSE",
-    "UNSAFE_SKIP_FSDP_MODULE_GUARDS",
-)  # fmt: skip
-
-# Read when they are needed, although a prefix above covers them.
-LATE_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_")
-LATE_NAMES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_VISIBLE_DEVICES",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_VERBOSE",
-    "ONEDNN_MAX_CPU_ISA",
-    # The launcher's own way to choose the interpreter, read before there is one.
-    "PYTHON_EXEC",
-    # Set by Lightning when it is imported, after torch; torch reads it at each call.
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_DIST_INIT_BARRIER",
-)
+# Variables that are read at import, as the start-up hook of a prewarmed worker takes them.
+WATCH_LIST: Mapping[str, tuple[str, ...]] = {
+    "prefixes": (
+        # The interpreter and libc.
+        "PYTHON", "LD_", "LC_", "MALLOC_",
+        # numpy, torch and their libraries.
+        "OMP_", "GOMP_", "KMP_", "MKL_", "I_MPI_", "OPENBLAS_", "GOTO_", "GOTOBLAS_", "NPY_",
+        "NUMPY_", "GFORTRAN_", "DNNL_", "ONEDNN_", "MKLDNN_", "OPENSSL_", "ACC_", "TQDM_",
+        "TORCH", "PYTORCH", "FX_", "COMPILE_STROBELIGHT_",
+        # What DistributedDataParallel imports when it is first used.
+        "INDUCTOR_", "AOT_", "PARTITIONER_", "SYMPY_", "MPMATH_", "CUTEDSL_", "PT2_",
+        # Not known without a device, so taken for import-time.
+        "CUDA", "CUBLAS", "CUDNN", "NVIDIA_", "TRITON",
+    ),
+    "names": (
+        "FAKE_ALLOW_META", "GLIBC_TUNABLES", "KINETO_USE_DAEMON", "LANG", "LANGUAGE",
+        "LOG_TLPARSE", "UNSAFE_SKIP_FSDP_MODULE_GUARDS",
+    ),
+    # Read when they are needed, although a prefix above covers them.
+    "late_prefixes": ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_"),
+    "late": (
+        "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
+        "MKL_VERBOSE", "ONEDNN_MAX_CPU_ISA", "TORCHINDUCTOR_CACHE_DIR", "TORCH_DIST_INIT_BARRIER",
+        # The launcher's own way to choose the interpreter, read before there is one.
+        "PYTHON_EXEC",
+        # Set by Lightning when it is imported, after torch; torch reads it at each call.
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+    ),
+}  # fmt: skip
 _NAME = re.compile(r"[A-Z][A-Z0-9_]+")
 
 
 def is_import_time(name: str) -> bool:
     """Return whether a value set after the imports would be lost."""
-    if name in LATE_NAMES or name.startswith(LATE_PREFIXES):
+    if name in WATCH_LIST["late"] or name.startswith(WATCH_LIST["late_prefixes"]):
         return False
-    return name in IMPORT_TIME_NAMES or name.startswith(IMPORT_TIME_PREFIXES)
+    return name in WATCH_LIST["names"] or name.startswith(WATCH_LIST["prefixes"])
 
 
 def set_in_text(text: str) -> str | None:
@@ -73,16 +69,6 @@ def set_in_text(text: str) -> str | None:
                 if is_import_time(name):
                     return str(name)
     return None
-
-
-def watch_list() -> dict[str, list[str]]:
-    """Return the rules as the start-up hook of a prewarmed worker takes them."""
-    return {
-        "names": list(IMPORT_TIME_NAMES),
-        "prefixes": list(IMPORT_TIME_PREFIXES),
-        "late": list(LATE_NAMES),
-        "late_prefixes": list(LATE_PREFIXES),
-    }
 
 
 _LOOKING_VARIABLES = (

@@ -69,7 +69,11 @@ class FileTimers:
     def __post_init__(self) -> None:
         self._timers: dict[tuple[int, str], Timer] = {}
         self._rest = b""
-        _make_pipe(self.path)
+        # One that an earlier launch has left is made anew.
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISFIFO(os.lstat(self.path).st_mode):
+                os.unlink(self.path)
+        os.mkfifo(self.path, 0o600)
         # For writing too: so there is always a reader, and never an end.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         self.loop.watch(self._fd, self._receive)
@@ -122,13 +126,3 @@ class FileTimers:
                     *(request.scope, request.pid, request.signum),
                 )
                 os.kill(request.pid, request.signum)
-
-
-def _make_pipe(path: str) -> None:
-    try:
-        os.mkfifo(path, 0o600)
-    except FileExistsError:
-        if not stat.S_ISFIFO(os.lstat(path).st_mode):
-            raise
-        os.unlink(path)
-        os.mkfifo(path, 0o600)

@@ -76,19 +76,13 @@ def main() -> int:
         value = pickle.dumps(function(*args))
     except Exception as error:  # noqa: BLE001  # the worker's main: reported, then exit code 1
         traceback.print_exc()
-        _write_error_file(error)
+        if error_file := os.environ.get(_env.ERROR_FILE):
+            extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+            message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+            atomic_write(error_file, json.dumps({"message": message}).encode())
         return 1
     atomic_write(result_file, value)
     return 0
-
-
-def _write_error_file(error: Exception) -> None:
-    path = os.environ.get(_env.ERROR_FILE)
-    if not path:
-        return
-    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    atomic_write(path, json.dumps({"message": message}).encode())
 
 
 if __name__ == "__main__":

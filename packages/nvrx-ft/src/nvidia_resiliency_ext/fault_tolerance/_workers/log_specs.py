@@ -114,22 +114,18 @@ class OutputSpecs:
         path = os.fspath(getattr(dest, f"{stream.value}s")[rank])
         copied = os.fspath(getattr(dest, f"tee_{stream.value}s").get(rank, ""))
         if copied in ("", os.devnull):
-            copied = ""
-        elif copied != path:
+            return Target(path or None)
+        if copied != path:
             raise LogSpecsError(
                 f"log specification {type(self.specs).__name__}: {stream.value} of local rank "
                 f"{rank} goes to {path or 'the console'!r} and {copied!r} is copied to the console;"
                 " ft_launcher copies only the file that it writes"
             )
-        return Target(path or None, bool(copied), filter=self._filter(dest, stream, copied))
-
-    def _filter(self, dest: Any, stream: Stream, copied: str) -> Filter | None:
         texts = self.filters.get(stream, ())
-        if not texts or not copied:
-            return None
+        if not texts:
+            return Target(path, tee=True)
         # Where later versions of torch have it; 2.4 has no such name.
-        usual = os.path.join(
-            os.path.dirname(os.path.dirname(copied)), f"filtered_{stream.value}.log"
-        )
-        path = os.fspath(getattr(dest, f"filtered_{stream.value}", usual))
-        return Filter(path, texts) if path else None
+        name = f"filtered_{stream.value}"
+        usual = os.path.join(os.path.dirname(os.path.dirname(path)), f"{name}.log")
+        copy = os.fspath(getattr(dest, name, usual))
+        return Target(path, tee=True, filter=Filter(copy, texts) if copy else None)

@@ -37,10 +37,10 @@ class MachineTopology:
         return sorted(read_ranges(self._read("devices/system/node/possible")))
 
     def cpus_of_node(self, node: int) -> frozenset[int]:
-        """Return the CPUs of a NUMA node; none of one that is possible but not there."""
+        """Return the usable CPUs of a NUMA node; none of one that is possible but not there."""
         if not os.path.isdir(f"{self._root}/devices/system/node/node{node}"):
             return frozenset()
-        return read_ranges(self._read(f"devices/system/node/node{node}/cpulist"))
+        return read_ranges(self._read(f"devices/system/node/node{node}/cpulist")) & self.allowed
 
     def socket_of_cpu(self, cpu: int) -> int:
         return int(self._read(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id"))
@@ -56,16 +56,13 @@ class MachineTopology:
             names = os.listdir(f"{self._root}/{folder}")
         except OSError as error:
             raise ValueError(f"{self._root}/{folder}: {error.strerror}") from None
-        highest, shared = -1, ""
+        shared: dict[int, str] = {}
         for name in names:
-            if not name.removeprefix("index").isdecimal():
-                continue
-            if self._read(f"{folder}/{name}/type") not in _DATA_CACHES:
-                continue
-            level = int(self._read(f"{folder}/{name}/level"))
-            if level > highest:
-                highest, shared = level, self._read(f"{folder}/{name}/shared_cpu_list")
-        found = read_ranges(shared)
+            is_index = name.removeprefix("index").isdecimal()
+            if is_index and self._read(f"{folder}/{name}/type") in _DATA_CACHES:
+                level = int(self._read(f"{folder}/{name}/level"))
+                shared.setdefault(level, self._read(f"{folder}/{name}/shared_cpu_list"))
+        found = read_ranges(shared[max(shared)]) if shared else frozenset()
         if not found:
             raise ValueError(f"{self._root}/{folder}: names no cache that CPUs share")
         return found
@@ -92,13 +89,17 @@ def cpus_near(
 ) -> frozenset[int]:
     """Return the CPUs of one local rank, as torchrun chooses them."""
     node = topology.node_of_gpu(gpus[rank])
-    near = _usable(node, topology)
+    near = topology.cpus_of_node(node)
     if not near:
         raise ValueError(f"none of the CPUs of NUMA node {node}, where it sits, may be used here")
     if mode == "node":
         return near
     if mode == "socket":
-        return _cpus_of_socket(topology.socket_of_cpu(min(near)), topology)
+        socket = topology.socket_of_cpu(min(near))
+        # Memory of a GPU is a NUMA node without CPUs on some machines.
+        nodes = [cpus for cpus in map(topology.cpus_of_node, topology.nodes()) if cpus]
+        here = [cpus for cpus in nodes if topology.socket_of_cpu(min(cpus)) == socket]
+        return frozenset[int]().union(*here)
     sharing = [gpu for gpu in range(len(gpus)) if topology.node_of_gpu(gpus[gpu]) == node]
     position = sharing.index(rank)
     if mode == "exclusive":
@@ -107,23 +108,12 @@ def cpus_near(
             raise ValueError(
                 f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
             )
-        return frozenset().union(*_share(cores, position, len(sharing)))
+        # The first ones get what is left over.
+        each, left_over = divmod(len(cores), len(sharing))
+        start = position * each + min(position, left_over)
+        return frozenset[int]().union(*cores[start : start + each + (position < left_over)])
     caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)
     return caches[position % len(caches)]
-
-
-def _usable(node: int, topology: MachineTopology) -> frozenset[int]:
-    return topology.cpus_of_node(node) & topology.allowed
-
-
-def _cpus_of_socket(socket: int, topology: MachineTopology) -> frozenset[int]:
-    found: frozenset[int] = frozenset()
-    for node in topology.nodes():
-        cpus = _usable(node, topology)
-        # Memory of a GPU is a NUMA node without CPUs on some machines.
-        if cpus and topology.socket_of_cpu(min(cpus)) == socket:
-            found |= cpus
-    return found
 
 
 def _grouped(
@@ -134,12 +124,3 @@ def _grouped(
     for cpu in cpus:
         groups.setdefault(min(whole_of(cpu)), set()).add(cpu)
     return [frozenset(groups[first]) for first in sorted(groups)]
-
-
-def _share(
-    cores: Sequence[frozenset[int]], position: int, sharers: int
-) -> Sequence[frozenset[int]]:
-    """Return the cores of one of several sharers; the first ones get what is left over."""
-    each, left_over = divmod(len(cores), sharers)
-    start = position * each + min(position, left_over)
-    return cores[start : start + each + (position < left_over)]

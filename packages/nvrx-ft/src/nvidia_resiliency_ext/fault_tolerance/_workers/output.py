@@ -162,13 +162,6 @@ class OutputFiles:
             raise LogDirectoryError(log_dir, error) from None
         return cls(root)
 
-    @classmethod
-    def in_new_folder(cls) -> OutputFiles:
-        """Make a folder for logs that are to be kept although no --log-dir was given."""
-        import tempfile
-
-        return cls(tempfile.mkdtemp(prefix="nvrx-logs-"))
-
     def missing_space(self) -> str:
         """Return why workers cannot write here now, or an empty text; a restart may ask."""
         try:
@@ -369,16 +362,17 @@ class Tee:
         """Return the descriptor of the files' notices; -1 where the kernel has none."""
         return self._notices.fileno()
 
-    def follow(self, path: str, prefix: str, stream: Stream) -> None:
-        """Begin to copy `path` to the console; each line gets `prefix`."""
-        self._follow(path, prefix, self._console[stream])
-
-    def filter(self, path: str, prefix: str, wanted: Filter) -> None:
-        """Begin to copy the lines of `path` that are wanted, each with `prefix`."""
-        copy = self._copies.get(wanted.path)
-        if copy is None:
-            copy = self._copies[wanted.path] = FilteredFile(wanted.path, wanted.texts)
-        self._follow(path, prefix, copy)
+    def follow(self, target: Target, prefix: str, stream: Stream) -> None:
+        """Begin to copy a stream's file as `target` says; each line gets `prefix`."""
+        if target.path is None:
+            return
+        if target.tee:
+            self._follow(target.path, prefix, self._console[stream])
+        wanted = target.filter
+        if wanted is not None:
+            if wanted.path not in self._copies:
+                self._copies[wanted.path] = FilteredFile(wanted.path, wanted.texts)
+            self._follow(target.path, prefix, self._copies[wanted.path])
 
     def _follow(self, path: str, prefix: str, sink: ConsoleStream | FilteredFile) -> None:
         followed = _Followed(path, prefix, sink)
@@ -431,16 +425,6 @@ class Tee:
         if self._ended:
             self._again()
 
-    def finish(self) -> None:
-        """Copy the rest of every file, unfinished lines too, and stop following.
-
-        It waits `LAST_WORDS_S` for a console that does not read.
-        """
-        deadline = time.monotonic() + LAST_WORDS_S
-        self._complete(deadline)
-        self._take_for_ended()
-        self._complete(deadline)
-
     def _take_for_ended(self) -> None:
         self._ended += self._followed
         self._followed = []
@@ -471,6 +455,12 @@ class Tee:
             )
 
     def close(self) -> None:
-        """Copy the rest and release the descriptors."""
-        self.finish()
+        """Copy the rest of every file, unfinished lines too, and release the descriptors.
+
+        It waits `LAST_WORDS_S` for a console that does not read.
+        """
+        deadline = time.monotonic() + LAST_WORDS_S
+        self._complete(deadline)
+        self._take_for_ended()
+        self._complete(deadline)
         self._notices.close()

@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import rights
 
-from .conditions import DEFAULT_IMPORTS, watch_list, with_optional
+from .conditions import DEFAULT_IMPORTS, WATCH_LIST, with_optional
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
@@ -296,7 +296,7 @@ def _first_message(
     return {
         "parent": os.getpid(),
         "imports": with_optional(imports),
-        "watch": watch_list(),
+        "watch": WATCH_LIST,
         "entry_dir": folder,
         "path_dirs": [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part],
     }

@@ -124,47 +124,64 @@ class _Held:
         """Import the order's list out of sight; return whether "go" cut that short."""
         import warnings
 
-        # `multiprocessing` makes `__mp_main__` another name of the script.
-        library = sys.stdlib_module_names | {"__main__", "__mp_main__"}
+        tops = {name.partition(".")[0] for name, _ in self._imports}
+        beside = self._entry_dir
+        # A package beside the script is found only where the script's own folder is searched.
+        is_borrowed = bool(beside) and any(
+            os.path.exists(os.path.join(beside, top + end)) for top in tops for end in ("", ".py")
+        )
+        if is_borrowed:
+            sys.path.insert(0, beside)
         watched: list[Any] = [warnings.filters, sys.meta_path]
         at_first = [list(live) for live in watched]
         is_short = False
         for name, optional in self._imports:
-            if control_socket.has_message():
-                is_short = True
+            is_short = control_socket.has_message()
+            if is_short:
                 break
-            before, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
-            lists, functions = [list(live) for live in watched], self._functions()
-            _load(name, optional)
-            top = name.partition(".")[0]
-            others, group = _Group(alone=True), _Group(alone=False)
-            for key in set(sys.modules) - before:
-                key_top = key.partition(".")[0]
-                if key_top not in library and not key.startswith("_sysconfigdata"):
-                    is_own = key_top == top
-                    (group if is_own else others).modules[key] = sys.modules[key]
-                    self._group_of[key] = len(self._groups) + is_own
-            # `torch._dynamo` wraps functions of torch. Other values may be flags that say that
-            # something was registered, and taking those back would undo half of it.
-            group.functions = [
-                (module, attribute, old, vars(module)[attribute])
-                for module, attribute, old in functions
-                if vars(module).get(attribute) is not old
-                and type(vars(module).get(attribute)) is _Function
-            ]
-            group.environ = {k: v for k, v in os.environ.items() if environ.get(k) != v}
-            group.loggers = _enabled_loggers() - loggers
-            group.lists = [
-                (live, old, list(live))
-                for live, old in zip(watched, lists, strict=True)
-                if live != old
-            ]
-            self._groups += [others, group]
+            self._import(name, watched, optional=optional)
         for live, old in zip(watched, at_first, strict=True):
             if live != old:
                 _replace_list(live, old)
         self._hide()
+        if is_borrowed:
+            sys.path.remove(beside)
+            sys.path_importer_cache.pop(beside, None)
         return is_short
+
+    def _import(self, name: str, watched: list[Any], *, optional: bool) -> None:
+        """Import one entry of the list, and keep what it brought."""
+        before, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
+        lists, functions = [list(live) for live in watched], self._functions()
+        try:
+            __import__(name)
+        except ModuleNotFoundError as error:
+            if not optional or not f"{name}.".startswith(f"{error.name}."):
+                raise
+        # `multiprocessing` makes `__mp_main__` another name of the script.
+        library = sys.stdlib_module_names | {"__main__", "__mp_main__"}
+        top = name.partition(".")[0]
+        others, group = _Group(alone=True), _Group(alone=False)
+        for key in set(sys.modules) - before:
+            key_top = key.partition(".")[0]
+            if key_top not in library and not key.startswith("_sysconfigdata"):
+                is_own = key_top == top
+                (group if is_own else others).modules[key] = sys.modules[key]
+                self._group_of[key] = len(self._groups) + is_own
+        # `torch._dynamo` wraps functions of torch. Other values may be flags that say that
+        # something was registered, and taking those back would undo half of it.
+        group.functions = [
+            (module, attribute, old, vars(module)[attribute])
+            for module, attribute, old in functions
+            if vars(module).get(attribute) is not old
+            and type(vars(module).get(attribute)) is _Function
+        ]
+        group.environ = {k: v for k, v in os.environ.items() if environ.get(k) != v}
+        group.loggers = _enabled_loggers() - loggers
+        group.lists = [
+            (live, old, list(live)) for live, old in zip(watched, lists, strict=True) if live != old
+        ]
+        self._groups += [others, group]
 
     def _functions(self) -> list[tuple[ModuleType, str, object]]:
         return [
@@ -266,8 +283,10 @@ class _Held:
         )
         for name in names:
             self._environ[name] = os.environ.get(name)
-        late = [entry for entry in sys.path if entry not in self._path]
-        late = [entry for entry in late if entry != self._entry_dir and self._goes_first(entry)]
+        # An entry behind all of the old ones cannot take the place of a module found there.
+        last = max((at for at, old in enumerate(sys.path) if old in self._path), default=0)
+        known = {*self._path, self._entry_dir}
+        late = [entry for entry in sys.path[:last] if entry not in known]
         shadow = _shadowing(late, self.origins())
         if names:
             _warn(
@@ -276,11 +295,6 @@ class _Held:
             )
         if shadow:
             _warn(f"sys.path came too late: {shadow}; use --ft-prewarm off")
-
-    def _goes_first(self, entry: str) -> bool:
-        # An entry behind all of the old ones cannot take the place of a module found there.
-        old_ones = [at for at, old in enumerate(sys.path) if old in self._path]
-        return bool(old_ones) and sys.path.index(entry) < old_ones[-1]
 
 
 class _Handover:
@@ -398,41 +412,36 @@ def _shadowing(directories: Iterable[str], origins: Mapping[str, str | None]) ->
     return None
 
 
-def _step_back() -> Callable[[], object]:
-    """Take the processor only after others; return what undoes it.
+def _stand_aside() -> Callable[[], None]:
+    """Let others go first, and say in `ps` and `top` what this is; return what undoes it.
 
     Niceness and SCHED_IDLE cannot be undone by an ordinary user. Affinity to one core is left
     alone too: libgomp, OpenBLAS and inductor count the cores while they are imported.
     """
+    steps: list[Callable[[str], None]] = []
+
+    def set_name(folder: str, name: str) -> None:
+        with open(f"{folder}/comm", "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(name)
+
     try:
-        if os.sched_getscheduler(0) != os.SCHED_OTHER:
-            return lambda: None
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, usual := os.sched_param(0))
+            steps.append(lambda task: os.sched_setscheduler(int(task), os.SCHED_OTHER, usual))
     except OSError:
-        return lambda: None
-
-    def undo() -> None:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-
-    return undo
-
-
-def _mark_name() -> Callable[[], object]:
-    """Show in `ps` and `top` that this is a prewarmed worker; return what undoes it."""
+        pass
     try:
         with open("/proc/self/comm", encoding="utf-8", errors="surrogateescape") as file:
             old = file.read().rstrip("\n")
-        with open("/proc/self/comm", "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(f"{old[: 15 - len(_MARK)]}{_MARK}")
+        set_name("/proc/self", f"{old[: 15 - len(_MARK)]}{_MARK}")
+        steps.append(lambda task: set_name(f"/proc/self/task/{task}", old))
     except OSError:
-        return lambda: None
+        pass
 
     def undo() -> None:
-        for thread in os.listdir("/proc/self/task"):
-            path = f"/proc/self/task/{thread}/comm"
-            with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-                file.write(old)
+        for task in os.listdir("/proc/self/task"):
+            for step in steps:
+                step(task)
 
     return undo
 
@@ -507,31 +516,6 @@ def _problem(before: Mapping[str, object], order: Mapping[str, Any], held: _Held
     return _shadowing([beside] * bool(beside) + order["path_dirs"], origins)
 
 
-def _load(name: str, optional: bool) -> None:
-    try:
-        __import__(name)
-    except ModuleNotFoundError as error:
-        if not optional or not f"{name}.".startswith(f"{error.name}."):
-            raise
-
-
-def _warm(control_socket: _ControlSocket, order: Mapping[str, Any], held: _Held) -> bool:
-    """Import everything in the order's list; return whether "go" cut it short."""
-    beside = order["entry_dir"]
-    tops = {name.partition(".")[0] for name, _ in order["imports"]}
-    # A package beside the script is found only where the script's own folder is searched.
-    borrowed = bool(beside) and any(
-        os.path.exists(os.path.join(beside, top + suffix)) for top in tops for suffix in ("", ".py")
-    )
-    if borrowed:
-        sys.path.insert(0, beside)
-    is_short = held.collect(control_socket)
-    if borrowed:
-        sys.path.remove(beside)
-        sys.path_importer_cache.pop(beside, None)
-    return is_short
-
-
 def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
     """Make this process what "go" says: streams and environment."""
     import time
@@ -559,12 +543,12 @@ def _stand_by(control_socket: _ControlSocket) -> None:
     order, _ = control_socket.receive()
     if os.getppid() != order["parent"]:
         raise RuntimeError("the command runs Python as a child of another process")
-    undo = [_step_back(), _mark_name()]
+    undo = _stand_aside()
     before = _facts()
     held = _Held(order)
     # Imports make many objects and little garbage; collecting takes a quarter of their time.
     gc.disable()
-    is_short = _warm(control_socket, order, held)
+    is_short = held.collect(control_socket)
     # What imports printed is the launcher's to show, not the worker's.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -586,8 +570,7 @@ def _stand_by(control_socket: _ControlSocket) -> None:
             files=[file for file in held.origins().values() if file],
         )
     go, fds = control_socket.receive()
-    for step in undo:
-        step()
+    undo()
     _apply(go, fds)
     control_socket.send(kind="begun", seconds=seconds)
     control_socket.close()
