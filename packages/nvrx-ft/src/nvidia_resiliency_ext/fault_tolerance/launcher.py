@@ -7,10 +7,10 @@ import neither torch nor what they do not need.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._env import FT_LAUNCHER_IPC_SOCKET
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,22 +66,7 @@ _NAMES_OF = {
     "_workers.run_path": ("run_script_path",),
     "cli_args": ("get_args_parser", "parse_args"),
 }  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its module on first use."""
-    module = next((home for home, names in _NAMES_OF.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not __name__: under `python -m` this module is called __main__.
-    package = "nvidia_resiliency_ext.fault_tolerance"
-    value = getattr(importlib.import_module(f"{package}.{module}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(globals(), _NAMES_OF)
 
 
 def main(args: Sequence[str] | None = None) -> None:
