@@ -18,26 +18,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
-    Opened,
-    Over,
-    Placed,
-    SessionEvent,
-)
-from nvidia_resiliency_ext.fault_tolerance._torch.settings import NodeOptions
-from nvidia_resiliency_ext.fault_tolerance.c10d_monkey_patch import create_tcp_store
-from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
-    FtRendezvousBarrierHandler,
-    RendezvousSettings,
-    make_handler,
-)
 from nvidia_resiliency_ext.shared_utils import events
+
+from ._core.cause import Cause
+from ._core.errors import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
+from ._rendezvous.records import Kind
+from ._rendezvous.session import Opened, Over, Placed, SessionEvent
+from ._torch.settings import NodeOptions
+from .c10d_monkey_patch import create_tcp_store
+from .ft_rendezvous_barrier import FtRendezvousBarrierHandler, RendezvousSettings, make_handler
 
 __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 

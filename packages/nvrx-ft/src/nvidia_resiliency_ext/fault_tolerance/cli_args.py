@@ -10,17 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nvidia_resiliency_ext.fault_tolerance._config import values
-from nvidia_resiliency_ext.fault_tolerance._config.flags import (
-    FLAGS,
-    GROUPS,
-    OLD_SPELLINGS,
-    OTHER_SPELLINGS,
-    TORCHRUN,
-    Flag,
-)
 from nvidia_resiliency_ext.shared_utils.completion import PrintCompletion
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
+
+from ._config import values
+from ._config.flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, TORCHRUN, Flag
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -285,7 +279,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _unknown(word: str) -> str:
-    from nvidia_resiliency_ext.fault_tolerance._core.errors import nearest
+    from ._core.errors import nearest
 
     name = word.partition("=")[0]
     begun = name.replace("_", "-")

@@ -10,15 +10,9 @@ from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._logs.reader import (
-        MultiplexingReaderThread,
-        ReaderConfig,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._logs.sinks import GrpcWriterThread
-    from nvidia_resiliency_ext.fault_tolerance._torch.cycle_log_specs import (
-        PipeBasedLogsSpecs,
-        PipeSubprocessHandler,
-    )
+    from ._logs.reader import MultiplexingReaderThread, ReaderConfig
+    from ._logs.sinks import GrpcWriterThread
+    from ._torch.cycle_log_specs import PipeBasedLogsSpecs, PipeSubprocessHandler
 
 __all__ = [
     "GrpcWriterThread",

@@ -12,9 +12,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
-from nvidia_resiliency_ext.fault_tolerance._env import DISABLE_RANK_MONITORS
-from nvidia_resiliency_ext.fault_tolerance.data import (
+from ._core.errors import RankMonitorClientError
+from ._env import DISABLE_RANK_MONITORS
+from ._monitor import slot
+from ._monitor.hotpath import HotPath, training_iteration
+from .data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
     FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
     HeartbeatTimeouts,
@@ -23,19 +25,15 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
     WorkloadControlRequest,
 )
 
-from ._monitor import slot
-from ._monitor.hotpath import HotPath, training_iteration
-
 if TYPE_CHECKING:
     import socket
     from collections.abc import Collection, Mapping
 
-    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
-    from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
-    from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
-
     from ._monitor.link import RankLink
     from ._monitor.messages import Accepted, Hello
+    from .config import FaultToleranceConfig
+    from .ipc_connector import IpcConnector
+    from .timeouts_calc import TimeoutsCalc
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
@@ -145,7 +143,7 @@ class RankMonitorClient(HotPath):
             raise RankMonitorClientError(str(exc)) from exc
         self.is_initialized = True
         if self.cfg is not None and self.cfg.install_exception_hook:
-            from nvidia_resiliency_ext.fault_tolerance.utils import install_exception_handler
+            from .utils import install_exception_handler
 
             install_exception_handler()
         self._apply_loaded()
@@ -321,7 +319,7 @@ class RankMonitorClient(HotPath):
         if not path:
             self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
             return None
-        from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
+        from .ipc_connector import IpcConnector
 
         return IpcConnector(path)
 
@@ -408,8 +406,8 @@ class RankMonitorClient(HotPath):
         self._register_dump(dump_fd)
 
     def _begin_session(self, accepted: Accepted, slot_fd: int) -> None:
-        from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
-        from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
+        from .config import FaultToleranceConfig
+        from .timeouts_calc import TimeoutsCalc
 
         cfg = FaultToleranceConfig.from_dict(accepted.config)
         layout = slot.SlotLayout(tuple(accepted.sections))

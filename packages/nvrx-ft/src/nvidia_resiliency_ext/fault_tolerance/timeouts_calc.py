@@ -8,12 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import TimeoutsCalcError
-from nvidia_resiliency_ext.fault_tolerance.data import (
-    HeartbeatTimeouts,
-    SectionAction,
-    SectionTimeouts,
-)
+from ._core.errors import TimeoutsCalcError
+from .data import HeartbeatTimeouts, SectionAction, SectionTimeouts
 
 __all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
 
