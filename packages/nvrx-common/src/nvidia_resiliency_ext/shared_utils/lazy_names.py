@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +35,8 @@ def lazy_names(
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def load(name: str) -> Any:
+        from importlib import import_module
+
         home = home_of.get(name)
         if home is None:
             module = namespace["__name__"]
