@@ -69,8 +69,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line of `ft_launcher`.
 
-    Args:
-        args: The arguments without the program's name; None: those of the process.
+    `args` are the arguments without the program's name; None: those of the process.
     """
     return get_args_parser().parse_args(args)
 

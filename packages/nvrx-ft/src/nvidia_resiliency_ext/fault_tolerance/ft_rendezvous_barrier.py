@@ -93,10 +93,7 @@ class RendezvousParticipantInfo:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousParticipantInfo:
-        """Return the value of a text that `pack` made.
-
-        Args:
-            text: The text.
+        """Return the value of a `text` that `pack` made.
 
         Raises:
             ValueError: The text has another form.
@@ -122,10 +119,7 @@ class RendezvousStoreValue:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousStoreValue:
-        """Return the value of a text that `pack` made.
-
-        Args:
-            text: The text.
+        """Return the value of a `text` that `pack` made.
 
         Raises:
             ValueError: The text has another form.

@@ -125,10 +125,7 @@ class FaultToleranceConfig:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> FaultToleranceConfig:
-        """Return the config of a dict that `to_dict` made; options left out have their defaults.
-
-        Args:
-            plain: Option names and values.
+        """Return the config of `plain`, from `to_dict`; options left out have their defaults.
 
         Raises:
             ValueError: A key is unknown or a value is not allowed.
@@ -183,10 +180,9 @@ class FaultToleranceConfig:
         return layers_from_args(args).logged_config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write a file that `from_yaml_file` reads back as an equal config.
+        """Write `cfg_path`, which `from_yaml_file` reads back as an equal config.
 
-        Args:
-            cfg_path: The file; an existing one is overwritten.
+        An existing file is overwritten.
         """
         import yaml
 

@@ -29,10 +29,7 @@ class Std(enum.IntFlag):
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes in `N` or `MIN:MAX`.
-
-    Args:
-        nnodes: The text.
+    """Return the least and the largest number of nodes in `nnodes`, `N` or `MIN:MAX`.
 
     Raises:
         RuntimeError: The text has another form.

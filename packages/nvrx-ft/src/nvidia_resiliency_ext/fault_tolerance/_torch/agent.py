@@ -109,8 +109,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run this node's part of the job; None when it stood by to the end.
 
-        Args:
-            role: Name of the role, for metrics.
+        Metrics name `role`.
 
         Raises:
             NoRestartRequested: the job must not be started again.

@@ -221,10 +221,7 @@ def config_from_args(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the job of a parsed command line, as `torch.distributed.run.run` does.
-
-    Args:
-        args: What `parse_args` returned.
+    """Run the job of `args`, from `parse_args`, as `torch.distributed.run.run` does.
 
     Raises:
         ValueError: The command line is wrong.

@@ -231,12 +231,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         Returns False if no node could be notified.
 
-        The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
+        The first `reason` stays. A node that has left, such as an unhealthy one, goes alone. The
         rendezvous host waits here for the others, 3 s at most.
-
-        Args:
-            reason: `graceful`, `failure`, `attribution_stop` or `no_progress`; the first one given
-                counts.
 
         Raises:
             ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
@@ -314,10 +310,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return reason if reason in RDZV_NO_RESTART_REASONS else None
 
     def signal_no_restart(self, reason: str) -> None:
-        """End the job for everybody; it must not be started again.
-
-        Args:
-            reason: `attribution_stop` or `no_progress`.
+        """End the job for everybody, for a `reason`; it must not be started again.
 
         Raises:
             ValueError: the reason is neither `attribution_stop` nor `no_progress`.
@@ -350,11 +343,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._requests = lambda: method() if (method := held()) is not None else []
 
     def set_worker_group(self, worker_group: Any) -> None:
-        """Set the workers that this node runs.
-
-        Args:
-            worker_group: The agent's worker group.
-        """
+        """Set the agent's `worker_group`, the workers that this node runs."""
         self._worker_group = worker_group
 
     # Questions and messages ------------------------------------------------------------------
