@@ -297,7 +297,7 @@ def _fill(
 
     Returns what is wrong with the values.
     """
-    problems = []
+    problems: list[str] = []
     parsed.given = {}
     for flag in FLAGS:
         variable = f"PET_{flag.attribute.upper()}"
@@ -306,11 +306,8 @@ def _fill(
             value, where = environ[variable], variable
         if where:
             parsed.given[flag.attribute] = where
-            try:
+            with values.noting(problems):
                 read = values.read(flag.kind or values.BOOL, value, where)
-            except ValueError as error:  # all problems at once
-                problems.append(str(error))
-            else:
                 # "none" given on the command line must still win over a file.
                 value = value if read is None else read
         setattr(parsed, flag.attribute, list(value) if isinstance(value, list) else value)

@@ -95,13 +95,10 @@ class FaultToleranceConfig:
     start_failure_limit: int = 2
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
         for option in table.OPTIONS:
-            try:
+            with values.noting(problems):
                 value = values.read(option.kind, getattr(self, option.field), option.field)
-            except ValueError as error:  # all problems at once
-                problems.append(str(error))
-            else:
                 setattr(self, option.field, value)
         if problems:
             raise errors.FaultToleranceConfigError(problems)
@@ -256,11 +253,9 @@ class Layers:
 
     def read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
         """Return the value that `raw` is, or None: the problem is kept."""
-        try:
+        with values.noting(self.problems):
             return Given(values.read(kind, raw, where), where)
-        except ValueError as error:  # all problems at once
-            self.problems.append(str(error))
-            return None
+        return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
         """Add options: key, value, and what stands before the key where one speaks of it.

@@ -7,9 +7,10 @@ what is allowed, so that every complaint reads the same. Nothing here knows a pa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _NONE_WORDS = ("", "none", "null")
@@ -52,6 +53,15 @@ def read(kind: Kind, raw: object, where: str) -> Any:
         raise ValueError(f"{where}: {error}") from None
     except (ValueError, TypeError, KeyError, OverflowError):
         raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
+
+
+@contextlib.contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Add what a ValueError says to `problems`, so that all of them are reported at once."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
 
 
 def describe(raw: object) -> str:

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import SIGNALS, parse_signals
 from nvidia_resiliency_ext.fault_tolerance._config.table import RESTART_POLICY
+from nvidia_resiliency_ext.fault_tolerance._config.values import noting
 from nvidia_resiliency_ext.fault_tolerance._core import errors
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS, devices_of_ranks
 from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_OK
@@ -36,7 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
     fixed_port,
     log_warnings,
     missing_hook,
-    noting,
     plan_from_args,
     random_id,
 )
