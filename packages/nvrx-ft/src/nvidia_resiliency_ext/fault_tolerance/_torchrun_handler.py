@@ -69,8 +69,12 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         for good end the job; an error of this launcher is its own, and the others go on.
         """
         error = sys.exc_info()[1]
-        if not reason and error is not None and not isinstance(error, ChildFailedError):
-            self._leave_alone(f"{type(error).__name__}: {error}"[:1000])
+        is_alone = not reason and error is not None and not isinstance(error, ChildFailedError)
+        if is_alone and not self.is_closed() and not self._has_left:
+            what = f"{type(error).__name__}: {error}"[:1000]
+            # Where no message can be sent the lease expires.
+            with contextlib.suppress(RendezvousConnectionError):
+                self._leave(Kind.LEFT, self._cause("left", what))
         fallback = RDZV_SHUTDOWN_REASON_GRACEFUL if error is None else RDZV_SHUTDOWN_REASON_FAILURE
         is_reported = super().shutdown(reason or fallback)
         with self._lock:
@@ -83,12 +87,6 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         )
         self._log.close()
         return is_reported
-
-    def _leave_alone(self, what: str) -> None:
-        if not self.is_closed() and not self._has_left:
-            # Where no message can be sent the lease expires.
-            with contextlib.suppress(RendezvousConnectionError):
-                self._leave(Kind.LEFT, self._cause("left", what))
 
     def _take(self, event: SessionEvent) -> None:
         with self._lock:
