@@ -225,9 +225,10 @@ class FlagParser(argparse.ArgumentParser):
                     position -= 1
                     args[position] = "-" + word[2:]
             elif value is None:
-                if position == len(args) or _is_flag(args[position]):
+                value = args[position] if position < len(args) else "--"
+                # A negative number or a single dash is a value.
+                if value.startswith("--") or (value.startswith("-") and value[1:2] in _SHORT):
                     self.error(f"--{flag.name} needs a value: {flag.kind.expects}")
-                value = args[position]
                 position += 1
             if flag.name in self._read_here:
                 given[flag.attribute] = (True if value is None else value, f"--{flag.name}")
@@ -268,13 +269,6 @@ def _misplaced(script_args: Sequence[str]) -> list[str]:
     which = ", ".join(dict.fromkeys(ours))
     text = f"{which}: behind the script a flag is the script's, and the launcher does not see it"
     return [f"{text}; the launcher's flags stand before the script"]
-
-
-def _is_flag(word: str) -> bool:
-    # A negative number or a single dash is a value.
-    if word.startswith("--"):
-        return True
-    return word.startswith("-") and word[1:2] in _SHORT
 
 
 def _unknown(word: str) -> str:

@@ -14,8 +14,6 @@ from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn
-
     from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
         LaunchConfig,
         LogFunnelPorts,
@@ -80,21 +78,17 @@ def main(args: Sequence[str] | None = None) -> None:
 
         code = run_command_line(args)
     except KeyboardInterrupt:
-        # Before the job takes over signals, or after it gave them back: nothing is running.
-        _die_of_interrupt()
+        # Before the job takes over signals, or after it gave them back: nothing is running. End as
+        # a program without a handler would, so that a shell script ends too; no traceback.
+        import os
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(128 + signal.SIGINT)  # the signal is blocked
     from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
     end_program(code, is_own=args is None)
-
-
-def _die_of_interrupt() -> NoReturn:
-    """End as a program without a handler would, so that a shell script ends too; no traceback."""
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    os._exit(128 + signal.SIGINT)  # the signal is blocked
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class RankMonitorClient(HotPath):
         self.cfg: FaultToleranceConfig | None = None
         self.iter_idx = 0
         self.chkpt_manager: object | None = None
-        self.launcher_connector = self._make_launcher_connector()
+        self.launcher_connector: IpcConnector | None = None
         self._calc: TimeoutsCalc | None = None
         self._own_limits: dict[str, Any] = {}
         self._link: RankLink | None = None
@@ -83,6 +83,13 @@ class RankMonitorClient(HotPath):
         self._monitor_path = ""
         self._refusal: str | None = None
         self._is_foreign = False
+        launcher_path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
+        if launcher_path:
+            from .ipc_connector import IpcConnector
+
+            self.launcher_connector = IpcConnector(launcher_path)
+        else:
+            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
         _CLIENTS.add(self)
 
     @property
@@ -314,15 +321,6 @@ class RankMonitorClient(HotPath):
         elif answer.problem is not None:
             raise RankMonitorClientError(f"the rank monitor refused timeouts: {answer.problem}")
 
-    def _make_launcher_connector(self) -> IpcConnector | None:
-        path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
-        if not path:
-            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
-            return None
-        from .ipc_connector import IpcConnector
-
-        return IpcConnector(path)
-
     def _serves(self, monitor_path: str) -> bool:
         """Return whether this client has the session with the monitor at this path."""
         return self.is_initialized and not self._is_foreign and self._monitor_path == monitor_path
@@ -403,7 +401,11 @@ class RankMonitorClient(HotPath):
             os.close(slot_fd)
             os.close(dump_fd)
             raise LinkError(f"the rank monitor's offer is of no use: {exc}") from exc
-        self._register_dump(dump_fd)
+        if self._may_dump:
+            faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
+        previous, self._dump_fd = self._dump_fd, dump_fd
+        if previous >= 0:
+            os.close(previous)
 
     def _begin_session(self, accepted: Accepted, slot_fd: int) -> None:
         from .config import FaultToleranceConfig
@@ -444,13 +446,6 @@ class RankMonitorClient(HotPath):
             memory.close()
             memory = fresh
         memory.words[slot.W_SESSION_ID] = accepted.session_id
-
-    def _register_dump(self, dump_fd: int) -> None:
-        if self._may_dump:
-            faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
-        previous, self._dump_fd = self._dump_fd, dump_fd
-        if previous >= 0:
-            os.close(previous)
 
     def _on_lost(self) -> bool:
         """Act, in the link's thread, that the monitor is gone; return whether to go on."""

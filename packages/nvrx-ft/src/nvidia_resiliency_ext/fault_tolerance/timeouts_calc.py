@@ -99,12 +99,9 @@ class TimeoutsCalc:
         if section is None or section not in self.section_to_max_time:
             names = sorted(self.section_to_max_time)
             raise TimeoutsCalcError(f"section {section!r} is unknown; known sections: {names}")
-        if action is SectionAction.OPEN:
-            self._open(section, now)
-        else:
+        if action is not SectionAction.OPEN:
             self._close(section, now)
-
-    def _open(self, section: str, now: float) -> None:
+            return
         if section in self.open_sections:
             raise TimeoutsCalcError(f"section {section!r} is open already")
         self.maybe_bump_oos_time(now)

@@ -110,6 +110,10 @@ def plan_from_config(
         Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
         Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
     }
+    node_rank = config.node_rank
+    if node_rank is None and config.rdzv_backend == "static":
+        # Where torch's static backend has it.
+        node_rank = rdzv_config_get_as_int(config.rdzv_configs, "rank")
     values: dict[str, Any] = {
         item.name: getattr(config, item.name) for item in fields(LaunchConfig)
     }
@@ -121,7 +125,7 @@ def plan_from_config(
         "master_port": fixed_port(
             config.master_port or None, config.rdzv_endpoint, config.max_nodes
         ),
-        "node_rank": _node_rank(config),
+        "node_rank": node_rank,
     }
     return LaunchPlan(
         **values,
@@ -137,13 +141,6 @@ def plan_from_config(
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
         warnings=(environment.OMP_WARNING,) if threads else (),
     )
-
-
-def _node_rank(config: LaunchConfig) -> int | None:
-    """Return the node's order: its field, or where torch's static backend has it."""
-    if config.node_rank is None and config.rdzv_backend == "static":
-        return rdzv_config_get_as_int(config.rdzv_configs, "rank")
-    return config.node_rank
 
 
 def _log_settings(specs: object) -> LogSettings:

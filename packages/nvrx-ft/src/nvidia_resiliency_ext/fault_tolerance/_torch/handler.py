@@ -84,7 +84,11 @@ class StoreRendezvousHandler(RendezvousHandler):
     """
 
     def __init__(self, store: Store, settings: Any, options: NodeOptions, **rules: Any) -> None:
-        _refuse_other_stores(store)
+        bottom = store
+        while isinstance(bottom, PrefixStore):
+            bottom = bottom.underlying_store
+        if not hasattr(bottom, "port"):
+            raise ValueError(f"a rendezvous over {type(bottom).__name__}: a TCPStore is needed")
         decided_by, self._node = rules_and_node(settings, options, **rules)
         self._me = self._node.arrival
         self._settings = settings
@@ -551,11 +555,3 @@ def _guest_store(connect: Callable[[], JobStore]) -> Iterator[JobStore]:
         yield store
     finally:
         store.cut()
-
-
-def _refuse_other_stores(store: Store) -> None:
-    bottom = store
-    while isinstance(bottom, PrefixStore):
-        bottom = bottom.underlying_store
-    if not hasattr(bottom, "port"):
-        raise ValueError(f"a rendezvous over {type(bottom).__name__}: a TCPStore is needed")
