@@ -14,33 +14,19 @@ from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
-        LaunchConfig,
-        LogFunnelPorts,
-        get_rdzv_endpoint,
-        get_use_env,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
-    from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-        NoRestartRequested,
-        TerminalWorkerGroupFailure,
-        UnhealthyNodeException,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._core.local_world import determine_local_world_size
-    from nvidia_resiliency_ext.fault_tolerance._health.admission import (
+    from ._config.launch_config import LaunchConfig, LogFunnelPorts, get_rdzv_endpoint, get_use_env
+    from ._config.syntax import parse_min_max_nnodes
+    from ._core.errors import NoRestartRequested, TerminalWorkerGroupFailure, UnhealthyNodeException
+    from ._core.local_world import determine_local_world_size
+    from ._health.admission import (
         ensure_node_is_healthy,
         get_node_health_check,
         init_node_health_check,
     )
-    from nvidia_resiliency_ext.fault_tolerance._torch.agent import LocalElasticAgent
-    from nvidia_resiliency_ext.fault_tolerance._torch.elastic import (
-        config_from_args,
-        elastic_launch,
-        launch_agent,
-        run,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._workers.run_path import run_script_path
-    from nvidia_resiliency_ext.fault_tolerance.cli_args import get_args_parser, parse_args
+    from ._torch.agent import LocalElasticAgent
+    from ._torch.elastic import config_from_args, elastic_launch, launch_agent, run
+    from ._workers.run_path import run_script_path
+    from .cli_args import get_args_parser, parse_args
 
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET", "LaunchConfig", "LocalElasticAgent", "LogFunnelPorts",
