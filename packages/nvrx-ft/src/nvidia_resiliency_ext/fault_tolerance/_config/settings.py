@@ -266,11 +266,12 @@ class Layers:
         unknown = []
         for key, raw, place in entries:
             where = f"{place}{key}"
-            option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
-            if old is not None:
-                if (given := self.read(old.kind, raw, where)) is not None:
+            option = table.OPTION_OF_KEY.get(key)
+            if key in table.DEPRECATED_KEYS:
+                kind, instead = table.DEPRECATED_KEYS[key]
+                if (given := self.read(kind, raw, where)) is not None:
                     self.deprecated[key] = given
-                    self.warnings.append(f"{where}: is deprecated; {old.note}")
+                    self.warnings.append(f"{where}: is deprecated; {instead}")
             elif option is None:
                 unknown.append(f"{place}unknown key {key!r}{_hint(key)}")
             elif place and option.field in own:
@@ -322,9 +323,9 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
         if raw is not None:
             given = layers.read(option.kind, raw, sources.get(dest, f"--{option.flag}"))
             layers.given |= {} if given is None else {option.field: given}
-    for old in table.DEPRECATED_KEYS:
-        dest = f"ft_{old.key}"
+    for key in table.DEPRECATED_KEYS:
+        dest = f"ft_{key}"
         if dest in sources:
-            layers.deprecated[old.key] = Given(getattr(args, dest), sources[dest])
+            layers.deprecated[key] = Given(getattr(args, dest), sources[dest])
     layers.merge_address()
     return layers
