@@ -72,7 +72,6 @@ class RankMonitorClient(HotPath):
         self.cfg: FaultToleranceConfig | None = None
         self.iter_idx = 0
         self.chkpt_manager: object | None = None
-        self.launcher_connector: IpcConnector | None = None
         self._calc: TimeoutsCalc | None = None
         self._own_limits: dict[str, Any] = {}
         self._link: RankLink | None = None
@@ -83,12 +82,12 @@ class RankMonitorClient(HotPath):
         self._monitor_path = ""
         self._refusal: str | None = None
         self._is_foreign = False
-        launcher_path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
-        if launcher_path:
+        if launcher_path := os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR):
             from .ipc_connector import IpcConnector
 
-            self.launcher_connector = IpcConnector(launcher_path)
+            self.launcher_connector: IpcConnector | None = IpcConnector(launcher_path)
         else:
+            self.launcher_connector = None
             self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
         _CLIENTS.add(self)
 
