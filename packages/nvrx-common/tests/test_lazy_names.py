@@ -14,7 +14,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder.mkdir()
     (folder / "__init__.py").write_text(
         "from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names\n"
-        "__all__ = ['one', 'two']\n"
+        "__all__ = ['home', 'one', 'two']\n"
         "__getattr__, __dir__ = lazy_names(globals(), {'home': ('one', 'two')})\n"
     )
     (folder / "home.py").write_text("one = object()\ntwo = 2\n")
@@ -32,6 +32,7 @@ def test_a_name_is_loaded_once_when_it_is_used(package: str) -> None:
     first = module.one
     assert first is sys.modules[f"{package}.home"].one
     assert module.__dict__["one"] is first
+    assert module.home is sys.modules[f"{package}.home"]
 
 
 def test_all_names_are_listed_before_they_are_loaded(package: str) -> None:

@@ -20,7 +20,7 @@ def lazy_names(
     `TYPE_CHECKING`, too.
 
     Args:
-        namespace: The module's `globals()`, with `__all__`.
+        namespace: The module's `globals()`, with `__all__`; its names without a home are modules.
         homes: Names by the module that has them, relative to the module's package.
 
     Example:
@@ -38,10 +38,11 @@ def lazy_names(
         from importlib import import_module
 
         home = home_of.get(name)
-        if home is None:
-            module = namespace["__name__"]
-            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-        value = namespace[name] = getattr(import_module(f".{home}", package), name)
+        if home is None and name not in namespace["__all__"]:
+            text = f"module {namespace['__name__']!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name)
+        module = import_module(f".{home or name}", package)
+        value = namespace[name] = module if home is None else getattr(module, name)
         return value
 
     def names() -> list[str]:
