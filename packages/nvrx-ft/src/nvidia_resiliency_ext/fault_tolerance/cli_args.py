@@ -287,10 +287,7 @@ def _unknown(word: str) -> str:
 def _fill(
     parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
 ) -> list[str]:
-    """Set every flag's attribute, from flags and then `PET_` variables, and `given`.
-
-    Returns what is wrong with the values.
-    """
+    """Set `given` and every flag's attribute, by flag or `PET_` variable; return what is wrong."""
     problems: list[str] = []
     parsed.given = {}
     for flag in FLAGS:

@@ -516,11 +516,7 @@ def _write_state(
 def _read_state(
     state: Mapping[str, Any],
 ) -> tuple[HeartbeatTimeouts | None, SectionTimeouts | None]:
-    """Return what `_write_state` wrote.
-
-    Raises:
-        TypeError: A part has fields that timeouts do not have.
-    """
+    """Return what `_write_state` wrote; TypeError: a part has fields that timeouts lack."""
     heartbeat, section = state.get("heartbeat"), state.get("section")
     return (
         None if heartbeat is None else HeartbeatTimeouts(**heartbeat),
