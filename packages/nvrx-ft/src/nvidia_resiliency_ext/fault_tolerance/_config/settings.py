@@ -253,9 +253,11 @@ class Layers:
 
     def read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
         """Return the value that `raw` is, or None: the problem is kept."""
-        with values.noting(self.problems):
+        try:
             return Given(values.read(kind, raw, where), where)
-        return None
+        except ValueError as error:
+            self.problems.append(str(error))
+            return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
         """Add options: key, value, and what stands before the key where one speaks of it.
