@@ -2,18 +2,45 @@
 """One table, no drift: dataclass, YAML keys, flags and docs say the same."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 from pathlib import Path
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._config import settings
+from nvidia_resiliency_ext.fault_tolerance._config import settings, values
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, OLD_SPELLINGS
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS, Option
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
+# A value of each kind whose default is None.
+SAMPLES = {
+    "SECONDS": "1",
+    "N": "1",
+    "PATH": "/{nic}",
+    "PATH,...": "/a,/b",
+    "TEXT": "text",
+    "COMMAND": "command",
+    "SIGNAL": "USR1",
+    "WHEN": "slurm",
+    "{log,no-restart}": "log",
+}
 OPTION_FLAGS = {flag.attribute: flag for flag in FLAGS}
+
+
+def annotation_of(option: Option) -> str:
+    """Return the type of what an option's kind makes of values, as the dataclass writes it."""
+    takes_none = False
+    with contextlib.suppress(ValueError, TypeError):
+        takes_none = values.read(option.kind, None, option.field) is None
+    value = option.default
+    if value is None:
+        value = values.read(option.kind, SAMPLES[option.kind.metavar], option.field)
+    name = {"dict": "Mapping[str, float | None]", "Signals": "signal.Signals"}.get(
+        type(value).__name__, type(value).__name__
+    )
+    return f"{name} | None" if takes_none else name
 
 
 def test_the_dataclass_has_the_fields_of_the_table() -> None:
@@ -22,7 +49,7 @@ def test_the_dataclass_has_the_fields_of_the_table() -> None:
     assert [field.name for field in fields] == [option.field for option in OPTIONS]
     default = FaultToleranceConfig()
     for field, option in zip(fields, OPTIONS, strict=True):
-        assert str(field.type) == option.kind.annotation, option.field
+        assert str(field.type) == annotation_of(option), option.field
         value = getattr(default, option.field)
         assert value == option.default, option.field
         assert type(value) is type(option.default), option.field

@@ -5,9 +5,8 @@
 imported from its module at first use.
 """
 
-from importlib import import_module
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
-_PACKAGE = "nvidia_resiliency_ext.attribution."
 _NAMES = {
     "_core.verdict": ("RawAnalysisResultItem",),
     "analyzer": ("Analyzer",),
@@ -82,14 +81,7 @@ _NAMES = {
     ),
     "trace_analyzer.fr_support": ("TraceAnalyzer",),
 }
-_HOMES = {name: _PACKAGE + module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - the table is the list
+__all__ = sorted(name for names in _NAMES.values() for name in names)  # noqa: PLE0605 - the table is the list
 
-
-def __getattr__(name: str) -> object:
-    """Return a public name from its module."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(home), name)
+__getattr__, __dir__ = lazy_names(globals(), _NAMES)

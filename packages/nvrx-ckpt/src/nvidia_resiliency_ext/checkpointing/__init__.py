@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ._errors import AsyncSaveError, CheckpointWriteError, DamagedCheckpointError
@@ -22,18 +23,11 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-_MODULES = {
-    "_errors": ("AsyncSaveError", "CheckpointWriteError", "DamagedCheckpointError"),
-    "_latest": ("publish_latest", "read_latest", "remove_old"),
-    "_verify": ("VerifyReport", "verify_checkpoint"),
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import what defines a name."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = next(module for module, names in _MODULES.items() if name in names)
-    value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "_errors": ("AsyncSaveError", "CheckpointWriteError", "DamagedCheckpointError"),
+        "_latest": ("publish_latest", "read_latest", "remove_old"),
+        "_verify": ("VerifyReport", "verify_checkpoint"),
+    },
+)

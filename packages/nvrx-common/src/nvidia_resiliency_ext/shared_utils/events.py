@@ -10,6 +10,7 @@ for them. A write never raises into the caller.
 from __future__ import annotations
 
 from ._events.log import NULL_EVENTS, EventLog
+from .lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,15 +71,7 @@ __all__ = [
 
 _READER_NAMES = frozenset({"EventFile", "EventFileError", "EventRecord", "read_events"})
 
-
-def __getattr__(name: str) -> object:
-    """Load a kind of event or the reader on first use."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _READER_NAMES:
-        from ._events import read as module
-    else:
-        from ._events import kinds as module  # type: ignore[no-redef]
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {"_events.kinds": frozenset(__all__) - _READER_NAMES, "_events.read": _READER_NAMES},
+)

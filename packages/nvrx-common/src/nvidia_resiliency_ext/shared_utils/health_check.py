@@ -10,6 +10,8 @@ them once. Everything is loaded when first asked for.
 
 from __future__ import annotations
 
+from .lazy_names import lazy_names
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._health.check import Check, Finding, HealthResult, run_checks
@@ -59,22 +61,17 @@ _NAMES = {
     "_health.storage": ("DistributedStorageHealthCheck", "StoragePathHealthCheck"),
     "attribution_client": ("AttributionService",),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_load, __dir__ = lazy_names(globals(), _NAMES)
 
 
 def __getattr__(name: str) -> object:
     """Load a check on first use."""
-    from importlib import import_module
+    if name != "_nvml_lock":
+        return _load(name)
+    # Never kept: a forked child gets another one.
+    from ._health.devices import lock
 
-    if name == "_nvml_lock":
-        # Never kept: a forked child gets another one.
-        return import_module("nvidia_resiliency_ext.shared_utils._health.devices").lock
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"nvidia_resiliency_ext.shared_utils.{module}"), name)
-    globals()[name] = value
-    return value
+    return lock
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fault-tolerant launcher and rank monitor for PyTorch jobs; the public names, loaded when used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .config import FaultToleranceConfig
@@ -27,29 +28,15 @@ __all__ = [
     "WorkloadControlRequest",
 ]
 
-_HOMES = {
-    "FaultToleranceConfig": "config",
-    "InvalidStateTransitionException": "rank_monitor_state_machine",
-    "RankMonitorClient": "rank_monitor_client",
-    "RankMonitorClientError": "rank_monitor_client",
-    "RankMonitorServer": "rank_monitor_server",
-    "RankMonitorState": "rank_monitor_state_machine",
-    "RankMonitorStateMachine": "rank_monitor_state_machine",
-    "WorkloadAction": "data",
-    "WorkloadControlRequest": "data",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module on first use."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """Return the public names, loaded or not, and the modules that are; not what is used here."""
-    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "import_module"})
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "config": ("FaultToleranceConfig",),
+        "data": ("WorkloadAction", "WorkloadControlRequest"),
+        "rank_monitor_client": ("RankMonitorClient", "RankMonitorClientError"),
+        "rank_monitor_server": ("RankMonitorServer",),
+        "rank_monitor_state_machine": (
+            *("InvalidStateTransitionException", "RankMonitorState", "RankMonitorStateMachine"),
+        ),
+    },
+)

@@ -15,22 +15,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import records
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import NodeIdentity
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import NodeSession
-from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import FINAL
-from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
-    NodeOptions,
-    Timeouts,
-    job_settings,
-    node_options,
-)
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_bool,
-    rdzv_config_get_as_int,
-)
+from ._rendezvous import records
+from ._rendezvous.keys import NodeIdentity
+from ._rendezvous.records import Kind
+from ._rendezvous.session import NodeSession
+from ._torch.handler import StoreRendezvousHandler
+from ._torch.membership import FINAL
+from ._torch.settings import NodeOptions, Timeouts, job_settings, node_options
+from .rdzv_utils import rdzv_config_get_as_bool, rdzv_config_get_as_int
 
 __all__ = ["FtRendezvousHandler", "RendezvousSettings", "RendezvousTimeout", "create_handler"]
 

@@ -18,26 +18,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
-    Opened,
-    Over,
-    Placed,
-    SessionEvent,
-)
-from nvidia_resiliency_ext.fault_tolerance._torch.settings import NodeOptions
-from nvidia_resiliency_ext.fault_tolerance.c10d_monkey_patch import create_tcp_store
-from nvidia_resiliency_ext.fault_tolerance.ft_rendezvous_barrier import (
-    FtRendezvousBarrierHandler,
-    RendezvousSettings,
-    make_handler,
-)
 from nvidia_resiliency_ext.shared_utils import events
+
+from ._core.cause import Cause
+from ._core.errors import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
+from ._rendezvous.records import Kind
+from ._rendezvous.session import Opened, Over, Placed, SessionEvent
+from ._torch.settings import NodeOptions
+from .c10d_monkey_patch import create_tcp_store
+from .ft_rendezvous_barrier import FtRendezvousBarrierHandler, RendezvousSettings, make_handler
 
 __all__ = ["TorchrunHandler", "create_torchrun_handler"]
 
@@ -80,8 +69,12 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         for good end the job; an error of this launcher is its own, and the others go on.
         """
         error = sys.exc_info()[1]
-        if not reason and error is not None and not isinstance(error, ChildFailedError):
-            self._leave_alone(f"{type(error).__name__}: {error}"[:1000])
+        is_alone = not reason and error is not None and not isinstance(error, ChildFailedError)
+        if is_alone and not self.is_closed() and not self._has_left:
+            what = f"{type(error).__name__}: {error}"[:1000]
+            # Where no message can be sent the lease expires.
+            with contextlib.suppress(RendezvousConnectionError):
+                self._leave(Kind.LEFT, self._cause("left", what))
         fallback = RDZV_SHUTDOWN_REASON_GRACEFUL if error is None else RDZV_SHUTDOWN_REASON_FAILURE
         is_reported = super().shutdown(reason or fallback)
         with self._lock:
@@ -94,12 +87,6 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         )
         self._log.close()
         return is_reported
-
-    def _leave_alone(self, what: str) -> None:
-        if not self.is_closed() and not self._has_left:
-            # Where no message can be sent the lease expires.
-            with contextlib.suppress(RendezvousConnectionError):
-                self._leave(Kind.LEFT, self._cause("left", what))
 
     def _take(self, event: SessionEvent) -> None:
         with self._lock:

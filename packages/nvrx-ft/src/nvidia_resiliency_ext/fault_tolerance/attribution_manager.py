@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names of attribution in the launcher."""
 
-from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
+from ._config.attribution import (
     ATTRIBUTION_STOP_ACTIONS,
     DEFAULT_ATTRIBUTION_PORT,
     DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT,
     AttributionConfig,
     AttributionEndpoint,
 )
-from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionManager
+from ._hosting.attribution import AttributionManager
 
 __all__ = [
     "ATTRIBUTION_STOP_ACTIONS",

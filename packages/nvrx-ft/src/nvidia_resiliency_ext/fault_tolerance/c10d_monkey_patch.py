@@ -19,9 +19,10 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+from ._rendezvous import endpoint
+from .rdzv_utils import rdzv_config_get_as_float
 
 __all__ = ["apply_c10d_patch", "create_tcp_store"]
 

@@ -10,17 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nvidia_resiliency_ext.fault_tolerance._config import values
-from nvidia_resiliency_ext.fault_tolerance._config.flags import (
-    FLAGS,
-    GROUPS,
-    OLD_SPELLINGS,
-    OTHER_SPELLINGS,
-    TORCHRUN,
-    Flag,
-)
 from nvidia_resiliency_ext.shared_utils.completion import PrintCompletion
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
+
+from ._config import values
+from ._config.flags import FLAGS, GROUPS, OLD_SPELLINGS, OTHER_SPELLINGS, TORCHRUN, Flag
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -75,8 +69,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line of `ft_launcher`.
 
-    Args:
-        args: The arguments without the program's name; None: those of the process.
+    `args` are the arguments without the program's name; None: those of the process.
     """
     return get_args_parser().parse_args(args)
 
@@ -232,9 +225,10 @@ class FlagParser(argparse.ArgumentParser):
                     position -= 1
                     args[position] = "-" + word[2:]
             elif value is None:
-                if position == len(args) or _is_flag(args[position]):
+                value = args[position] if position < len(args) else "--"
+                # A negative number or a single dash is a value.
+                if value.startswith("--") or (value.startswith("-") and value[1:2] in _SHORT):
                     self.error(f"--{flag.name} needs a value: {flag.kind.expects}")
-                value = args[position]
                 position += 1
             if flag.name in self._read_here:
                 given[flag.attribute] = (True if value is None else value, f"--{flag.name}")
@@ -277,15 +271,8 @@ def _misplaced(script_args: Sequence[str]) -> list[str]:
     return [f"{text}; the launcher's flags stand before the script"]
 
 
-def _is_flag(word: str) -> bool:
-    # A negative number or a single dash is a value.
-    if word.startswith("--"):
-        return True
-    return word.startswith("-") and word[1:2] in _SHORT
-
-
 def _unknown(word: str) -> str:
-    from nvidia_resiliency_ext.fault_tolerance._core.errors import nearest
+    from ._core.errors import nearest
 
     name = word.partition("=")[0]
     begun = name.replace("_", "-")
@@ -300,11 +287,8 @@ def _unknown(word: str) -> str:
 def _fill(
     parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
 ) -> list[str]:
-    """Set every flag's attribute, from flags and then `PET_` variables, and `given`.
-
-    Returns what is wrong with the values.
-    """
-    problems = []
+    """Set `given` and every flag's attribute, by flag or `PET_` variable; return what is wrong."""
+    problems: list[str] = []
     parsed.given = {}
     for flag in FLAGS:
         variable = f"PET_{flag.attribute.upper()}"
@@ -313,11 +297,8 @@ def _fill(
             value, where = environ[variable], variable
         if where:
             parsed.given[flag.attribute] = where
-            try:
+            with values.noting(problems):
                 read = values.read(flag.kind or values.BOOL, value, where)
-            except ValueError as error:  # all problems at once
-                problems.append(str(error))
-            else:
                 # "none" given on the command line must still win over a file.
                 value = value if read is None else read
         setattr(parsed, flag.attribute, list(value) if isinstance(value, list) else value)

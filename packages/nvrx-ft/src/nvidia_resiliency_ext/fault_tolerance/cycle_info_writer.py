@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names of cycle information: one small file about each cycle, for other programs."""
 
-from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
-from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
+from ._logs.lines import cycle_log_file
+from ._report.cycle_files import (
     CycleInfoReporter,
     CycleInfoRoundSnapshot,
     CycleInfoWriter,

@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._env import (
-    FT_LAUNCHER_IPC_SOCKET as FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
-)
-from nvidia_resiliency_ext.fault_tolerance._env import (
-    FT_RANK_MONITOR_IPC_SOCKET as FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
-)
+from . import _env
+from ._env import FT_LAUNCHER_IPC_SOCKET as FT_LAUNCHER_IPC_SOCKET_ENV_VAR
+from ._env import FT_RANK_MONITOR_IPC_SOCKET as FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR
 
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET_ENV_VAR", "FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR", "AuthkeyMsg",

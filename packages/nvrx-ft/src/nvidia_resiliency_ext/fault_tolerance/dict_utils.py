@@ -71,18 +71,14 @@ def diff(
         Paths only in `x1`, paths only in `x2`, and (path, type in x1, type in x2) of leaves that
         differ.
     """
-    only_left: list[Path] = []
-    only_right: list[Path] = []
-    mismatch: list[tuple[Path, type, type]] = []
     both_dicts = isinstance(x1, dict) and isinstance(x2, dict)
     both_lists = isinstance(x1, list) and isinstance(x2, list)
     if not (both_dicts or both_lists):
-        if not _equal(x1, x2):
-            mismatch.append((prefix, type(x1), type(x2)))
-        return only_left, only_right, mismatch
+        return [], [], [] if _equal(x1, x2) else [(prefix, type(x1), type(x2))]
     left, right = dict(_children(x1)), dict(_children(x2))
-    only_left = [(*prefix, key) for key in left if key not in right]
-    only_right = [(*prefix, key) for key in right if key not in left]
+    only_left: list[Path] = [(*prefix, key) for key in left if key not in right]
+    only_right: list[Path] = [(*prefix, key) for key in right if key not in left]
+    mismatch: list[tuple[Path, type, type]] = []
     for key, value in left.items():
         if key in right:
             inner = diff(value, right[key], (*prefix, key))

@@ -18,16 +18,11 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
-from nvidia_resiliency_ext.fault_tolerance._core.infra import default_replacement_group_size
-from nvidia_resiliency_ext.fault_tolerance._torch.handler import StoreRendezvousHandler
-from nvidia_resiliency_ext.fault_tolerance._torch.settings import (
-    NodeOptions,
-    Timeouts,
-    job_settings,
-    node_options,
-)
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_int
+from ._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
+from ._core.infra import default_replacement_group_size
+from ._torch.handler import StoreRendezvousHandler
+from ._torch.settings import NodeOptions, Timeouts, job_settings, node_options
+from .rdzv_utils import rdzv_config_get_as_int
 
 __all__ = [
     "FtRendezvousBarrierHandler", "GroupRankStatus", "RendezvousParticipantInfo",
@@ -98,10 +93,7 @@ class RendezvousParticipantInfo:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousParticipantInfo:
-        """Return the value of a text that `pack` made.
-
-        Args:
-            text: The text.
+        """Return the value of a `text` that `pack` made.
 
         Raises:
             ValueError: The text has another form.
@@ -127,10 +119,7 @@ class RendezvousStoreValue:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousStoreValue:
-        """Return the value of a text that `pack` made.
-
-        Args:
-            text: The text.
+        """Return the value of a `text` that `pack` made.
 
         Raises:
             ValueError: The text has another form.

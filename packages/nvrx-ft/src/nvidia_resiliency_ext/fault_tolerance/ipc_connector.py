@@ -5,9 +5,6 @@ import logging
 import threading
 from collections import deque
 
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES
-from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
@@ -18,6 +15,10 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     require_same_user,
     send_message,
 )
+
+from ._core.mailbox import Mailbox
+from ._core.messages import MESSAGES
+from .data import ErrorMsg, OkMsg
 
 __all__ = ["IpcConnector"]
 

@@ -7,42 +7,26 @@ import neither torch nor what they do not need.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from nvidia_resiliency_ext.fault_tolerance._env import FT_LAUNCHER_IPC_SOCKET
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn
-
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
-        LaunchConfig,
-        LogFunnelPorts,
-        get_rdzv_endpoint,
-        get_use_env,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
-    from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-        NoRestartRequested,
-        TerminalWorkerGroupFailure,
-        UnhealthyNodeException,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._core.local_world import determine_local_world_size
-    from nvidia_resiliency_ext.fault_tolerance._health.admission import (
+    from ._config.launch_config import LaunchConfig, LogFunnelPorts, get_rdzv_endpoint, get_use_env
+    from ._config.syntax import parse_min_max_nnodes
+    from ._core.errors import NoRestartRequested, TerminalWorkerGroupFailure, UnhealthyNodeException
+    from ._core.local_world import determine_local_world_size
+    from ._health.admission import (
         ensure_node_is_healthy,
         get_node_health_check,
         init_node_health_check,
     )
-    from nvidia_resiliency_ext.fault_tolerance._torch.agent import LocalElasticAgent
-    from nvidia_resiliency_ext.fault_tolerance._torch.elastic import (
-        config_from_args,
-        elastic_launch,
-        launch_agent,
-        run,
-    )
-    from nvidia_resiliency_ext.fault_tolerance._workers.run_path import run_script_path
-    from nvidia_resiliency_ext.fault_tolerance.cli_args import get_args_parser, parse_args
+    from ._torch.agent import LocalElasticAgent
+    from ._torch.elastic import config_from_args, elastic_launch, launch_agent, run
+    from ._workers.run_path import run_script_path
+    from .cli_args import get_args_parser, parse_args
 
 __all__ = [
     "FT_LAUNCHER_IPC_SOCKET", "LaunchConfig", "LocalElasticAgent", "LogFunnelPorts",
@@ -66,22 +50,7 @@ _NAMES_OF = {
     "_workers.run_path": ("run_script_path",),
     "cli_args": ("get_args_parser", "parse_args"),
 }  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its module on first use."""
-    module = next((home for home, names in _NAMES_OF.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not __name__: under `python -m` this module is called __main__.
-    package = "nvidia_resiliency_ext.fault_tolerance"
-    value = getattr(importlib.import_module(f"{package}.{module}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(globals(), _NAMES_OF)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -95,21 +64,17 @@ def main(args: Sequence[str] | None = None) -> None:
 
         code = run_command_line(args)
     except KeyboardInterrupt:
-        # Before the job takes over signals, or after it gave them back: nothing is running.
-        _die_of_interrupt()
+        # Before the job takes over signals, or after it gave them back: nothing is running. End as
+        # a program without a handler would, so that a shell script ends too; no traceback.
+        import os
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(128 + signal.SIGINT)  # the signal is blocked
     from nvidia_resiliency_ext.fault_tolerance._core.processes import end_program
 
     end_program(code, is_own=args is None)
-
-
-def _die_of_interrupt() -> NoReturn:
-    """End as a program without a handler would, so that a shell script ends too; no traceback."""
-    import os
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    os._exit(128 + signal.SIGINT)  # the signal is blocked
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClientError
-from nvidia_resiliency_ext.fault_tolerance._env import DISABLE_RANK_MONITORS
-from nvidia_resiliency_ext.fault_tolerance.data import (
+from ._core.errors import RankMonitorClientError
+from ._env import DISABLE_RANK_MONITORS
+from ._monitor import slot
+from ._monitor.hotpath import HotPath, training_iteration
+from .data import (
     FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
     FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
     HeartbeatTimeouts,
@@ -23,19 +25,15 @@ from nvidia_resiliency_ext.fault_tolerance.data import (
     WorkloadControlRequest,
 )
 
-from ._monitor import slot
-from ._monitor.hotpath import HotPath, training_iteration
-
 if TYPE_CHECKING:
     import socket
     from collections.abc import Collection, Mapping
 
-    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
-    from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
-    from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
-
     from ._monitor.link import RankLink
     from ._monitor.messages import Accepted, Hello
+    from .config import FaultToleranceConfig
+    from .ipc_connector import IpcConnector
+    from .timeouts_calc import TimeoutsCalc
 
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
@@ -74,7 +72,6 @@ class RankMonitorClient(HotPath):
         self.cfg: FaultToleranceConfig | None = None
         self.iter_idx = 0
         self.chkpt_manager: object | None = None
-        self.launcher_connector = self._make_launcher_connector()
         self._calc: TimeoutsCalc | None = None
         self._own_limits: dict[str, Any] = {}
         self._link: RankLink | None = None
@@ -85,6 +82,13 @@ class RankMonitorClient(HotPath):
         self._monitor_path = ""
         self._refusal: str | None = None
         self._is_foreign = False
+        if launcher_path := os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR):
+            from .ipc_connector import IpcConnector
+
+            self.launcher_connector: IpcConnector | None = IpcConnector(launcher_path)
+        else:
+            self.launcher_connector = None
+            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
         _CLIENTS.add(self)
 
     @property
@@ -145,7 +149,7 @@ class RankMonitorClient(HotPath):
             raise RankMonitorClientError(str(exc)) from exc
         self.is_initialized = True
         if self.cfg is not None and self.cfg.install_exception_hook:
-            from nvidia_resiliency_ext.fault_tolerance.utils import install_exception_handler
+            from .utils import install_exception_handler
 
             install_exception_handler()
         self._apply_loaded()
@@ -316,15 +320,6 @@ class RankMonitorClient(HotPath):
         elif answer.problem is not None:
             raise RankMonitorClientError(f"the rank monitor refused timeouts: {answer.problem}")
 
-    def _make_launcher_connector(self) -> IpcConnector | None:
-        path = os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
-        if not path:
-            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
-            return None
-        from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
-
-        return IpcConnector(path)
-
     def _serves(self, monitor_path: str) -> bool:
         """Return whether this client has the session with the monitor at this path."""
         return self.is_initialized and not self._is_foreign and self._monitor_path == monitor_path
@@ -405,11 +400,15 @@ class RankMonitorClient(HotPath):
             os.close(slot_fd)
             os.close(dump_fd)
             raise LinkError(f"the rank monitor's offer is of no use: {exc}") from exc
-        self._register_dump(dump_fd)
+        if self._may_dump:
+            faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
+        previous, self._dump_fd = self._dump_fd, dump_fd
+        if previous >= 0:
+            os.close(previous)
 
     def _begin_session(self, accepted: Accepted, slot_fd: int) -> None:
-        from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
-        from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
+        from .config import FaultToleranceConfig
+        from .timeouts_calc import TimeoutsCalc
 
         cfg = FaultToleranceConfig.from_dict(accepted.config)
         layout = slot.SlotLayout(tuple(accepted.sections))
@@ -446,13 +445,6 @@ class RankMonitorClient(HotPath):
             memory.close()
             memory = fresh
         memory.words[slot.W_SESSION_ID] = accepted.session_id
-
-    def _register_dump(self, dump_fd: int) -> None:
-        if self._may_dump:
-            faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
-        previous, self._dump_fd = self._dump_fd, dump_fd
-        if previous >= 0:
-            os.close(previous)
 
     def _on_lost(self) -> bool:
         """Act, in the link's thread, that the monitor is gone; return whether to go on."""
@@ -524,11 +516,7 @@ def _write_state(
 def _read_state(
     state: Mapping[str, Any],
 ) -> tuple[HeartbeatTimeouts | None, SectionTimeouts | None]:
-    """Return what `_write_state` wrote.
-
-    Raises:
-        TypeError: A part has fields that timeouts do not have.
-    """
+    """Return what `_write_state` wrote; TypeError: a part has fields that timeouts lack."""
     heartbeat, section = state.get("heartbeat"), state.get("section")
     return (
         None if heartbeat is None else HeartbeatTimeouts(**heartbeat),

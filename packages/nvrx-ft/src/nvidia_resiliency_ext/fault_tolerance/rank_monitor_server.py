@@ -24,7 +24,7 @@ from ._monitor.server import MonitorServer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+    from .config import FaultToleranceConfig
 
 __all__ = ["RankMonitorLogger", "RankMonitorServer"]
 

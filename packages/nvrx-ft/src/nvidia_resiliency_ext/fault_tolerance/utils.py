@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small public helpers under one path; the code is in `_core`."""
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
+from nvidia_resiliency_ext.shared_utils.unix_sockets import set_ipc_socket_timeouts
+
+from ._core.errors import (
     DEFAULT_NO_RESTART_EXIT_CODE,
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
@@ -9,11 +11,8 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
-    get_rank,
-    install_exception_handler,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
+from ._core.exceptions import get_rank, install_exception_handler
+from ._core.infra import (
     get_infrastructure_rank,
     get_log_aggregator_shard_index,
     hostnames_to_slurm_nodelist,
@@ -22,14 +21,14 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     ranks_to_range_str,
     slurm_sort_addrs,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.messages import (
+from ._core.messages import (
     read_obj_from_ipc_socket,
     read_obj_from_ipc_stream,
     recv_all,
     write_obj_to_ipc_stream,
     write_object_to_ipc_socket,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.processes import (
+from ._core.processes import (
     get_processes_by_pgids,
     is_process_alive,
     patched_method,
@@ -38,7 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.processes import (
     wait_for_mp_events,
     wait_until_process_terminated,
 )
-from nvidia_resiliency_ext.shared_utils.unix_sockets import set_ipc_socket_timeouts
 
 __all__ = [
     "DEFAULT_NO_RESTART_EXIT_CODE", "RDZV_NO_RESTART_REASONS",

@@ -5,8 +5,9 @@ A name needs Lightning only. The package that does the work (nvrx-ft, nvrx-strag
 asked for when a callback is constructed; without it that is an `ImportError` which names the extra.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ._utils import SimulatedFaultParams
@@ -21,24 +22,12 @@ __all__ = [
     "StragglerDetectionCallback",
 ]
 
-_HOMES = {
-    "FaultToleranceCallback": "fault_tolerance_callback",
-    "FaultToleranceSectionsCallback": "fault_tolerance_sections_callback",
-    "SimulatedFaultParams": "_utils",
-    "StragglerDetectionCallback": "straggler_det_callback",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module on first use."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """Return the public names, loaded or not, and the modules that are."""
-    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "import_module"})
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "_utils": ("SimulatedFaultParams",),
+        "fault_tolerance_callback": ("FaultToleranceCallback",),
+        "fault_tolerance_sections_callback": ("FaultToleranceSectionsCallback",),
+        "straggler_det_callback": ("StragglerDetectionCallback",),
+    },
+)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .core import AsyncCallsQueue, AsyncRequest, AsyncSaveError, abort_nvrx_checkpoint
@@ -18,12 +19,10 @@ __all__ = [
     "abort_nvrx_checkpoint",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Import what defines a name."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "torch_ckpt" if name == "TorchAsyncCheckpoint" else "core"
-    value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "core": ("AsyncCallsQueue", "AsyncRequest", "AsyncSaveError", "abort_nvrx_checkpoint"),
+        "torch_ckpt": ("TorchAsyncCheckpoint",),
+    },
+)

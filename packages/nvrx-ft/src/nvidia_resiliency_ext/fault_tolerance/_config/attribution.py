@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from nvidia_resiliency_ext.fault_tolerance._config import values
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+
+from . import values
 
 if TYPE_CHECKING:
     import argparse
 
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+    from .settings import FaultToleranceConfig
 
 
 DEFAULT_ATTRIBUTION_PORT = 50050
@@ -214,7 +215,7 @@ def _service_log(nvrx_logfile: str | None, base_log_file: str | None) -> str | N
 def _check_port(args: argparse.Namespace) -> None:
     if not any(getattr(args, name, None) for name in ("ft_enable_log_server", "ft_nvrx_logfile")):
         return
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogFunnelPorts
+    from .launch_config import LogFunnelPorts
 
     ports = LogFunnelPorts.from_launcher_args(args).listen_ports()
     if DEFAULT_ATTRIBUTION_PORT in ports:

@@ -199,18 +199,6 @@ _DEPRECATED_FLAGS = (
 # fmt: on
 
 
-def _flag_of(option: table.Option) -> Flag:
-    return Flag(
-        option.flag,
-        option.kind,
-        None,
-        option.group,
-        option.help,
-        dest="ft_" + option.field,
-        shown_default=None if option.default in (None, "", {}) else option.default_text,
-    )
-
-
 def _old_spellings() -> dict[str, str]:
     """Return the flag's present name by each older spelling that is worth a warning."""
     old = {
@@ -230,7 +218,14 @@ def _old_spellings() -> dict[str, str]:
 FLAGS: tuple[Flag, ...] = (
     *_TORCHRUN_FLAGS,
     *_OWN_FLAGS,
-    *(_flag_of(option) for option in table.OPTIONS),
+    *(
+        Flag(
+            *(option.flag, option.kind, None, option.group, option.help),
+            dest="ft_" + option.field,
+            shown_default=None if option.default in (None, "", {}) else option.default_text,
+        )
+        for option in table.OPTIONS
+    ),
     *_DEPRECATED_FLAGS,
 )
 OLD_SPELLINGS: dict[str, str] = _old_spellings()

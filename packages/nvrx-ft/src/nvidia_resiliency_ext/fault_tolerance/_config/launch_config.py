@@ -146,10 +146,7 @@ class LogFunnelPorts:
 
     @classmethod
     def from_launcher_args(cls, args: argparse.Namespace) -> LogFunnelPorts:
-        """Return the ports of the log servers of a parsed command line.
-
-        Args:
-            args: What `parse_args` returned.
+        """Return the ports of the log servers of a parsed command line, `args`.
 
         Raises:
             ValueError: A port is out of range, or the number of servers is negative.
@@ -169,10 +166,7 @@ class LogFunnelPorts:
         return self.base_port + self.first_level_count if self.uses_two_level else self.base_port
 
     def leaf_listen_port(self, index: int) -> int:
-        """Return the port of a leaf server.
-
-        Args:
-            index: Its index, from 0.
+        """Return the port of the leaf server with an `index`, from 0.
 
         Raises:
             ValueError: The index is out of range.
@@ -215,18 +209,10 @@ class LogServerPlan:
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
-    """Return the rendezvous endpoint: the given one, else the master's address and port.
-
-    Args:
-        args: What `parse_args` returned.
-    """
+    """Return the rendezvous endpoint of `args`: the given one, else the master's with its port."""
     return str(args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}")
 
 
 def get_use_env(args: argparse.Namespace) -> bool:
-    """Return whether a worker gets its local rank from the environment only.
-
-    Args:
-        args: What `parse_args` returned.
-    """
+    """Return whether a worker gets its local rank from the environment only, by `args`."""
     return bool(getattr(args, "use_env", True))

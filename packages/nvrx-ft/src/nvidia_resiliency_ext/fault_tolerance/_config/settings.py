@@ -95,13 +95,10 @@ class FaultToleranceConfig:
     start_failure_limit: int = 2
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
         for option in table.OPTIONS:
-            try:
+            with values.noting(problems):
                 value = values.read(option.kind, getattr(self, option.field), option.field)
-            except ValueError as error:  # all problems at once
-                problems.append(str(error))
-            else:
                 setattr(self, option.field, value)
         if problems:
             raise errors.FaultToleranceConfigError(problems)
@@ -125,10 +122,7 @@ class FaultToleranceConfig:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> FaultToleranceConfig:
-        """Return the config of a dict that `to_dict` made; options left out have their defaults.
-
-        Args:
-            plain: Option names and values.
+        """Return the config of `plain`, from `to_dict`; options left out have their defaults.
 
         Raises:
             ValueError: A key is unknown or a value is not allowed.
@@ -183,10 +177,9 @@ class FaultToleranceConfig:
         return layers_from_args(args).logged_config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write a file that `from_yaml_file` reads back as an equal config.
+        """Write `cfg_path`, which `from_yaml_file` reads back as an equal config.
 
-        Args:
-            cfg_path: The file; an existing one is overwritten.
+        An existing file is overwritten.
         """
         import yaml
 
@@ -262,7 +255,7 @@ class Layers:
         """Return the value that `raw` is, or None: the problem is kept."""
         try:
             return Given(values.read(kind, raw, where), where)
-        except ValueError as error:  # all problems at once
+        except ValueError as error:
             self.problems.append(str(error))
             return None
 
@@ -275,11 +268,12 @@ class Layers:
         unknown = []
         for key, raw, place in entries:
             where = f"{place}{key}"
-            option, old = table.OPTION_OF_KEY.get(key), table.DEPRECATED_OF_KEY.get(key)
-            if old is not None:
-                if (given := self.read(old.kind, raw, where)) is not None:
+            option = table.OPTION_OF_KEY.get(key)
+            if key in table.DEPRECATED_KEYS:
+                kind, instead = table.DEPRECATED_KEYS[key]
+                if (given := self.read(kind, raw, where)) is not None:
                     self.deprecated[key] = given
-                    self.warnings.append(f"{where}: is deprecated; {old.note}")
+                    self.warnings.append(f"{where}: is deprecated; {instead}")
             elif option is None:
                 unknown.append(f"{place}unknown key {key!r}{_hint(key)}")
             elif place and option.field in own:
@@ -331,9 +325,9 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
         if raw is not None:
             given = layers.read(option.kind, raw, sources.get(dest, f"--{option.flag}"))
             layers.given |= {} if given is None else {option.field: given}
-    for old in table.DEPRECATED_KEYS:
-        dest = f"ft_{old.key}"
+    for key in table.DEPRECATED_KEYS:
+        dest = f"ft_{key}"
         if dest in sources:
-            layers.deprecated[old.key] = Given(getattr(args, dest), sources[dest])
+            layers.deprecated[key] = Given(getattr(args, dest), sources[dest])
     layers.merge_address()
     return layers

@@ -29,10 +29,7 @@ class Std(enum.IntFlag):
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes in `N` or `MIN:MAX`.
-
-    Args:
-        nnodes: The text.
+    """Return the least and the largest number of nodes in `nnodes`, `N` or `MIN:MAX`.
 
     Raises:
         RuntimeError: The text has another form.
@@ -137,29 +134,28 @@ def _filters(raw: Any) -> list[str]:
     return [part.replace("\0", ",") for part in parts if part]
 
 
-NODES = Kind("str", "a number of nodes or MIN:MAX with 0 < MIN <= MAX", "N|MIN:MAX", _nodes)
+NODES = Kind("a number of nodes or MIN:MAX with 0 < MIN <= MAX", "N|MIN:MAX", _nodes)
 PROCESSES = Kind(
-    *("str", f"a number of workers from 1 to {MOST_WORKERS}, cpu, gpu or auto", "N|cpu|gpu|auto"),
+    f"a number of workers from 1 to {MOST_WORKERS}, cpu, gpu or auto",
+    "N|cpu|gpu|auto",
     that(str, lambda text: text in ("auto", "cpu", "gpu") or 0 < int(text) <= MOST_WORKERS),
 )
 STREAMS = Kind(
-    *("str", "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD"),
-    _text_for(streams_by_rank),
+    "0, 1 (stdout), 2 (stderr), 3 (both) or a list like 0:1,1:3", "STD", _text_for(streams_by_rank)
 )
-RANKS = Kind("str", "a comma separated list of local ranks", "RANK,...", _text_for(parse_ranks))
+RANKS = Kind("a comma separated list of local ranks", "RANK,...", _text_for(parse_ranks))
 CONFIGURATION = Kind(
-    "str", "a list like key=value,key=value", "KEY=VALUE,...", _text_for(parse_configuration)
+    "a list like key=value,key=value", "KEY=VALUE,...", _text_for(parse_configuration)
 )
 ADDRESS = Kind(
-    *("str", f"HOST or HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST[:PORT]"),
-    _text_for(parse_endpoint),
+    f"HOST or HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST[:PORT]", _text_for(parse_endpoint)
 )
 ENDPOINT = Kind(
-    *("str", f"HOST:PORT with a port up to {_HIGHEST_PORT}", "HOST:PORT"),
+    f"HOST:PORT with a port up to {_HIGHEST_PORT}",
+    "HOST:PORT",
     lambda raw: ADDRESS.parse(raw) if raw else "",
 )
 SIGNALS = Kind(
-    *("str", "a comma separated list of signals that can be handled", "SIGNAL,..."),
-    _text_for(parse_signals),
+    "a comma separated list of signals that can be handled", "SIGNAL,...", _text_for(parse_signals)
 )
-FILTERS = Kind("list[str]", "a comma separated list of texts", "TEXT,...", _filters)
+FILTERS = Kind("a comma separated list of texts", "TEXT,...", _filters)

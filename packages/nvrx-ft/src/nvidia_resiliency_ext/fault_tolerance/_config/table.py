@@ -63,14 +63,6 @@ class Option(NamedTuple):
         return "ft-" + self.field.replace("_", "-")
 
 
-class DeprecatedKey(NamedTuple):
-    """A YAML key of an earlier release that is no field."""
-
-    key: str
-    kind: v.Kind
-    note: str
-
-
 # fmt: off
 OPTIONS: tuple[Option, ...] = (
     Option("workload_check_interval", v.INTERVAL, 5.0, FAULT_TOLERANCE,
@@ -187,17 +179,15 @@ OPTIONS: tuple[Option, ...] = (
 # What is said of the flag and of the key that used to ask for it.
 INFRA_RANKS = "ranks follow the scheduler's order of nodes where there is one"
 
-DEPRECATED_KEYS: tuple[DeprecatedKey, ...] = (
-    DeprecatedKey("attrsvc_host", v.TEXT, "use attribution_endpoint: http://HOST:PORT"),
-    DeprecatedKey(
-        "attrsvc_port", v.integer_in(1, 65535), "use attribution_endpoint: http://HOST:PORT"
-    ),
-    DeprecatedKey("use_infra_group_rank", v.BOOL, INFRA_RANKS),
-    DeprecatedKey("progress_update_interval", v.INTERVAL, "it has no meaning any more"),
-    DeprecatedKey("restart_policy", RESTART_POLICY, "use the flag --ft-restart-policy"),
-)
+# YAML keys of earlier releases that are no field: how their value is read, and what to do instead.
+DEPRECATED_KEYS: dict[str, tuple[v.Kind, str]] = {
+    "attrsvc_host": (v.TEXT, "use attribution_endpoint: http://HOST:PORT"),
+    "attrsvc_port": (v.integer_in(1, 65535), "use attribution_endpoint: http://HOST:PORT"),
+    "use_infra_group_rank": (v.BOOL, INFRA_RANKS),
+    "progress_update_interval": (v.INTERVAL, "it has no meaning any more"),
+    "restart_policy": (RESTART_POLICY, "use the flag --ft-restart-policy"),
+}
 
 OPTION_OF_KEY: dict[str, Option] = {
     key: option for option in OPTIONS for key in (option.field, *option.yaml_aliases)
 }
-DEPRECATED_OF_KEY: dict[str, DeprecatedKey] = {item.key: item for item in DEPRECATED_KEYS}

@@ -7,9 +7,10 @@ what is allowed, so that every complaint reads the same. Nothing here knows a pa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _NONE_WORDS = ("", "none", "null")
@@ -26,13 +27,11 @@ class Kind(NamedTuple):
     """How one sort of value is read.
 
     Attributes:
-        annotation: The type as the dataclass writes it.
         expects: What is allowed, as it follows "... is not".
         metavar: What `--help` shows for the value.
         parse: Turns what was given into the value.
     """
 
-    annotation: str
     expects: str
     metavar: str
     parse: Callable[[Any], Any]
@@ -54,6 +53,15 @@ def read(kind: Kind, raw: object, where: str) -> Any:
         raise ValueError(f"{where}: {error}") from None
     except (ValueError, TypeError, KeyError, OverflowError):
         raise ValueError(f"{where}: {describe(raw)} is not {kind.expects}") from None
+
+
+@contextlib.contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Add what a ValueError says to `problems`, so that all of them are reported at once."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
 
 
 def describe(raw: object) -> str:
@@ -211,7 +219,7 @@ def or_none(kind: Kind) -> Kind:
     def parse(raw: Any) -> Any:
         return None if is_none(raw) else kind.parse(raw)
 
-    return Kind(f"{kind.annotation} | None", f"{kind.expects}, or none", kind.metavar, parse)
+    return Kind(f"{kind.expects}, or none", kind.metavar, parse)
 
 
 def choice(*allowed: str) -> Kind:
@@ -222,61 +230,50 @@ def choice(*allowed: str) -> Kind:
         return ("off", "on")[raw] if isinstance(raw, bool) else raw
 
     words = that(parse, lambda word: word in allowed)
-    return Kind("str", "one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", words)
+    return Kind("one of " + ", ".join(allowed), "{" + ",".join(allowed) + "}", words)
 
 
 def integer_in(lowest: int, highest: int) -> Kind:
     """Return the kind that takes an integer within limits, both included."""
     within = that(_integer, lambda value: lowest <= value <= highest)
-    return Kind("int", f"an integer from {lowest} to {highest}", "N", within)
+    return Kind(f"an integer from {lowest} to {highest}", "N", within)
 
 
 _at_least_zero = that(_number, lambda value: value >= 0)
 _above_zero = that(_number, lambda value: value > 0)
-SECONDS = Kind("float", "a number of seconds >= 0", "SECONDS", _at_least_zero)
+SECONDS = Kind("a number of seconds >= 0", "SECONDS", _at_least_zero)
 SECONDS_OR_NONE = or_none(SECONDS)
-INTERVAL = Kind("float", "a number of seconds > 0", "SECONDS", _above_zero)
+INTERVAL = Kind("a number of seconds > 0", "SECONDS", _above_zero)
 INTERVAL_OR_NONE = or_none(INTERVAL)
-FACTOR = Kind("float", "a number > 0", "FACTOR", _above_zero)
-SIZE_MB = Kind("float", "a number of megabytes >= 0", "MB", _at_least_zero)
+FACTOR = Kind("a number > 0", "FACTOR", _above_zero)
+SIZE_MB = Kind("a number of megabytes >= 0", "MB", _at_least_zero)
 COUNT = integer_in(0, _INTEGERS_BELOW - 1)._replace(expects="an integer >= 0 and < 2**63")
-INTEGER = Kind("int", "an integer of 64 bits", "N", _integer)
-BOOL = Kind("bool", "one of true, false, yes, no, 1, 0", "BOOL", _bool)
-TEXT = Kind("str", "a text that is not empty", "TEXT", _text)
-COMMAND = Kind(
-    "str", "a command with its arguments, quotes as in a shell", "COMMAND", that(_text, _words)
-)
-SIGNAL = Kind("signal.Signals", "the name or number of a signal", "SIGNAL", _signal)
+INTEGER = Kind("an integer of 64 bits", "N", _integer)
+BOOL = Kind("one of true, false, yes, no, 1, 0", "BOOL", _bool)
+TEXT = Kind("a text that is not empty", "TEXT", _text)
+COMMAND = Kind("a command with its arguments, quotes as in a shell", "COMMAND", that(_text, _words))
+SIGNAL = Kind("the name or number of a signal", "SIGNAL", _signal)
 HANDLED_SIGNAL_OR_NONE = or_none(
     Kind(
-        "signal.Signals",
         "the name or number of a signal that somebody else can send, and that can be handled",
         "SIGNAL",
         that(_signal, lambda found: found not in _NOT_FOR_PEOPLE),
     )
 )
-MOMENT_OR_NONE = or_none(
-    Kind("str", "slurm, +SECONDS or a number of seconds since 1970", "WHEN", _moment)
-)
-LOG_LEVEL = Kind(
-    "int", "a number from 10 to 50 or one of " + ", ".join(_LOG_LEVELS), "LEVEL", _log_level
-)
+MOMENT_OR_NONE = or_none(Kind("slurm, +SECONDS or a number of seconds since 1970", "WHEN", _moment))
+LOG_LEVEL = Kind("a number from 10 to 50 or one of " + ", ".join(_LOG_LEVELS), "LEVEL", _log_level)
 SECTIONS = Kind(
-    "Mapping[str, float | None]",
     "a set of NAME:SECONDS with SECONDS >= 0 or none, each name once (setup:600,step:180)",
     "NAME:SECONDS,...",
     _sections,
 )
-ABSOLUTE_PATH = Kind(
-    "str", "an absolute path", "PATH", that(_text, lambda path: path.startswith("/"))
-)
-PATHS = Kind(
-    "str", "a comma separated list of absolute paths", "PATH,...", that(_comma_list, _are_paths)
-)
+ABSOLUTE_PATH = Kind("an absolute path", "PATH", that(_text, lambda path: path.startswith("/")))
+PATHS = Kind("a comma separated list of absolute paths", "PATH,...", that(_comma_list, _are_paths))
 MODULES = Kind(
-    "str", "a comma separated list of module names", "MODULE,...", that(_comma_list, _are_modules)
+    "a comma separated list of module names", "MODULE,...", that(_comma_list, _are_modules)
 )
 PATH_TEMPLATE = Kind(
-    *("str", "a path that holds {nic}", "PATH"),
+    "a path that holds {nic}",
+    "PATH",
     that(_text, lambda path: "{nic}" in path or "{dev_name}" in path),
 )

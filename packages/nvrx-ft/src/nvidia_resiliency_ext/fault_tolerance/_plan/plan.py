@@ -6,12 +6,11 @@ Reads the configuration file and looks whether script and GPUs exist; starts and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     get_rdzv_endpoint,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._config.values import noting
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError, nearest
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
     devices_of_ranks,
@@ -126,15 +126,6 @@ def log_warnings(plan: LaunchPlan) -> None:
     """Log what a plan wants to be said, once per launch."""
     for text in plan.warnings:
         logging.getLogger("nvrx").warning("%s", text)
-
-
-@contextlib.contextmanager
-def noting(problems: list[str]) -> Iterator[None]:
-    """Add what a ValueError says to `problems`, so that all of them are reported at once."""
-    try:
-        yield
-    except ValueError as error:
-        problems.append(str(error))
 
 
 def plan_from_args(

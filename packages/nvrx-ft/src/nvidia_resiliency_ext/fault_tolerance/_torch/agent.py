@@ -109,8 +109,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run this node's part of the job; None when it stood by to the end.
 
-        Args:
-            role: Name of the role, for metrics.
+        Metrics name `role`.
 
         Raises:
             NoRestartRequested: the job must not be started again.
@@ -138,16 +137,9 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         self._mailbox.start_receiving()
         stack.callback(self._mailbox.stop_receiving)
         self._handler.set_agent(self)
-        is_watched = not os.environ.get(_env.DISABLE_RANK_MONITORS)
-        if is_watched:
-            self._provide_monitors(run_dir, stack)
         spec = self._worker_group.spec
-        for name in ("entrypoint", "args"):
-            stack.callback(setattr, spec, name, getattr(spec, name))
-        _pass_sockets(spec, run_dir.path, is_watched=is_watched)
-
-    def _provide_monitors(self, run_dir: RunDir, stack: contextlib.ExitStack) -> None:
-        for rank in range(self._worker_group.spec.local_world_size):
+        is_watched = not os.environ.get(_env.DISABLE_RANK_MONITORS)
+        for rank in range(spec.local_world_size if is_watched else 0):
             path = run_dir.socket_path(_MONITOR.format(rank))
             if self._given_monitors:
                 os.symlink(os.path.abspath(self._given_monitors[rank]), path)
@@ -157,6 +149,9 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
             )
             stack.callback(process.join, _MONITOR_END_S)
             stack.callback(process.terminate)
+        for name in ("entrypoint", "args"):
+            stack.callback(setattr, spec, name, getattr(spec, name))
+        _pass_sockets(spec, run_dir.path, is_watched=is_watched)
 
     # Steps of torch's loop -------------------------------------------------------------------
 

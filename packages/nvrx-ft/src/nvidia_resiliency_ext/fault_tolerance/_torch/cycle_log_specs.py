@@ -81,11 +81,7 @@ class PipeSubprocessHandler:
         return fd
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the process's group; the pipe stays until it is read to its end.
-
-        Args:
-            death_sig: The signal; None: SIGTERM.
-        """
+        """Send `death_sig` (None: SIGTERM) to the process's group; the pipe stays until its end."""
         os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
@@ -145,18 +141,13 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return self._folder
 
     def get_cycle_log_file(self, cycle: int) -> str:
-        """Return the path of a cycle's log.
-
-        Args:
-            cycle: Number of the cycle, from 0.
-        """
+        """Return the path of the log of `cycle`, a number from 0."""
         return cycle_log_file(self._base_log_file, cycle)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Begin the cycle that the workers' variables name; return the paths of their error files.
 
-        Args:
-            envs: Local rank to the environment of the worker.
+        `envs` has the environment of each worker by local rank.
         """
         one: Mapping[str, str] = next(iter(envs.values()), {})
         cycle = int(one.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -171,11 +162,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return destination
 
     def update_reader_for_cycle(self, handlers: Mapping[int, PipeSubprocessHandler]) -> None:
-        """Read the pipes of workers that were just started.
-
-        Args:
-            handlers: Local rank to the handler of the worker.
-        """
+        """Read the pipes of workers that were just started; `handlers` has them by local rank."""
         logs = self._open()
         for handler in handlers.values():
             fd = handler.take_pipe()

@@ -24,11 +24,8 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import SIGNALS, parse_signals
 from nvidia_resiliency_ext.fault_tolerance._config.table import RESTART_POLICY
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    FaultToleranceConfigError,
-    NoRestartRequested,
-    UnhealthyNodeException,
-)
+from nvidia_resiliency_ext.fault_tolerance._config.values import noting
+from nvidia_resiliency_ext.fault_tolerance._core import errors
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS, devices_of_ranks
 from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_OK
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
@@ -92,32 +89,31 @@ def plan_from_config(
     fault_tolerance = FaultToleranceConfig() if given is None else given
     if given is None:
         fault_tolerance.log_level = environment.log_level(environ)
-    logs = _log_settings(config.logs_specs)
-    problems = _problems(config)
-    problems += missing_hook(fault_tolerance.bad_node_hook, environ)
-    if logs is None:
-        problems.append("logs_specs: takes what config_from_args returns, or a LogsSpecs of torch")
-    elif logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
-        problems.append(ORPHANS_NEED_NO_PIPES)
-    attribution = AttributionConfig()
+    logs, attribution = LogSettings(), AttributionConfig()
     devices: tuple[str, ...] | None = None
-    try:
+    problems = _problems(config) + missing_hook(fault_tolerance.bad_node_hook, environ)
+    with noting(problems):
+        logs = _log_settings(config.logs_specs)
+        if logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
+            problems.append(ORPHANS_NEED_NO_PIPES)
+        attribution = logs.attribution or AttributionConfig.from_args(
+            argparse.Namespace(), logs.logs.applog_prefix, fault_tolerance
+        )
+    with noting(problems):
         check_handler(config.event_log_handler)
         if config.virtual_local_rank:
             devices = devices_of_ranks(environ, config.nproc_per_node)
-        if logs is not None:
-            attribution = logs.attribution or AttributionConfig.from_args(
-                argparse.Namespace(), logs.logs.applog_prefix, fault_tolerance
-            )
-    except ValueError as error:
-        problems.append(str(error))
-    if problems or logs is None:
-        raise FaultToleranceConfigError(problems)
+    if problems:
+        raise errors.FaultToleranceConfigError(problems)
     threads = environment.omp_num_threads(environ, config.nproc_per_node)
     filters = {
         Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
         Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
     }
+    node_rank = config.node_rank
+    if node_rank is None and config.rdzv_backend == "static":
+        # Where torch's static backend has it.
+        node_rank = rdzv_config_get_as_int(config.rdzv_configs, "rank")
     values: dict[str, Any] = {
         item.name: getattr(config, item.name) for item in fields(LaunchConfig)
     }
@@ -129,7 +125,7 @@ def plan_from_config(
         "master_port": fixed_port(
             config.master_port or None, config.rdzv_endpoint, config.max_nodes
         ),
-        "node_rank": _node_rank(config),
+        "node_rank": node_rank,
     }
     return LaunchPlan(
         **values,
@@ -147,15 +143,8 @@ def plan_from_config(
     )
 
 
-def _node_rank(config: LaunchConfig) -> int | None:
-    """Return the node's order: its field, or where torch's static backend has it."""
-    if config.node_rank is None and config.rdzv_backend == "static":
-        return rdzv_config_get_as_int(config.rdzv_configs, "rank")
-    return config.node_rank
-
-
-def _log_settings(specs: object) -> LogSettings | None:
-    """Return what log specifications say; None for what is none."""
+def _log_settings(specs: object) -> LogSettings:
+    """Return what log specifications say. Raises ValueError: they are none."""
     if specs is None:
         return LogSettings()
     if isinstance(specs, LogSettings):
@@ -167,7 +156,7 @@ def _log_settings(specs: object) -> LogSettings | None:
         return LogSettings(logs=plan)
     if callable(getattr(specs, "reify", None)):
         return LogSettings(output_specs=OutputSpecs(cast("Specs", specs), {}))
-    return None
+    raise ValueError("logs_specs: takes what config_from_args returns, or a LogsSpecs of torch")
 
 
 def _problems(config: LaunchConfig) -> list[str]:
@@ -181,15 +170,11 @@ def _problems(config: LaunchConfig) -> list[str]:
     kinds = _KINDS if config.max_nodes == 1 else {**_KINDS, **_KINDS_OF_MANY_NODES}
     given = {**vars(config), RDZV_IMPL: config.rdzv_configs.get(RDZV_IMPL, "barrier")}
     for name, kind in kinds.items():
-        try:
+        with noting(problems):
             v.read(kind, given[name], name)
-        except ValueError as error:  # all problems at once
-            problems.append(str(error))
-    try:
+    with noting(problems):
         rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
         check_job_id(config.cycle_info_job_id)
-    except ValueError as error:
-        problems.append(str(error))
     if config.max_nodes > 1 and not config.rdzv_endpoint:
         problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
     if config.rank_monitors:
@@ -233,10 +218,7 @@ def config_from_args(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the job of a parsed command line, as `torch.distributed.run.run` does.
-
-    Args:
-        args: What `parse_args` returned.
+    """Run the job of `args`, from `parse_args`, as `torch.distributed.run.run` does.
 
     Raises:
         ValueError: The command line is wrong.
@@ -291,13 +273,10 @@ def launch_agent(
     """
     if isinstance(entrypoint, str):
         argv = (entrypoint, *(str(arg) for arg in args))
-        given: FaultToleranceConfig | None = config.fault_tol_cfg
         command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False)
         plan = plan_from_config(config, command, os.environ)
         numa = _binding(config) or numa_binding(
-            plan.nproc_per_node,
-            os.environ,
-            is_strict=given is None or given.numa_bind_strict,
+            plan.nproc_per_node, os.environ, is_strict=plan.fault_tol_cfg.numa_bind_strict
         )
         plan = replace(plan, command=replace(command, numa=numa))
         return dict.fromkeys(_run_plan(plan))
@@ -337,7 +316,7 @@ def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
 
 def _raise(plan: LaunchPlan, result: Result) -> None:
     if result.no_restart:
-        raise NoRestartRequested(result.no_restart, result.reason)
+        raise errors.NoRestartRequested(result.no_restart, result.reason)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -353,7 +332,7 @@ def _raise(plan: LaunchPlan, result: Result) -> None:
         for failure in result.failures
     }
     if result.is_unfit:
-        raise UnhealthyNodeException(result.reason)
+        raise errors.UnhealthyNodeException(result.reason)
     if not failures:
         raise RuntimeError(result.reason)
     raise ChildFailedError(plan.command.entry, failures)

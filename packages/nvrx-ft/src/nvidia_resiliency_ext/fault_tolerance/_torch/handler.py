@@ -20,13 +20,6 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import api
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousTimeoutError,
-)
 
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundPorts
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -44,7 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.keys import LEASES_TO_FENCE
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind, Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
@@ -76,7 +68,7 @@ _LEFT = "this node has left the rendezvous"
 _T = TypeVar("_T")
 
 
-class StoreRendezvousHandler(RendezvousHandler):
+class StoreRendezvousHandler(api.RendezvousHandler):
     """Rounds of a job over a caller's store, with torch's interface.
 
     `settings`, `options` and `rules` are those of `rules_and_node`. Methods may be called from any
@@ -84,7 +76,11 @@ class StoreRendezvousHandler(RendezvousHandler):
     """
 
     def __init__(self, store: Store, settings: Any, options: NodeOptions, **rules: Any) -> None:
-        _refuse_other_stores(store)
+        bottom = store
+        while isinstance(bottom, PrefixStore):
+            bottom = bottom.underlying_store
+        if not hasattr(bottom, "port"):
+            raise ValueError(f"a rendezvous over {type(bottom).__name__}: a TCPStore is needed")
         decided_by, self._node = rules_and_node(settings, options, **rules)
         self._me = self._node.arrival
         self._settings = settings
@@ -175,7 +171,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         placed = None
         while placed is None:
             if self._is_unfit:
-                raise RendezvousClosedError("this node has left the job")
+                raise api.RendezvousClosedError("this node has left the job")
             self.handle_control_requests_from_rank()
             self.ensure_node_is_healthy()
             placed = self._outcome(*self._arrive())
@@ -231,12 +227,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         Returns False if no node could be notified.
 
-        The first reason stays. A node that has left, such as an unhealthy one, goes alone. The
+        The first `reason` stays. A node that has left, such as an unhealthy one, goes alone. The
         rendezvous host waits here for the others, 3 s at most.
-
-        Args:
-            reason: `graceful`, `failure`, `attribution_stop` or `no_progress`; the first one given
-                counts.
 
         Raises:
             ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
@@ -248,7 +240,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if not self.is_closed() and not self._has_left:
             try:
                 self._end(reason)
-            except RendezvousConnectionError as error:
+            except api.RendezvousConnectionError as error:
                 logger.warning("the end of the job could not be told: %s", str(error))
                 is_reported = False
         self._let_go()
@@ -293,7 +285,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
             )
             self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
-            raise RendezvousClosedError(what)
+            raise api.RendezvousClosedError(what)
         if WorkloadAction.ExcludeThisNode in asked:
             what = f"a rank asked to exclude this node: {asked[WorkloadAction.ExcludeThisNode]}"
             self._leave_unfit(what)
@@ -314,10 +306,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return reason if reason in RDZV_NO_RESTART_REASONS else None
 
     def signal_no_restart(self, reason: str) -> None:
-        """End the job for everybody; it must not be started again.
-
-        Args:
-            reason: `attribution_stop` or `no_progress`.
+        """End the job for everybody, for a `reason`; it must not be started again.
 
         Raises:
             ValueError: the reason is neither `attribution_stop` nor `no_progress`.
@@ -350,11 +339,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._requests = lambda: method() if (method := held()) is not None else []
 
     def set_worker_group(self, worker_group: Any) -> None:
-        """Set the workers that this node runs.
-
-        Args:
-            worker_group: The agent's worker group.
-        """
+        """Set the agent's `worker_group`, the workers that this node runs."""
         self._worker_group = worker_group
 
     # Questions and messages ------------------------------------------------------------------
@@ -380,7 +365,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 self._changed.notify_all()
 
         if self._is_let_go:
-            raise RendezvousConnectionError(_LEFT)
+            raise api.RendezvousConnectionError(_LEFT)
         self._client.submit(run)
         limit_s = self._node.answer_timeout_s if timeout_s is None else timeout_s
         deadline = self._clock.monotonic() + limit_s
@@ -389,12 +374,12 @@ class StoreRendezvousHandler(RendezvousHandler):
                 left_s = deadline - self._clock.monotonic()
                 if self._lost or left_s <= 0:
                     late = f"the job's store gives no answer within {limit_s:.0f} s"
-                    raise RendezvousConnectionError(self._lost or late)
+                    raise api.RendezvousConnectionError(self._lost or late)
                 self._changed.wait(left_s)
         try:
             return answers[0].result()
         except NvrxError as error:
-            raise RendezvousConnectionError(str(error)) from None
+            raise api.RendezvousConnectionError(str(error)) from None
 
     def _read(self, reader: Callable[[JobStore], _T]) -> _T:
         return self._ask(lambda session: session.read(reader))
@@ -419,7 +404,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _leave_unfit(self, what: str) -> None:
         self._is_unfit = True
-        with contextlib.suppress(RendezvousConnectionError):
+        with contextlib.suppress(api.RendezvousConnectionError):
             self._leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
 
     def _let_go(self) -> None:
@@ -472,10 +457,10 @@ class StoreRendezvousHandler(RendezvousHandler):
             return self._ask(arrive)
         try:
             return self._ask(arrive, self._node.join_timeout_s)
-        except RendezvousConnectionError as error:
+        except api.RendezvousConnectionError as error:
             if self._lost:
                 raise
-            raise RendezvousTimeoutError(
+            raise api.RendezvousTimeoutError(
                 f"no rendezvous host has begun the job ({error}):"
                 " is_store_host must be true on one node"
             ) from None
@@ -486,7 +471,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         with self._changed:
             while True:
                 if self._is_let_go:
-                    raise RendezvousConnectionError(_LEFT)
+                    raise api.RendezvousConnectionError(_LEFT)
                 entry, placed = self._entry, self._placed
                 if entry is not None and entry.phase is Phase.OVER:
                     raise self._over(entry)
@@ -506,16 +491,16 @@ class StoreRendezvousHandler(RendezvousHandler):
                     break
         what = f"round {round_} did not close within {self._node.join_timeout_s:.0f} s"
         self._leave(Kind.LEFT, self._cause("left", what))
-        raise RendezvousTimeoutError(what)
+        raise api.RendezvousTimeoutError(what)
 
     def _check(self) -> None:
         """Make sure that this node may go on. Raises RendezvousConnectionError."""
         if self._lost:
-            raise RendezvousConnectionError(self._lost)
+            raise api.RendezvousConnectionError(self._lost)
         fence_s = self._fence_s()
         if fence_s is not None and fence_s <= 0 and not self._is_let_go:
-            limit_s = LEASES_TO_FENCE * self._node.lease_s
-            raise RendezvousConnectionError(
+            limit_s = keys.LEASES_TO_FENCE * self._node.lease_s
+            raise api.RendezvousConnectionError(
                 f"the job's store has not answered for {limit_s:.1f} s: this node stops before the"
                 " others replace it"
             )
@@ -530,8 +515,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         why = f": {entry.cause.what}" if entry.cause is not None else ""
         text = f"the job is over ({entry.reason}){why}"
         if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._placed is None:
-            return RendezvousGracefulExitError(text)
-        return RendezvousClosedError(text)
+            return api.RendezvousGracefulExitError(text)
+        return api.RendezvousClosedError(text)
 
     # What the threads bring ------------------------------------------------------------------
 
@@ -562,11 +547,3 @@ def _guest_store(connect: Callable[[], JobStore]) -> Iterator[JobStore]:
         yield store
     finally:
         store.cut()
-
-
-def _refuse_other_stores(store: Store) -> None:
-    bottom = store
-    while isinstance(bottom, PrefixStore):
-        bottom = bottom.underlying_store
-    if not hasattr(bottom, "port"):
-        raise ValueError(f"a rendezvous over {type(bottom).__name__}: a TCPStore is needed")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
@@ -21,7 +20,7 @@ class RoundMember:
 
     arrival: records.Arrival
     group_rank: int | None
-    state: records.WorkerState = records.WorkerState.HEALTHY
+    state: records.WorkerState
 
 
 def read_members(store: JobStore, round_: int) -> list[RoundMember]:
@@ -30,20 +29,26 @@ def read_members(store: JobStore, round_: int) -> list[RoundMember]:
     It costs one operation, and one more for each node.
     """
     messages = read_messages(store, round_)
-    states = worker_states(messages)
     there = arrived(messages)
+    everybody: dict[str, records.Arrival] = {}
+    states: dict[str, records.WorkerState] = {}
+    for message in messages:
+        state = message.state if message.kind is records.Kind.STATE else None
+        if message.kind is records.Kind.ARRIVED and message.arrival is not None:
+            everybody[message.node] = message.arrival
+        elif message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
+            state = records.WorkerState.UNKNOWN
+        # The first final word stays.
+        if state is not None and states.get(message.node) not in FINAL:
+            states[message.node] = state
     members = []
-    everybody = {
-        n.node: n.arrival for n in messages if n.kind is records.Kind.ARRIVED and n.arrival
-    }
     for node, arrival in everybody.items():
         text = store.peek(keys.assignment(node))
         place = None if text is None else records.decode(records.RankAssignment, text)
         rank = place.group_rank if place is not None and place.round == round_ else None
         if rank is not None or node in there:
-            members.append(
-                RoundMember(arrival, rank, states.get(node, records.WorkerState.HEALTHY))
-            )
+            state = states.get(node, records.WorkerState.HEALTHY)
+            members.append(RoundMember(arrival, rank, state))
     return sorted(members, key=lambda member: (member.group_rank is None, member.group_rank or 0))
 
 
@@ -54,16 +59,3 @@ def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ..
         return records.decode(records.NodeMessage, line)
 
     return tuple(store.lines(keys.messages(round_), 0, read)[0])
-
-
-def worker_states(messages: Iterable[records.NodeMessage]) -> dict[str, records.WorkerState]:
-    """Return what is said of each node's workers; the first final word stays."""
-    states: dict[str, records.WorkerState] = {}
-    for message in messages:
-        if states.get(message.node) in FINAL:
-            continue
-        if message.kind is records.Kind.STATE and message.state is not None:
-            states[message.node] = message.state
-        elif message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
-            states[message.node] = records.WorkerState.UNKNOWN
-    return states

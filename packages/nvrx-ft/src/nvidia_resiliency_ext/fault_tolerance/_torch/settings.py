@@ -91,10 +91,7 @@ class Timeouts:
 
     @classmethod
     def from_configuration(cls, conf: Mapping[str, Any]) -> Any:
-        """Return the timeouts of a rendezvous configuration: `join_timeout=...` and so on.
-
-        Args:
-            conf: Keys such as `join_timeout`, in seconds.
+        """Return the timeouts of a rendezvous configuration `conf`: `join_timeout` (s) and so on.
 
         Raises:
             ValueError: A value is no number above 0.

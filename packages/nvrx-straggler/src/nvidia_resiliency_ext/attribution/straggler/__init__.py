@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from . import cupti, dist_utils, interval_tracker, name_mapper, reporting, statistics, straggler
@@ -27,20 +28,12 @@ __all__ = [
     "straggler",
 ]
 
-_MODULES = {
-    "CallableId": "straggler",
-    "Detector": "straggler",
-    "Report": "reporting",
-    "Statistic": "statistics",
-    "StragglerId": "reporting",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a submodule, or what defines a name; `nvrx-straggler` goes without torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
-    value: object = getattr(module, name) if name in _MODULES else module
-    globals()[name] = value
-    return value
+# Submodules are loaded when used, too: `nvrx-straggler` goes without torch.
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "reporting": ("Report", "StragglerId"),
+        "statistics": ("Statistic",),
+        "straggler": ("CallableId", "Detector"),
+    },
+)

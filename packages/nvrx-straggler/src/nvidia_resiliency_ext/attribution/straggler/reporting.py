@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils.lazy_names import lazy_names
+
 from ._scores.report import Report, StragglerId
 
 if TYPE_CHECKING:
@@ -23,22 +25,12 @@ __all__ = [
     "StragglerId",
 ]
 
-_HOMES = {
-    "RankDetail": "_scores.views",
-    "RankExplanation": "_scores.explain",
-    "ReportGenerator": "_exchange.generator",
-    "ScoringOptions": "_scores.scoring",
-    "SlowKernel": "_scores.views",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Load a name on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    module = importlib.import_module(f".{_HOMES[name]}", __package__)
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "_exchange.generator": ("ReportGenerator",),
+        "_scores.explain": ("RankExplanation",),
+        "_scores.scoring": ("ScoringOptions",),
+        "_scores.views": ("RankDetail", "SlowKernel"),
+    },
+)
