@@ -7,9 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ._core.errors import TimeoutsCalcError
 from .data import HeartbeatTimeouts, SectionAction, SectionTimeouts
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["TimeoutsCalc", "TimeoutsCalcError"]
 
@@ -244,7 +248,7 @@ def _mean(new: float, old: float | None) -> float:
     return new if old is None else 0.5 * new + 0.5 * old
 
 
-_FIRST_VALUES = 254  # with the two words of the head, 2 KiB
+_FIRST_VALUES = 253  # with the three words of the head, 2 KiB
 
 
 def reduction_device_type(backend_config: str) -> str:
@@ -267,8 +271,6 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
         raise TimeoutsCalcError(
             "timeouts of all ranks cannot be combined: torch.distributed is not initialised"
         )
-    import hashlib
-
     import torch
 
     device_type = reduction_device_type(dist.get_backend_config())
@@ -276,26 +278,46 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
 
-    # Six bytes: a float64 holds them exactly.
-    digest = hashlib.blake2b(json.dumps(list(names)).encode(), digest_size=6).digest()
-    fingerprint = float(int.from_bytes(digest, "big"))
+    encoded_names = json.dumps(list(names)).encode()
+    fingerprint = float(_fingerprint(encoded_names))
     padding = [_NO_DATA] * (_FIRST_VALUES - len(values))
     first = torch.tensor(
-        [fingerprint, -fingerprint, *values[:_FIRST_VALUES], *padding],
+        [fingerprint, -fingerprint, float(len(encoded_names)), *values[:_FIRST_VALUES], *padding],
         dtype=torch.float64,
         device=device,
     )
     dist.all_reduce(first, op=dist.ReduceOp.MAX)
-    largest, negated_smallest, *maxima = first.tolist()
+    largest, negated_smallest, longest_names, *maxima = first.tolist()
     if largest != -negated_smallest:
-        names_of_ranks: list[Sequence[str]] = [()] * dist.get_world_size()
-        dist.all_gather_object(names_of_ranks, list(names))  # by all ranks or by none
-        raise TimeoutsCalcError(_describe_difference(names_of_ranks))
+        raise TimeoutsCalcError(
+            _describe_difference(_gather_names(encoded_names, int(longest_names), device))
+        )
     if len(values) <= _FIRST_VALUES:
         return maxima[: len(values)]
     rest = torch.tensor(values[_FIRST_VALUES:], dtype=torch.float64, device=device)
     dist.all_reduce(rest, op=dist.ReduceOp.MAX)
     return maxima + [float(value) for value in rest.tolist()]
+
+
+def _fingerprint(encoded_names: bytes) -> int:
+    import hashlib
+
+    # Six bytes: a float64 holds them exactly.
+    return int.from_bytes(hashlib.blake2b(encoded_names, digest_size=6).digest(), "big")
+
+
+def _gather_names(
+    encoded_names: bytes, longest_names: int, device: torch.device
+) -> list[list[str]]:
+    """Return every rank's names. Called by all ranks or by none."""
+    import torch
+    import torch.distributed as dist
+
+    padded = encoded_names.ljust(longest_names, b" ")
+    own = torch.tensor(list(padded), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [json.loads(bytes(tensor.tolist())) for tensor in gathered]
 
 
 def _describe_difference(names_of_ranks: Sequence[Sequence[str]]) -> str:
