@@ -153,20 +153,6 @@ def cause_kind(report: Mapping[str, Any]) -> str:
     return "hang_heartbeat" if "heartbeat" in report["rule"] else "hang_section"
 
 
-def fault_fields(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `fault` event for a report.
-
-    What each rank did is in the launcher's failure record: here it would be cut off.
-    """
-    return {
-        "cause": cause_kind(report),
-        "what": found_in_words(report),
-        "detected_by": "monitor",
-        "deadline_s": report["limit"],
-        "late_s": report["late_s"],
-    }
-
-
 def describe_evidence(report: Mapping[str, Any], is_kept: Callable[[str], bool]) -> str:
     """Return what each rank did, a line for each of the first ranks.
 

@@ -15,7 +15,7 @@ from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from . import messages
 from .handle import sweep
-from .hang_report import HEALTH_RULES, fault_fields
+from .hang_report import HEALTH_RULES, cause_kind, found_in_words
 from .inquiry import Inquiry
 from .node_watch import NodeWatch
 from .port import RankPort, RestartLines
@@ -146,7 +146,13 @@ class MonitorServer:
             from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
 
             events = EventLog.join(src="monitor")
-            fault = Fault(**fault_fields(report))
+            fault = Fault(  # what each rank did would be cut off here; the failure record has it
+                cause=cause_kind(report),
+                what=found_in_words(report),
+                detected_by="monitor",
+                deadline_s=report["limit"],
+                late_s=report["late_s"],
+            )
             is_reported = report["culprits"] or report["rule"] in HEALTH_RULES
             rank = report["rank"] if is_reported else None
             events.record(fault, cycle=report["cycle"], rank=rank, t=wall, m=at)
