@@ -28,7 +28,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     request_event,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
+from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
@@ -134,7 +134,7 @@ class Job:
             host=self._paths.host,
             clock=self._clock,
         )
-        self._admission = make_admission_check(
+        self._admission = AdmissionCheck(
             plan,
             self._environ,
             host=self._paths.host,
