@@ -265,7 +265,7 @@ class Job:
         job = {"run_id": plan.run_id, "role": plan.role, "entry": plan.command.entry}
         torch_events = TorchEvents(plan.event_log_handler, self._clock, **job)
         self._stack.callback(torch_events.close)
-        self._reporter.follow_starts(torch_events.started)
+        self._reporter.on_started = torch_events.started
         return torch_events
 
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:

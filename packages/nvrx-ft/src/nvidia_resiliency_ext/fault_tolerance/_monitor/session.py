@@ -82,7 +82,7 @@ class RankSession:
 
     def __post_init__(self) -> None:
         asked = self.hello.num_warmup_iters
-        own = {} if asked is None else {"num_warmup_iterations": asked}
+        own: dict[str, Any] = {} if asked is None else {"num_warmup_iterations": asked}
         self.limits = ChainMap[str, Any](own, self.port.config)
         self.phase = Phase.LIVE
         self.started = monotonic()
