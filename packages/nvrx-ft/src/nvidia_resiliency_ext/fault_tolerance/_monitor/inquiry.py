@@ -187,7 +187,7 @@ class Inquiry:
         if accuser is None or verdict is None:
             self._server.notify_launcher(messages.RanksSeen(self._plain_states()))
             return
-        if accuser.has_gone_on(accuser.look()):
+        if accuser.has_gone_on():
             logger.warning("rank %d went on while the ranks were looked at", accuser.hello.rank)
             return
         blamed = {r.rank for r in self._finding.culprits}

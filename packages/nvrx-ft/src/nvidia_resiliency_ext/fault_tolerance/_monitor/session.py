@@ -324,9 +324,9 @@ class RankSession:
         """Return the limit that the rank has broken or is about to, as the slot is now."""
         return evaluate(view, self.limits, self.started, monotonic() + LATE_MARGIN_S)
 
-    def has_gone_on(self, view: SlotView) -> bool:
+    def has_gone_on(self) -> bool:
         """Return whether the rank keeps the limit now that it had broken."""
-        verdict, broken = self.verdict, self.broken(view)
+        verdict, broken = self.verdict, self.broken(self.look())
         if verdict is None or verdict.reason:
             return False
         return broken is None or broken.since != verdict.since
