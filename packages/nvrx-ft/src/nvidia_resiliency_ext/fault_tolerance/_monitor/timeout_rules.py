@@ -102,7 +102,7 @@ def next_look(view: SlotView, limits: Mapping[str, Any], session_start: float, n
     deadlines = [running.deadline for running in _running(view, limits, session_start)]
     lengths = (*(limits[name] for name in _PLAIN_LIMITS), *limits[_SECTIONS].values())
     given = [length_s for length_s in lengths if length_s is not None]
-    longest_sleep_s = min((limits["workload_check_interval"], *given))
+    longest_sleep_s: float = min((limits["workload_check_interval"], *given))
     return max(min((now + longest_sleep_s, *deadlines)), now + MIN_SLEEP_S)
 
 
@@ -136,4 +136,5 @@ def _running(view: SlotView, limits: Mapping[str, Any], session_start: float) ->
 def _is_warming_up(view: SlotView, limits: Mapping[str, Any]) -> bool:
     if WARMUP not in limits[_SECTIONS] or view.iteration is None or view.first_iteration is None:
         return False
-    return view.iteration - view.first_iteration < limits["num_warmup_iterations"]
+    num_iterations: int = limits["num_warmup_iterations"]
+    return view.iteration - view.first_iteration < num_iterations
