@@ -60,7 +60,11 @@ def start_monitors(cfg: FaultToleranceConfig, paths: list[str], directory: str) 
     os.chmod(directory, 0o700)
     # A run id of its own: its sweep at the end must find this run's processes only.
     run_id = f"bench-{os.getpid()}"
-    HANDLES.append(MonitorHandle.start(cfg.to_dict(), paths, run_id=run_id, run_dir=directory))
+    HANDLES.append(
+        MonitorHandle.launch(
+            cfg.to_dict(), paths, ready_limit_s=30.0, run_id=run_id, run_dir=directory
+        )
+    )
     return [handle.child for handle in HANDLES]
 
 

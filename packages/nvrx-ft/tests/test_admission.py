@@ -8,7 +8,7 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
-from nvidia_resiliency_ext.fault_tolerance._health.memory import MemoryRules
+from nvidia_resiliency_ext.fault_tolerance._health.memory import GpuMemory
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -18,11 +18,10 @@ CRASH = Cause("exited", "rank 0 ended: exit code 1", exit_code=1)
 BAD = HealthResult("gpu", "unhealthy", "GPU 3: the driver asks to reset the GPU")
 
 
-class FakeMemory:
+class FakeMemory(GpuMemory):
     """GPU memory by local rank, as a test sets it."""
 
-    def __init__(self):
-        self.used = {}
+    used: dict
 
     def ranks(self):
         return list(self.used or {})
@@ -34,26 +33,36 @@ class FakeMemory:
 class Bench:
     """An admission check on a loop of its own."""
 
-    def __init__(self, check, *, backoff_s=30.0, timeout_s=LIMIT_S, injected=lambda _: None):
+    def __init__(self, check, *, backoff_s=30.0, timeout_s=LIMIT_S):
         self.clock = SystemClock()
         self.loop = EventLoop(self.clock)
-        self.memory = FakeMemory()
+        config = SimpleNamespace(
+            restart_backoff=backoff_s,
+            gpu_memory_reclaim_timeout=timeout_s,
+            gpu_memory_tolerance_mb=512.0,
+            gpu_memory_poll_interval=0.01,
+        )
+        plan = SimpleNamespace(
+            fault_tol_cfg=config, max_nodes=1, nproc_per_node=0, node_health_check_endpoint=None
+        )
+        self.memory = FakeMemory(0, {}, config)
+        self.memory.used = {}
         self.recorded = []
         reporter = SimpleNamespace(
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
             memory_reclaimed=self.recorded.append,
         )
         self.admission = AdmissionCheck(
-            check,
-            self.memory,
+            plan,
+            {},
             host="h",
-            backoff_limit_s=backoff_s,
-            memory_rules=MemoryRules(timeout_s, 512.0, 0.01),
-            injected=injected,
+            infra_rank=-1,
             loop=self.loop,
             clock=self.clock,
             reporter=reporter,
         )
+        self.admission.memory = self.memory
+        self.admission.checks = SimpleNamespace(run=check)
 
     def run_until(self, condition):
         deadline = self.clock.monotonic() + LIMIT_S
@@ -140,10 +149,13 @@ def test_a_check_that_hangs_does_not_hold_the_loop(benches):
     assert (first, second, calls) == ([], [None], [1])
 
 
-def test_an_injected_failure_hits_its_cycle(benches):
+def test_an_injected_failure_hits_its_cycle(benches, monkeypatch):
     """A failure that a test wants in a cycle comes then, and only then."""
     wanted = Cause("unhealthy", "on purpose")
-    bench = benches(injected=lambda cycle: wanted if cycle == 1 else None)
+    module = "nvidia_resiliency_ext.fault_tolerance._health.admission"
+    inject = lambda cycle, rank, *_: wanted if (cycle, rank) == (1, 0) else None  # noqa: E731
+    monkeypatch.setattr(f"{module}.injected_failure", inject)
+    bench = benches()
     for cycle, expected in ((0, None), (1, wanted)):
         answers = bench.admit(cycle)
         bench.run_until(lambda answers=answers: answers)

@@ -22,6 +22,7 @@ from nvidia_resiliency_ext.testing_utils import health_check_injector
 from nvidia_resiliency_ext.testing_utils.fake_hardware import FakeNodeDaemon, FakeNvml, fake_sysfs
 
 RECOVERY = "field.1.230"
+CONFIG = FaultToleranceConfig()
 
 
 @pytest.fixture
@@ -173,17 +174,17 @@ def test_a_failure_may_be_injected(monkeypatch):
 def test_only_the_gpus_of_this_nodes_workers_are_watched(gpus):
     """The device of each local rank is looked at, as far as there are devices that it sees."""
     gpus.answers |= {"count": 4, "memory.2.used": 3 << 30, "memory.2.total": 8 << 30}
-    assert list(reclaim.GpuMemory(2, {}).ranks()) == [0, 1]
-    assert list(reclaim.GpuMemory(8, {}).ranks()) == [0, 1, 2, 3]
-    assert list(reclaim.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": "2,3"}).ranks()) == [0, 1]
-    assert list(reclaim.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": ""}).ranks()) == []
-    assert reclaim.GpuMemory(4, {}).used_mb([1, 2]) == {1: 0.0, 2: 3072.0}
+    assert list(reclaim.GpuMemory(2, {}, CONFIG).ranks()) == [0, 1]
+    assert list(reclaim.GpuMemory(8, {}, CONFIG).ranks()) == [0, 1, 2, 3]
+    assert list(reclaim.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": "2,3"}, CONFIG).ranks()) == [0, 1]
+    assert list(reclaim.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": ""}, CONFIG).ranks()) == []
+    assert reclaim.GpuMemory(4, {}, CONFIG).used_mb([1, 2]) == {1: 0.0, 2: 3072.0}
 
 
 def test_memory_that_cannot_be_read_is_unknown_and_said_once(gpus, caplog):
     """An unreadable GPU ends the wait, with one line and not one for each GPU or restart."""
     gpus.answers["return.nvmlDeviceGetMemoryInfo"] = 999
-    memory = reclaim.GpuMemory(2, {})
+    memory = reclaim.GpuMemory(2, {}, CONFIG)
     assert [memory.used_mb([0, 1]) for _ in range(3)] == [None] * 3
     said = [r for r in caplog.records if "it is unknown" in r.getMessage()]
     assert len(said) == 1

@@ -16,7 +16,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import (
     MAX_REPORT_BYTES,
     BadNodeHook,
-    RunLimit,
     report_of,
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
@@ -139,17 +138,15 @@ def test_the_same_node_is_reported_once_in_a_while(hook, tmp_path):
         reporter.report(CAUSE)
     reporter.close()
     assert (tmp_path / "runs").read_text() == "x\n"
-    limit = RunLimit()
-    limit.count("a", 0.0)
-    assert limit.allows("b", 1.0)
-    assert not limit.allows("a", 599.0)
-    assert limit.allows("a", 600.0)
-    for number in range(20):
-        limit.count(f"n{number}", 610.0)
-    assert not limit.allows("c", 611.0)
-    assert limit.allows("c", 4300.0)
-    assert limit.allows("c", 9000.0)
-    assert not limit._runs
+    reporter._runs = [("a", 0.0)]
+    assert reporter._may_run("b", 1.0)
+    assert not reporter._may_run("a", 599.0)
+    assert reporter._may_run("a", 600.0)
+    reporter._runs += [(f"n{number}", 610.0) for number in range(20)]
+    assert not reporter._may_run("c", 611.0)
+    assert reporter._may_run("c", 4300.0)
+    assert reporter._may_run("c", 9000.0)
+    assert not reporter._runs
 
 
 def test_evidence_that_is_too_large_is_left_out():
@@ -157,6 +154,14 @@ def test_evidence_that_is_too_large_is_left_out():
     cause = Cause("unhealthy", "x", host="n", detail={"evidence": "y" * MAX_REPORT_BYTES})
     text = report_of(cause, job="j", reported_by="h", time=1.0)
     assert json.loads(text)["evidence"] == {"dropped": "too large"}
+
+
+def test_without_a_command_nothing_is_run():
+    """A launch that names no command starts no thread for a bad node."""
+    reporter = BadNodeHook(None, os.environ, job="j1", host="head", clock=SystemClock())
+    reporter.report(CAUSE)
+    assert reporter._thread._thread is None
+    reporter.close()
 
 
 def test_nothing_is_taken_after_the_end(hook):

@@ -291,7 +291,7 @@ def test_an_interrupted_start_leaves_nothing(monkeypatch, tmp_path):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
-            MonitorHandle.start(CONFIG, [""], timeout_s=20.0)
+            MonitorHandle.launch(CONFIG, [""], ready_limit_s=20.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)

@@ -28,7 +28,7 @@ class Path(hotpath.HotPath):
         self.layout = SlotLayout(sections)
         self.posted = []
         words = memoryview(bytearray(self.layout.size_bytes)).cast("q")
-        self.began = self._begin(words, self.layout.sections, is_answered=False)
+        self.began = self._begin(words, self.layout, is_answered=False)
         begin_slot(words, 1, self.began)
         self.words = words
 

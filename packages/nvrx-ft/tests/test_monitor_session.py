@@ -1,276 +1,386 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session machine as a table: states, events, effects; no process and no clock."""
+"""A rank's session as a table: phases, events, effects; no process, no socket and no clock."""
 
-import dataclasses
 import signal
+from types import SimpleNamespace
 
 import pytest
 from slot_writer import SlotWriter
 
-from nvidia_resiliency_ext.fault_tolerance._monitor.session import Do, Phase, Session
+from nvidia_resiliency_ext.fault_tolerance._monitor import session as sessions
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import Hello
+from nvidia_resiliency_ext.fault_tolerance._monitor.port import RankPort
+from nvidia_resiliency_ext.fault_tolerance._monitor.session import Phase, RankSession
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SlotLayout
-from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import Policy, Verdict
+from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import Verdict
+from nvidia_resiliency_ext.shared_utils.rank_activity import Kernel
 
 LAYOUT = SlotLayout(("step",))
 T0 = 100.0
+DUMP = 39
 
 
-def policy(sig=signal.SIGKILL, evidence_s=2.0, limit_s=1.0):
-    """Return a policy with one limit, on `step`."""
-    return Policy(
-        initial_heartbeat_s=None,
-        heartbeat_s=None,
-        sections_s={"step": limit_s},
-        out_of_section_s=None,
-        num_warmup_iterations=5,
-        longest_pause_s=5.0,
-        evidence_timeout_s=evidence_s,
-        termination_signal=sig,
-    )
+class Process:
+    """A process that does not react to signals."""
+
+    pid = 4711
+
+    def __init__(self, effects):
+        self.effects = effects
+        self.is_alive = True
+
+    def alive(self):
+        return self.is_alive
+
+    def fileno(self):
+        return None
+
+    def signal(self, number):
+        self.effects.append(number)
+
+    def close(self):
+        """Hold nothing."""
 
 
-def view(opened_at=None):
-    """Return a look at a slot in which `step` is open since a time."""
-    writer = SlotWriter(LAYOUT, int(T0 * 1e9))
-    if opened_at is not None:
-        writer.open("step", int(opened_at * 1e9))
-    return writer.view()
+class Lab:
+    """A session whose effects are written down, at times that the test chooses."""
+
+    def __init__(self, sig="SIGKILL", evidence_s=2.0):
+        self.now = T0
+        self.effects = []
+        self.saved = []
+        self.can_dump = True
+        self.opened_at = None
+        nothing = lambda *_, **__: None  # noqa: E731
+        server = SimpleNamespace(
+            host="h",
+            cycle=0,
+            record_dir="",
+            loop=SimpleNamespace(watch=nothing, unwatch=nothing),
+            slow=SimpleNamespace(submit=self._submit),
+            notify_launcher=lambda message: self.effects.append(type(message).__name__),
+            accuse=lambda _: self.effects.append("accuse"),
+            testify=lambda _: self.effects.append("testify"),
+        )
+        config = {
+            "initial_rank_heartbeat_timeout": None,
+            "rank_heartbeat_timeout": None,
+            "rank_section_timeouts": {"step": 1.0},
+            "rank_out_of_section_timeout": None,
+            "num_warmup_iterations": 5,
+            "workload_check_interval": 5.0,
+            "hang_evidence_timeout": evidence_s,
+            "rank_termination_signal": sig,
+        }
+        self.process = Process(self.effects)
+        self.port = SimpleNamespace(
+            server=server,
+            config=config,
+            local_rank=0,
+            view=self._view,
+            lines=SimpleNamespace(alive=nothing, lost=nothing),
+        )
+        channel = SimpleNamespace(close=nothing)
+        hello = Hello(rank=0, pid=4711, dump_signal=DUMP)
+        self.session = RankSession(self.port, channel, hello, self.process, 1)
+
+    def _submit(self, _job, done):
+        self.effects.append("save")
+        self.saved.append(lambda: done((1, "path")))
+
+    def _view(self):
+        writer = SlotWriter(LAYOUT, int(T0 * 1e9))
+        if self.opened_at is not None:
+            writer.open("step", int(self.opened_at * 1e9))
+        return writer.view()
+
+    def do(self, event, at, *args, opened_at=None):
+        """Give the session an event and return its effects."""
+        self.now, self.opened_at = at, opened_at
+        before = len(self.effects)
+        getattr(self.session, event)(*args)
+        return [e for e in self.effects[before:] if e != "FirstStep"]
+
+    def says(self, data, at):
+        """Let a piece of the stacks come."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sessions.os, "read", lambda *_: data)
+            self.do("_read_dump", at)
+
+    @property
+    def state(self):
+        return self.session.phase, self.session.wake_at
 
 
-TIMED = {"join", "wake", "inspected", "dumped", "sentence", "release"}
+@pytest.fixture
+def make(monkeypatch):
+    """Return what makes a session that was just opened; the newest one has the clock."""
+    labs = []
+    monkeypatch.setattr(sessions, "monotonic", lambda: labs[-1].now if labs else T0)
+    monkeypatch.setattr(sessions, "inspect_kernel", lambda _: Kernel("S"))
+    monkeypatch.setattr(sessions, "can_dump", lambda *_: labs[-1].can_dump)
+
+    def made(**settings):
+        labs.append(Lab(**settings))
+        return labs[-1]
+
+    return made
 
 
-class Event:
-    """A call of one of the machine's methods."""
-
-    def __init__(self, method, *args, **options):
-        self.method, self.args, self.options = method, args, options
-
-    def __repr__(self):
-        return self.method
+def suspected(lab, opened_at=T0 + 1):
+    """Return it after the first look that broke a rule."""
+    lab.session.wake_at = T0 + 5
+    assert lab.do("wake", T0 + 5, opened_at=opened_at) == []
+    return lab
 
 
-def run(session, *events, rules=None):
-    """Feed (event, time) pairs to a copy; return that and all effects."""
-    session = dataclasses.replace(session, policy=rules or session.policy)
-    effects = []
-    for event, now in events:
-        times = (now,) if event.method in TIMED else ()
-        effects += getattr(session, event.method)(*event.args, *times, **event.options)
-    return session, effects
+def asked(lab):
+    """Return it when its verdict stands and its stacks are waited for."""
+    assert suspected(lab).do("wake", T0 + 5.01, opened_at=T0 + 1) == [DUMP, "accuse"]
+    return lab
 
 
-def idle():
-    """Return a rank without a session."""
-    return Session(policy())
+def saving(lab):
+    """Return it when its verdict stands and it cannot write stacks."""
+    lab.can_dump = False
+    assert suspected(lab).do("wake", T0 + 5.01, opened_at=T0 + 1) == ["save", "accuse"]
+    return lab
 
 
-def live():
-    """Return a session that was just accepted."""
-    state, effects = run(idle(), (Event("join", has_live_owner=False), T0))
-    assert effects == [Do.ACCEPT]
-    return state
+def received(lab):
+    """Return it when the evidence is complete."""
+    saving(lab).saved.pop()()
+    assert lab.effects[-1] == "testify"
+    return lab
 
 
-def suspected(opened_at=T0 + 1):
-    """Return a session after the first look that broke a rule."""
-    return run(
-        dataclasses.replace(live(), wake_at=T0 + 5), (Event("wake", view(opened_at)), T0 + 5)
-    )[0]
+def live(lab):
+    return lab
 
 
-def asking():
-    """Return a session whose verdict stands."""
-    state, effects = run(suspected(), (Event("wake", view(T0 + 1)), T0 + 5.01))
-    assert effects == [Do.INSPECT, Do.ACCUSE]
-    return state
-
-
-def received():
-    """Return a session on which the evidence is complete."""
-    return run(asking(), (Event("inspected", can_dump=False), T0 + 6), (Event("saved"), T0 + 6))[0]
-
-
-def test_a_healthy_look_sleeps_until_the_next_deadline():
+def test_a_healthy_look_sleeps_until_the_next_deadline(make):
     """A look that breaks no rule sets the time of the next one."""
-    state, effects = run(live(), (Event("wake", view(T0 + 0.5)), T0 + 0.6))
-    assert (state.phase, state.wake_at) == (Phase.LIVE, pytest.approx(T0 + 1.5))
-    assert effects == []
+    lab = make()
+    assert lab.do("wake", T0 + 0.6, opened_at=T0 + 0.5) == []
+    assert lab.state == (Phase.LIVE, pytest.approx(T0 + 1.5))
 
 
-def test_nobody_is_signalled_on_one_look():
+def test_nobody_is_signalled_on_one_look(make):
     """The first look that breaks a rule only asks for a second one soon after."""
-    state = suspected()
-    assert state.phase is Phase.SUSPECT
-    assert T0 + 5 < state.wake_at < T0 + 5.1
+    phase, wake_at = suspected(make()).state
+    assert phase is Phase.SUSPECT
+    assert T0 + 5 < wake_at < T0 + 5.1
 
 
-def test_progress_between_the_looks_acquits():
+def test_progress_between_the_looks_acquits(make):
     """A rank that moved on between the two looks is not touched."""
-    state, effects = run(suspected(), (Event("wake", view()), T0 + 5.01))
-    assert (state.phase, state.verdict, effects) == (Phase.LIVE, None, [])
+    lab = suspected(make())
+    assert lab.do("wake", T0 + 5.01) == []
+    assert (lab.session.phase, lab.session.verdict) == (Phase.LIVE, None)
 
 
-def test_another_verdict_needs_looks_of_its_own():
+def test_another_verdict_needs_looks_of_its_own(make):
     """A second look that finds another reason counts as a first look for that reason."""
-    state, effects = run(suspected(), (Event("wake", view(T0 + 2)), T0 + 5.01))
-    assert (state.phase, effects) == (Phase.SUSPECT, [])
+    lab = suspected(make())
+    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 2) == []
+    assert lab.session.phase is Phase.SUSPECT
 
 
-def test_a_monitor_that_was_frozen_gives_the_ranks_time():
+def test_a_monitor_that_was_frozen_gives_the_ranks_time(make):
     """When the monitor wakes far too late, thawing ranks get a second before the second look."""
-    state, _ = run(live(), (Event("wake", view(T0)), T0), (Event("wake", view(T0)), T0 + 60))
-    assert (state.phase, state.wake_at) == (Phase.SUSPECT, T0 + 61)
+    lab = make()
+    lab.do("wake", T0, opened_at=T0)
+    lab.do("wake", T0 + 60, opened_at=T0)
+    assert lab.state == (Phase.SUSPECT, T0 + 61)
 
 
-def test_the_whole_way_of_a_hang_with_stacks():
+def test_the_whole_way_of_a_hang_with_stacks(make):
     """Verdict, stacks, evidence, report, kill, and the end with the process."""
-    state, effects = run(
-        asking(),
-        (Event("inspected", can_dump=True), T0 + 6),
-        (Event("dumped", ends_line=False), T0 + 6.1),
-        (Event("dumped", ends_line=True), T0 + 6.2),
-    )
-    assert (state.phase, effects) == (Phase.DUMPING, [Do.ASK_STACKS])
-    assert state.wake_at == pytest.approx(T0 + 6.225)
-    state, effects = run(state, (Event("wake", view()), T0 + 6.23), (Event("saved"), T0 + 6.24))
-    assert (state.phase, effects) == (Phase.RECEIVED, [Do.SAVE_EVIDENCE, Do.TESTIFY])
-    state, effects = run(state, (Event("sentence"), T0 + 6.25))
-    assert (state.phase, effects) == (Phase.KILLING, [Do.TERMINATE])
-    state, effects = run(state, (Event("end"), T0 + 6.3))
-    assert (state.phase, state.session_id, effects) == (Phase.IDLE, 1, [Do.END])
+    lab = asked(make())
+    lab.says(b"stacks", T0 + 6.1)
+    lab.says(b"\n", T0 + 6.2)
+    assert lab.state == (Phase.DUMPING, pytest.approx(T0 + 6.225))
+    assert lab.do("wake", T0 + 6.23) == ["save"]
+    lab.saved.pop()()
+    assert (lab.session.phase, lab.effects[-1]) == (Phase.RECEIVED, "testify")
+    evidence = lab.session.evidence
+    assert (evidence.stacks, evidence.stacks_path) == (b"stacks\n", "path")
+    assert lab.do("sentence", T0 + 6.25) == [signal.SIGCONT, signal.SIGKILL]
+    assert lab.session.phase is Phase.KILLING
+    assert lab.do("end", T0 + 6.3) == ["RankLeft", "testify"]
+    assert (lab.state, lab.port.session) == ((Phase.OVER, None), None)
 
 
 @pytest.mark.parametrize(("can_dump", "evidence_s"), [(False, 2.0), (True, 0.0)])
-def test_who_cannot_dump_is_not_asked(can_dump, evidence_s):
+def test_who_cannot_dump_is_not_asked(make, can_dump, evidence_s):
     """A stopped rank, or evidence switched off: straight to what the kernel says."""
-    rules = policy(evidence_s=evidence_s)
-    state, effects = run(asking(), (Event("inspected", can_dump=can_dump), T0 + 6), rules=rules)
-    assert (state.phase, effects) == (Phase.SAVING, [Do.SAVE_EVIDENCE])
+    lab = suspected(make(evidence_s=evidence_s))
+    lab.can_dump = can_dump
+    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 1) == ["save", "accuse"]
+    assert lab.session.phase is Phase.SAVING
 
 
-def test_silence_after_the_request_ends_with_the_limit():
+def test_a_dead_process_is_found_out_and_not_accused(make):
+    """Whose process has ended meanwhile is not looked into."""
+    lab = suspected(make())
+    lab.process.is_alive = False
+    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 1) == ["RankLeft", "testify"]
+
+
+def test_silence_after_the_request_ends_with_the_limit(make):
     """Stacks that never come, or never end, hold up the kill no longer than configured."""
-    state, _ = run(asking(), (Event("inspected", can_dump=True), T0 + 6))
-    assert state.wake_at == T0 + 8
-    state, _ = run(state, (Event("dumped", ends_line=True), T0 + 7.99))
-    assert state.wake_at == T0 + 8
-    state, _ = run(state, (Event("dumped", ends_line=False), T0 + 7.995))
-    assert state.wake_at == T0 + 8
+    lab = asked(make())
+    end = pytest.approx(T0 + 7.01)
+    assert lab.session.wake_at == end
+    lab.says(b"\n", T0 + 7.0)
+    assert lab.session.wake_at == end
+    lab.says(b"more", T0 + 7.005)
+    assert lab.session.wake_at == end
 
 
-def test_a_slow_disk_does_not_hold_up_the_kill():
+def test_a_slow_disk_does_not_hold_up_the_kill(make):
     """When the evidence is not written in time, it is complete all the same."""
-    state, _ = run(asking(), (Event("inspected", can_dump=False), T0 + 6))
-    state, effects = run(state, (Event("wake", view()), state.wake_at))
-    assert effects == [Do.TESTIFY]
-    state, effects = run(state, (Event("saved"), T0 + 9))
-    assert effects == []
+    lab = saving(make())
+    assert lab.do("wake", lab.session.wake_at) == ["testify"]
+    before = list(lab.effects)
+    lab.saved.pop()()
+    assert lab.effects == before
 
 
-def test_escalation():
+def test_evidence_of_an_earlier_hang_does_not_complete_that_of_a_later_one(make):
+    """Evidence that is on disk late says nothing of what is gathered since."""
+    lab = saving(make())
+    lab.do("wake", lab.session.wake_at)
+    lab.do("release", T0 + 6)
+    lab.do("wake", T0 + 16)
+    assert lab.do("summon", T0 + 17) == ["save"]
+    lab.saved.pop(0)()
+    assert lab.session.phase is Phase.SAVING
+    lab.saved.pop(0)()
+    assert lab.session.phase is Phase.RECEIVED
+
+
+def test_escalation(make):
     """A gentle signal, then SIGKILL, then a report that nothing helps."""
-    rules = policy(sig=signal.SIGTERM)
-    state, _ = run(received(), (Event("sentence"), T0 + 6), rules=rules)
-    assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
-    state, effects = run(state, (Event("wake", view()), T0 + 11), rules=rules)
-    assert (state.phase, state.wake_at, effects) == (Phase.KILLING, T0 + 16, [Do.KILL])
-    state, effects = run(state, (Event("wake", view()), T0 + 16), rules=rules)
-    assert (state.phase, state.wake_at, effects) == (Phase.STUCK, None, [Do.REPORT_UNKILLABLE])
-    state, effects = run(state, (Event("end"), T0 + 99), rules=rules)
-    assert effects == [Do.END]
+    lab = received(make(sig="SIGTERM"))
+    assert lab.do("sentence", T0 + 6) == [signal.SIGCONT, signal.SIGTERM]
+    assert lab.state == (Phase.ENDING, T0 + 11)
+    assert lab.do("wake", T0 + 11) == [signal.SIGKILL]
+    assert lab.state == (Phase.KILLING, T0 + 16)
+    assert lab.do("wake", T0 + 16) == ["RankUnkillable"]
+    assert lab.state == (Phase.STUCK, None)
+    assert lab.do("end", T0 + 99) == ["RankLeft", "testify"]
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_a_second_process(alive):
-    """While its process lives another one is refused; a dead one is replaced at once."""
-    state, effects = run(live(), (Event("join", has_live_owner=alive), T0 + 1))
-    if alive:
-        assert (state.session_id, effects) == (1, [Do.REFUSE])
-    else:
-        assert (state.session_id, effects) == (2, [Do.END, Do.ACCEPT])
-
-
-def test_another_ranks_hang_is_looked_into_without_a_verdict():
+def test_another_ranks_hang_is_looked_into_without_a_verdict(make):
     """A rank that broke no rule is looked at like one that did, and can be blamed or let go."""
-    state, effects = run(live(), (Event("summon"), T0 + 5))
-    assert (state.phase, state.verdict, effects) == (Phase.ASKING, None, [Do.INSPECT])
-    state, effects = run(
-        state, (Event("inspected", can_dump=False), T0 + 5), (Event("saved"), T0 + 5)
-    )
-    assert (state.phase, effects) == (Phase.RECEIVED, [Do.SAVE_EVIDENCE, Do.TESTIFY])
-    assert run(state, (Event("sentence"), T0 + 6))[1] == [Do.TERMINATE]
-    free, effects = run(state, (Event("release"), T0 + 6))
-    assert (free.phase, effects) == (Phase.FREE, [])
-    again, _ = run(free, (Event("wake", view()), free.wake_at))
-    assert again.phase is Phase.LIVE
+    for event in ("sentence", "release"):
+        lab = make()
+        lab.can_dump = False
+        assert lab.do("summon", T0 + 5) == ["save"]
+        assert (lab.session.phase, lab.session.verdict) == (Phase.SAVING, None)
+        lab.saved.pop()()
+        effects = lab.do(event, T0 + 6)
+        assert effects == ([signal.SIGCONT, signal.SIGKILL] if event == "sentence" else [])
+    assert lab.session.phase is Phase.FREE
+    lab.do("wake", lab.session.wake_at)
+    assert lab.session.phase is Phase.LIVE
 
 
-@pytest.mark.parametrize("state", [idle(), received()], ids=["idle", "received"])
-def test_who_cannot_be_looked_at_again_is_not_summoned(state):
+def ended(lab):
+    """Return it without a session any more."""
+    lab.do("end", T0 + 1)
+    return lab
+
+
+@pytest.mark.parametrize("state", [ended, received])
+def test_who_cannot_be_looked_at_again_is_not_summoned(make, state):
     """Without a session, or while it is looked at, a summons changes nothing."""
-    assert run(state, (Event("summon"), T0 + 9)) == (state, [])
+    lab = state(make())
+    before = lab.state
+    assert (lab.do("summon", T0 + 9), lab.state) == ([], before)
 
 
-@pytest.mark.parametrize("make", [live, suspected, asking, received])
-def test_the_end_of_the_session_drops_the_suspicion(make):
+@pytest.mark.parametrize("state", [live, suspected, asked, received])
+def test_the_end_of_the_session_drops_the_suspicion(make, state):
     """A rank that ended its session is judged no more."""
-    state, effects = run(make(), (Event("close"), T0 + 6))
-    assert (state.phase, state.wake_at, effects) == (Phase.IDLE, None, [Do.END])
+    lab = state(make())
+    assert lab.do("close", T0 + 6) == ["RankLeft", "testify"]
+    assert lab.state == (Phase.OVER, None)
 
 
-def test_a_condemned_rank_cannot_escape_by_closing():
+def test_a_condemned_rank_cannot_escape_by_closing(make):
     """After the verdict was carried out, closing the connection does not stop the escalation."""
-    rules = policy(sig=signal.SIGTERM)
-    state, _ = run(received(), (Event("sentence"), T0 + 6), (Event("close"), T0 + 6.1), rules=rules)
-    assert (state.phase, state.wake_at) == (Phase.ENDING, T0 + 11)
-    assert run(state, (Event("wake", view()), T0 + 11), rules=rules)[1] == [Do.KILL]
+    lab = received(make(sig="SIGTERM"))
+    lab.do("sentence", T0 + 6)
+    assert lab.do("close", T0 + 6.1) == []
+    assert lab.state == (Phase.ENDING, T0 + 11)
+    assert lab.do("wake", T0 + 11) == [signal.SIGKILL]
 
 
-STRAYS = [
-    Event("dumped", ends_line=True),
-    Event("saved"),
-    Event("inspected", can_dump=True),
-]
-
-
-@pytest.mark.parametrize(
-    "event", [*STRAYS, Event("end"), Event("close"), Event("wake", view(T0))], ids=repr
-)
-def test_idle_does_nothing(event):
+@pytest.mark.parametrize("event", ["end", "close", "wake", "sentence", "release"])
+def test_after_its_end_does_nothing(make, event):
     """Without a session no event has an effect."""
-    state, effects = run(idle(), (event, T0))
-    assert (state.phase, effects) == (Phase.IDLE, [])
+    lab = ended(asked(make()))
+    assert (lab.do(event, T0 + 9), lab.session.phase) == ([], Phase.OVER)
 
 
-@pytest.mark.parametrize("event", STRAYS, ids=repr)
-def test_late_answers_change_nothing(event):
+def test_late_answers_change_nothing(make):
     """An answer that belongs to an earlier phase is ignored."""
-    assert run(live(), (event, T0 + 1)) == (live(), [])
+    lab = make()
+    lab.says(b"stacks\n", T0 + 1)
+    assert lab.state == (Phase.LIVE, T0)
+    assert lab.do("sentence", T0 + 1) + lab.do("release", T0 + 1) == []
+    late = ended(saving(make()))
+    late.saved.pop()()
+    assert late.effects[-1] == "testify"
+    assert late.session.phase is Phase.OVER
 
 
-def condemned():
-    """Return the verdict of a health check."""
-    return Verdict(
-        rule="gpu_health", section=None, since=T0, limit_s=5.0, iteration=7, reason="GPU 0: reset"
-    )
+VERDICT = Verdict(
+    rule="gpu_health", section=None, since=T0, limit_s=5.0, iteration=7, reason="GPU 0: reset"
+)
 
 
-@pytest.mark.parametrize("state", [live(), suspected()], ids=["live", "suspected"])
-def test_a_rank_whose_device_is_unfit_is_ended_like_a_hung_one(state):
+@pytest.mark.parametrize("state", [live, suspected])
+def test_a_rank_whose_device_is_unfit_is_ended_like_a_hung_one(make, state):
     """Evidence, report, then the signal: as for a hang, and without a second look."""
-    verdict = condemned()
-    state, effects = run(state, (Event("condemn", verdict), T0 + 6))
-    assert (state.phase, effects) == (Phase.ASKING, [Do.INSPECT, Do.ACCUSE])
-    assert state.verdict == verdict
-    state, effects = run(
-        state, (Event("inspected", can_dump=False), T0 + 6), (Event("saved"), T0 + 6.1)
-    )
-    assert effects == [Do.SAVE_EVIDENCE, Do.TESTIFY]
+    lab = state(make())
+    assert lab.do("condemn", T0 + 6, VERDICT) == [DUMP, "accuse"]
+    assert lab.session.verdict == VERDICT
+    assert lab.do("wake", T0 + 8) == ["save"]
 
 
-def test_a_rank_that_is_being_ended_is_not_condemned_again():
+def test_a_rank_that_is_being_ended_is_not_condemned_again(make):
     """One report per rank, whatever else is found."""
-    state, _ = run(live(), (Event("condemn", condemned()), T0 + 6))
-    assert run(state, (Event("condemn", condemned()), T0 + 7)) == (state, [])
-    assert run(idle(), (Event("condemn", condemned()), T0)) == (idle(), [])
+    lab = make()
+    lab.do("condemn", T0 + 6, VERDICT)
+    assert lab.do("condemn", T0 + 7, VERDICT) == []
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_second_process(make, monkeypatch, is_alive):
+    """While its process lives another one is refused; a dead one is replaced at once."""
+    lab = make()
+    lab.process.is_alive = is_alive
+    monkeypatch.setattr(lab.session, "read", lambda: None)
+    said = []
+    channel = SimpleNamespace(send=lambda message: said.append(type(message).__name__))
+    channel.close = lambda: said.append("close")
+    port = RankPort.__new__(RankPort)
+    port.session, port.server, port.config = lab.session, lab.port.server, lab.port.config
+    port.lines, port.local_rank, port.view = lab.port.lines, 0, lab.port.view
+    port._last_session_id = 1
+    port._record_refusal = said.append
+    lab.session.port = port
+    module = "nvidia_resiliency_ext.fault_tolerance._monitor.port"
+    monkeypatch.setattr(f"{module}.PidHandle", lambda _: Process(lab.effects))
+    monkeypatch.setattr(RankSession, "open", lambda session: said.append(session.session_id))
+    port._let_in(SimpleNamespace(channel=channel, pid=4712), Hello(rank=0, pid=4712))
+    if is_alive:
+        assert said[1:] == ["Refused", "close"]
+        assert port.session is lab.session
+    else:
+        assert said == [2]
+        assert lab.session.phase is Phase.OVER
+        assert port.session is not lab.session

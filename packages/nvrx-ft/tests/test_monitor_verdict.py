@@ -14,28 +14,23 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.slot import (
     begin_slot,
     read_slot,
 )
-from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import (
-    Policy,
-    evaluate,
-    next_look,
-)
+from nvidia_resiliency_ext.fault_tolerance._monitor.timeout_rules import evaluate, next_look
 
 START = 1000.0
+OPTIONS = {
+    "initial_heartbeat_s": "initial_rank_heartbeat_timeout",
+    "heartbeat_s": "rank_heartbeat_timeout",
+    "sections_s": "rank_section_timeouts",
+    "out_of_section_s": "rank_out_of_section_timeout",
+    "longest_pause_s": "workload_check_interval",
+}
 
 
 def limits(**given):
     """Return limits with nothing set but what is given."""
-    plain = {
-        "initial_heartbeat_s": None,
-        "heartbeat_s": None,
-        "sections_s": {},
-        "out_of_section_s": None,
-        "num_warmup_iterations": 5,
-        "longest_pause_s": 100.0,
-        "evidence_timeout_s": 2.0,
-        "termination_signal": 9,
-    }
-    return Policy(**{**plain, **given})
+    defaults = {"sections_s": {}, "num_warmup_iterations": 5, "longest_pause_s": 100.0}
+    values = {**dict.fromkeys(OPTIONS), **defaults, **given}
+    return {OPTIONS.get(name, name): value for name, value in values.items()}
 
 
 def view(*events, sections=("step", "warmup", "outer", "inner"), first_iteration=-1):

@@ -96,9 +96,10 @@ class Node:
 
     def start_monitor(self):
         """Start a monitor at the node's paths."""
-        self.monitor = MonitorHandle.start(
+        self.monitor = MonitorHandle.launch(
             self.config,
             self.paths,
+            ready_limit_s=30.0,
             run_id=self.run_id,
             run_dir=self.run_dir.path,
             record_dir=str(self.record_dir),

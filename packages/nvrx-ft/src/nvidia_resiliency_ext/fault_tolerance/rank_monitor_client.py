@@ -422,9 +422,7 @@ class RankMonitorClient(HotPath):
         )
         self._own_limits = {}
         self._memory = memory
-        began = self._begin(
-            memory.words, layout.sections, is_answered=not cfg.skip_section_response
-        )
+        began = self._begin(memory.words, layout, is_answered=not cfg.skip_section_response)
         self._calc = TimeoutsCalc(
             sections=layout.sections, start_time=began * 1e-9, safety_factor=cfg.safety_factor
         )

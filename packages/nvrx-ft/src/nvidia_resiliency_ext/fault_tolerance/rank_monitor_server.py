@@ -264,10 +264,10 @@ class RankMonitorServer:
             RuntimeError: It was not ready in time.
         """
         del mp_ctx
-        handle = MonitorHandle.start(
+        handle = MonitorHandle.launch(
             cfg.to_dict(),
             [ipc_socket_path],
-            timeout_s=RankMonitorServer.RANK_MONITOR_INIT_TIMEOUT,
+            ready_limit_s=RankMonitorServer.RANK_MONITOR_INIT_TIMEOUT,
             env={**os.environ, **(env or {})},
             run_dir=os.path.dirname(os.path.abspath(ipc_socket_path)),
             is_restarter_logger=is_restarter_logger,

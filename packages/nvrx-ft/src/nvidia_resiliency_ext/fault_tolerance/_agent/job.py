@@ -28,8 +28,8 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     request_event,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admission_check
-from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
+from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
+from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
@@ -126,15 +126,15 @@ class Job:
         stack.callback(self._cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
-        self._bad_node = open_bad_node_hook(
+        self._bad_node = BadNodeHook(
             plan.fault_tol_cfg.bad_node_hook,
             self._environ,
-            stack,
             job=plan.run_id,
             host=self._paths.host,
             clock=self._clock,
         )
-        self._admission = make_admission_check(
+        stack.callback(self._bad_node.close)
+        self._admission = AdmissionCheck(
             plan,
             self._environ,
             host=self._paths.host,
@@ -234,7 +234,7 @@ class Job:
             on_lease=self._lease_held,
             records=self._cycles,
             services=self._services,
-            on_bad_node=self._bad_node,
+            on_bad_node=self._bad_node.report,
             denylist=self._denylist,
         )
 
@@ -265,7 +265,7 @@ class Job:
         job = {"run_id": plan.run_id, "role": plan.role, "entry": plan.command.entry}
         torch_events = TorchEvents(plan.event_log_handler, self._clock, **job)
         self._stack.callback(torch_events.close)
-        self._reporter.follow_starts(torch_events.started)
+        self._reporter.on_started = torch_events.started
         return torch_events
 
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
@@ -366,7 +366,7 @@ class Job:
             clock=self._clock,
             rendezvous=self._rendezvous,
             admission=self._admission,
-            on_bad_node=self._bad_node,
+            on_bad_node=self._bad_node.report,
             starter=self._prewarm,
             specs=self._specs,
             monitor=self._monitor,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
-from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
+from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
@@ -110,14 +110,14 @@ class ControlPlane:
         self._services = self._build_services()
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
         self._capture_streams()
-        self._bad_node = open_bad_node_hook(
+        self._bad_node = BadNodeHook(
             config.bad_node_hook,
             self._environ,
-            stack,
             job=plan.run_id,
             host=self._host_name,
             clock=self._clock,
         )
+        stack.callback(self._bad_node.close)
         self._services.follow_attribution(self._attribution_stops, self._denylist.add)
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
         self._build_thread(listener, secret)
@@ -190,7 +190,7 @@ class ControlPlane:
             clock=self._clock,
             services=self._services,
             is_controlled=True,
-            on_bad_node=self._bad_node,
+            on_bad_node=self._bad_node.report,
             denylist=self._denylist,
             on_end=lambda: self._loop.post(self._thread_ended),
         )

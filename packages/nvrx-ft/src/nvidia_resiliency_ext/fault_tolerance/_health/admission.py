@@ -20,17 +20,18 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
+from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WorkerThread
 
-from .memory import GpuMemory, MemoryRules, wait_for_memory
+from .memory import GpuMemory
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
@@ -92,39 +93,32 @@ class NodeChecks:
         checks = self._wanted()
         if not checks:
             return []
-        from nvidia_resiliency_ext.shared_utils.health_check import run_checks
-
         deadline_s = SERVICE_DEADLINE_S if "service" in self._checks else DEADLINE_S
-        return run_checks(checks, deadline_s)
+        return health_check.run_checks(checks, deadline_s)
 
     def _wanted(self) -> list[Check]:
         """Return the checks to ask, made when they are first needed."""
         config, checks = self._config, self._checks
         if "gpu" not in checks and (self._must_have_gpus or has_gpu_driver()):
-            from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
-
-            checks["gpu"] = GPUHealthCheck()
+            checks["gpu"] = health_check.GPUHealthCheck()
         template = config.link_state_path_template
         if "nic" not in checks and config.enable_nic_healthcheck and (template or has_adapters()):
-            from nvidia_resiliency_ext.shared_utils.health_check import NicLinkStateHealthCheck
-
-            checks["nic"] = NicLinkStateHealthCheck(template)
+            checks["nic"] = health_check.NicLinkStateHealthCheck(template)
         if "storage" not in checks and config.enable_dist_storage_healthcheck:
-            from nvidia_resiliency_ext.shared_utils.health_check import (
-                DistributedStorageHealthCheck,
-            )
-
-            checks["storage"] = DistributedStorageHealthCheck()
+            checks["storage"] = health_check.DistributedStorageHealthCheck()
         if "paths" not in checks and config.storage_healthcheck_path:
-            from nvidia_resiliency_ext.shared_utils.health_check import StoragePathHealthCheck
-
-            checks["paths"] = StoragePathHealthCheck(config.storage_healthcheck_path.split(","))
+            paths = config.storage_healthcheck_path.split(",")
+            checks["paths"] = health_check.StoragePathHealthCheck(paths)
         if "segment" not in checks and config.segment_health_check_dir:
             from .segment_health import SegmentHealthCheck
 
             checks["segment"] = SegmentHealthCheck(config.segment_health_check_dir, self._environ)
         if "service" not in checks:
-            service = _service_at(self._endpoint) if self._endpoint else _service
+            service = (
+                health_check.NodeHealthCheck(endpoint=self._endpoint)
+                if self._endpoint
+                else _service
+            )
             if service is not None:
                 checks["service"] = service
         return list(checks.values())
@@ -137,13 +131,12 @@ def unfit(results: Sequence[HealthResult], host: str) -> Cause | None:
         return None
     said = "; ".join(f"health check {result.name}: {result.reason}" for result in bad)
     evidence = json.dumps({result.name: dict(result.evidence) for result in bad}, default=str)
-    return Cause(
-        "unhealthy",
-        f"host {host} is unhealthy: {said}",
-        host=host,
-        detected_by="health check",
-        detail={"check": bad[0].name, "evidence": evidence[:MAX_EVIDENCE_CHARS]},
-    )
+    return _unhealthy(host, said, check=bad[0].name, evidence=evidence[:MAX_EVIDENCE_CHARS])
+
+
+def _unhealthy(host: str, said: str, **detail: str) -> Cause:
+    what = f"host {host} is unhealthy: {said}"
+    return Cause("unhealthy", what, host=host, detected_by="health check", detail=detail)
 
 
 def injected_failure(
@@ -157,13 +150,7 @@ def injected_failure(
     for kind in health_check_injector.KINDS:
         if health_check_injector.should_inject_failure(cycle, infra_rank, kind):
             said = f"health check {kind}: failed on purpose, see {_env.INJECT_GPU_FAILURE}"
-            return Cause(
-                "unhealthy",
-                f"host {host} is unhealthy: {said}",
-                host=host,
-                detected_by="health check",
-                detail={"check": kind},
-            )
+            return _unhealthy(host, said, check=kind)
     return None
 
 
@@ -201,18 +188,12 @@ def init_node_health_check(endpoint: str | None) -> None:
     `endpoint` is the path of its Unix socket, also as `unix://...`; None forgets it.
     """
     global _service  # noqa: PLW0603 - the one object of the process
-    _service = _service_at(endpoint) if endpoint else None
+    _service = health_check.NodeHealthCheck(endpoint=endpoint) if endpoint else None
 
 
 def get_node_health_check() -> NodeHealthCheck | None:
     """Return the check that asks the service named last, or None."""
     return _service
-
-
-def _service_at(endpoint: str) -> NodeHealthCheck:
-    from nvidia_resiliency_ext.shared_utils.health_check import NodeHealthCheck
-
-    return NodeHealthCheck(endpoint=endpoint)
 
 
 CLOSE_WAIT_S = 0.2
@@ -226,27 +207,35 @@ class _Checking(enum.Enum):
     DONE = "done"
 
 
-@dataclass(eq=False)
 class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
     The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
-    for. A crash loop pauses for `backoff_limit_s` seconds at most; `injected` returns the failure
-    that a test wants in a cycle.
+    for.
     """
 
-    check: Callable[[], list[HealthResult]]
-    memory: GpuMemory
-    _: KW_ONLY
-    host: str
-    backoff_limit_s: float
-    memory_rules: MemoryRules
-    injected: Callable[[int], Cause | None]
-    loop: EventLoop
-    clock: Clock
-    reporter: EventReporter
-
-    def __post_init__(self) -> None:
+    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
+        self,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        *,
+        host: str,
+        infra_rank: int,
+        loop: EventLoop,
+        clock: Clock,
+        reporter: EventReporter,
+    ) -> None:
+        self._config: FaultToleranceConfig = plan.fault_tol_cfg
+        self._environ = environ
+        self._host = host
+        self._infra_rank = max(0, infra_rank)
+        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
+        self._may_inject = plan.max_nodes == 1
+        self._loop = loop
+        self._clock = clock
+        self._reporter = reporter
+        self.checks = NodeChecks(self._config, plan.node_health_check_endpoint, environ)
+        self.memory = GpuMemory(plan.nproc_per_node, environ, self._config)
         self._checking = _Checking.NOT_BEGUN
         self._finding: Cause | None = None
         self._joining: tuple[int, Callable[[Cause | None], None]] | None = None
@@ -260,7 +249,7 @@ class AdmissionCheck:
         self._check_thread = WorkerThread("nvrx-health")
         self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
-            self.loop.watch(thread.fileno(), thread.collect)
+            self._loop.watch(thread.fileno(), thread.collect)
 
     # Before joining --------------------------------------------------------------------------
 
@@ -270,7 +259,7 @@ class AdmissionCheck:
             return
         self._checking = _Checking.RUNNING
         try:
-            self._check_thread.submit(self.check, self._checked)
+            self._check_thread.submit(self.checks.run, self._checked)
         except RuntimeError as error:
             logger.warning("the health checks cannot run now: %s", error)
             self._checking, self._finding = _Checking.DONE, None
@@ -285,8 +274,8 @@ class AdmissionCheck:
         if self._checking is not _Checking.RUNNING:
             return
         found = results or []
-        self._checking, self._finding = _Checking.DONE, unfit(found, self.host)
-        self.reporter.node_checked(found)
+        self._checking, self._finding = _Checking.DONE, unfit(found, self._host)
+        self._reporter.node_checked(found)
         self._answer()
 
     def _answer(self) -> None:
@@ -294,26 +283,27 @@ class AdmissionCheck:
             return
         (cycle, answer), self._joining = self._joining, None
         self._checking = _Checking.NOT_BEGUN
-        answer(self._finding or self.injected(cycle))
+        answer(self._finding or self._injected(cycle))
+
+    def _injected(self, cycle: int) -> Cause | None:
+        if not self._may_inject:
+            return None
+        return injected_failure(cycle, self._infra_rank, self._host, self._environ)
 
     # Before the workers start ----------------------------------------------------------------
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
-        pause_s = delay_s(self._crashes, self.backoff_limit_s)
-        self._not_before = self.clock.monotonic() + pause_s
+        pause_s = delay_s(self._crashes, self._config.restart_backoff)
+        self._not_before = self._clock.monotonic() + pause_s
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
-        rules = self.memory_rules
-        if rules.timeout_s <= 0 or self._reclaiming:
+        if self._config.gpu_memory_reclaim_timeout <= 0 or self._reclaiming:
             return
         self._reclaiming = True
-
-        def wait() -> float | None:
-            return wait_for_memory(self.memory, rules, self.clock, self._stopped)
-
+        wait = partial(self.memory.wait, self._clock, self._stopped)
         try:
             self._memory_thread.submit(wait, self._reclaimed)
         except RuntimeError as error:
@@ -323,7 +313,7 @@ class AdmissionCheck:
     def _reclaimed(self, seconds: float | None) -> None:
         self._reclaiming = False
         if seconds is not None:
-            self.reporter.memory_reclaimed(seconds)
+            self._reporter.memory_reclaimed(seconds)
         self._let_start()
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -334,7 +324,7 @@ class AdmissionCheck:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        wait_s = self._not_before - self.clock.monotonic()
+        wait_s = self._not_before - self._clock.monotonic()
         if wait_s > 0:
             if self._pause is None:
                 logger.warning(
@@ -345,7 +335,7 @@ class AdmissionCheck:
                     math.ceil(wait_s),
                 )
             self._cancel_pause()
-            self._pause = self.loop.call_at(self._not_before, self._let_start)
+            self._pause = self._loop.call_at(self._not_before, self._let_start)
             return
         self._pause = None
         begin, self._starting = self._starting, None
@@ -367,40 +357,5 @@ class AdmissionCheck:
         self._joining = None
         self._stopped.set()
         for thread in (self._check_thread, self._memory_thread):
-            self.loop.unwatch(thread.fileno())
+            self._loop.unwatch(thread.fileno())
             thread.close(CLOSE_WAIT_S)
-
-
-def make_admission_check(  # noqa: PLR0913 - named, and each of them a fact of its own
-    plan: LaunchPlan,
-    environ: Mapping[str, str],
-    *,
-    host: str,
-    infra_rank: int,
-    loop: EventLoop,
-    clock: Clock,
-    reporter: EventReporter,
-) -> AdmissionCheck:
-    """Return the admission check of a launch."""
-    config: FaultToleranceConfig = plan.fault_tol_cfg
-    is_alone = plan.max_nodes == 1
-
-    def injected(cycle: int) -> Cause | None:
-        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
-        return injected_failure(cycle, max(0, infra_rank), host, environ) if is_alone else None
-
-    return AdmissionCheck(
-        NodeChecks(config, plan.node_health_check_endpoint, environ).run,
-        GpuMemory(plan.nproc_per_node, environ),
-        host=host,
-        backoff_limit_s=config.restart_backoff,
-        memory_rules=MemoryRules(
-            config.gpu_memory_reclaim_timeout,
-            config.gpu_memory_tolerance_mb,
-            config.gpu_memory_poll_interval,
-        ),
-        injected=injected,
-        loop=loop,
-        clock=clock,
-        reporter=reporter,
-    )

@@ -14,8 +14,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import IO, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -60,28 +59,12 @@ def report_of(cause: Cause, *, job: str, reported_by: str, time: float) -> str:
     return text
 
 
-class RunLimit:
-    """Which nodes the command ran for in the last hour, and when (monotonic s)."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[str, float]] = []
-
-    def allows(self, node: str, now: float) -> bool:
-        """Return whether the command may run for this node."""
-        self._runs = [(name, at) for name, at in self._runs if now - at < HOUR_S]
-        is_known = any(name == node and now - at < SAME_NODE_PAUSE_S for name, at in self._runs)
-        return not is_known and len(self._runs) < MOST_PER_HOUR
-
-    def count(self, node: str, now: float) -> None:
-        self._runs.append((node, now))
-
-
 class BadNodeHook:
-    """Runs the command for each report that the limits allow. Any thread may report."""
+    """Runs the command, if there is one, for each report that the limits allow; from any thread."""
 
     def __init__(
         self,
-        command: str,
+        command: str | None,
         environ: Mapping[str, str],
         *,
         job: str,
@@ -89,25 +72,25 @@ class BadNodeHook:
         clock: Clock,
         deadline_s: float = HOOK_DEADLINE_S,
     ) -> None:
-        self._argv = tuple(shlex.split(command))
+        self._argv = tuple(shlex.split(command or ""))
         self._environ = dict(environ)
         self._job = job
         self._host = host
         self._clock = clock
         self._deadline_s = deadline_s
-        self._limit = RunLimit()  # guarded by _lock
-        self._is_closed = False  # guarded by _lock
+        # Nodes of the last hour and when it ran for each (monotonic s); guarded by _lock.
+        self._runs: list[tuple[str, float]] = []
+        self._is_closed = command is None  # guarded by _lock
         self._lock = threading.Lock()
         self._thread = WorkerThread("nvrx-bad-node-hook")
 
     def report(self, cause: Cause) -> None:
         """Run the command for a bad node if the limits allow; return at once, never raise."""
         wall, now = self._clock.wall(), self._clock.monotonic()
-        text = report_of(cause, job=self._job, reported_by=self._host, time=wall)
         with self._lock:
-            if self._is_closed or not self._limit.allows(cause.host, now):
+            if self._is_closed or not self._may_run(cause.host, now):
                 return
-            reports = [text]
+            reports = [report_of(cause, job=self._job, reported_by=self._host, time=wall)]
 
             def job() -> None:
                 for report in reports:
@@ -119,7 +102,12 @@ class BadNodeHook:
                 reports.clear()  # the thread of a later report finds this job, too
                 logger.warning("bad node %s is not reported: %s", cause.host, error)
             else:
-                self._limit.count(cause.host, now)
+                self._runs.append((cause.host, now))
+
+    def _may_run(self, node: str, now: float) -> bool:
+        self._runs = [(name, at) for name, at in self._runs if now - at < HOUR_S]
+        is_known = any(name == node and now - at < SAME_NODE_PAUSE_S for name, at in self._runs)
+        return not is_known and len(self._runs) < MOST_PER_HOUR
 
     def close(self) -> None:
         """Finish what was reported, within the command's deadline for all of it."""
@@ -169,20 +157,3 @@ def _end_of(said: IO[bytes]) -> str:
     said.seek(max(0, size - MAX_END_BYTES))
     text = said.read().decode(errors="replace").strip()
     return f": {text}" if text else ""
-
-
-def open_bad_node_hook(
-    command: str | None,
-    environ: Mapping[str, str],
-    stack: ExitStack,
-    *,
-    job: str,
-    host: str,
-    clock: Clock,
-) -> Callable[[Cause], None]:
-    """Return what reports a bad node to the site's command, if there is one; `stack` ends it."""
-    if command is None:
-        return lambda _: None
-    hook = BadNodeHook(command, environ, job=job, host=host, clock=clock)
-    stack.callback(hook.close)
-    return hook.report

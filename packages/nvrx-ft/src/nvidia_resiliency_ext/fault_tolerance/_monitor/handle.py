@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.children import Child, PidHandle, start_child
+from nvidia_resiliency_ext.shared_utils.children import Child, PidHandle, start_child, wait_readable
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
@@ -108,7 +108,6 @@ _BOOT = (
     "from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import main\n"
     "main(f)\n"
 )
-DEFAULT_READY_LIMIT_S = 30.0
 _SEND_LIMIT_S = 10.0
 
 
@@ -125,7 +124,7 @@ class MonitorHandle:
     def __init__(
         self, child: Child, channel: Channel, layout: SlotLayout, local_ranks: Sequence[int]
     ) -> None:
-        """Take over a process; use `launch` or `start`."""
+        """Take over a process; use `launch`."""
         self.child = child
         self.layout = layout
         self._channel = channel
@@ -134,34 +133,19 @@ class MonitorHandle:
         self._early: list[object] = []
 
     @classmethod
-    def start(
-        cls,
-        config: Mapping[str, Any],
-        socket_paths: Sequence[str],
-        *,
-        timeout_s: float = DEFAULT_READY_LIMIT_S,
-        env: Mapping[str, str] | None = None,
-        **order: Any,
-    ) -> MonitorHandle:
-        """Start a monitor and wait until its sockets listen."""
-        handle = cls.launch(config, socket_paths, env=env, **order)
-        try:
-            handle.wait_ready(timeout_s)
-        except BaseException:  # whatever happens, the process must not stay behind
-            handle.close()
-            raise
-        return handle
-
-    @classmethod
     def launch(
         cls,
         config: Mapping[str, Any],
         socket_paths: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
+        ready_limit_s: float | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor without waiting; `Ready` is among the first messages of `receive`."""
+        """Start a monitor, and wait `ready_limit_s` at most until its sockets listen.
+
+        Without a limit nothing is waited for: `Ready` is then among the first of `receive`.
+        """
         begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
@@ -188,7 +172,14 @@ class MonitorHandle:
             child.close()
             raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
         local_ranks = begin.local_ranks or range(len(begin.socket_paths))
-        return cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
+        handle = cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
+        if ready_limit_s is not None:
+            try:
+                handle.wait_ready(ready_limit_s)
+            except BaseException:  # whatever happens, the process must not stay behind
+                handle.close()
+                raise
+        return handle
 
     @property
     def slots(self) -> list[memoryview]:
@@ -241,7 +232,7 @@ class MonitorHandle:
         """Wait until the monitor listens; what else it says meanwhile is kept for `receive`."""
         deadline = Deadline.after(timeout_s)
         while not self.is_ready:
-            self._wait_readable(deadline)
+            wait_readable(self.fileno(), deadline.remaining())
             self._early = [m for m in self.receive() if not isinstance(m, Ready)]
             if self._channel.is_over:
                 status = self.child.wait(1.0)
@@ -273,10 +264,3 @@ class MonitorHandle:
             except SlotError:
                 os.close(fd)
                 raise
-
-    def _wait_readable(self, deadline: Deadline) -> None:
-        import select
-
-        poller = select.poll()
-        poller.register(self.fileno(), select.POLLIN)
-        poller.poll(max(0.0, deadline.remaining()) * 1000.0)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -21,6 +21,8 @@ from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from .slot import SlotView
+
 
 logger = logging.getLogger("nvrx")
 
@@ -28,11 +30,14 @@ _MAX_SAME_NAME = 1000
 _CANNOT_ANSWER = frozenset("TtDZX?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Evidence:
-    """What is known of a process of a job that hangs."""
+    """What is learned of a process of a job that hangs; `before` is the first look at its slot."""
 
     kernel: Kernel
+    before: SlotView
+    stacks: bytearray = field(default_factory=bytearray)
+    signalled_at: float | None = None
     rss_bytes: int | None = None
     stacks_path: str | None = None
 
@@ -88,14 +93,14 @@ HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
 
 
 def plain_states(
-    states: Sequence[RankState], evidence: Mapping[int, Evidence]
+    states: Sequence[RankState], stacks: Mapping[int, str | None]
 ) -> list[dict[str, Any]]:
     """Return what each rank was doing as plain values, with the path of its stacks or None."""
     return [
         {
             **dataclasses.asdict(state),
             "activity": state.activity.value,
-            "stacks": evidence[state.rank].stacks_path if state.rank in evidence else None,
+            "stacks": stacks.get(state.rank),
         }
         for state in states
     ]
@@ -146,20 +151,6 @@ def cause_kind(report: Mapping[str, Any]) -> str:
     if report["error_file"]:
         return "exception"
     return "hang_heartbeat" if "heartbeat" in report["rule"] else "hang_section"
-
-
-def fault_fields(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `fault` event for a report.
-
-    What each rank did is in the launcher's failure record: here it would be cut off.
-    """
-    return {
-        "cause": cause_kind(report),
-        "what": found_in_words(report),
-        "detected_by": "monitor",
-        "deadline_s": report["limit"],
-        "late_s": report["late_s"],
-    }
 
 
 def describe_evidence(report: Mapping[str, Any], is_kept: Callable[[str], bool]) -> str:

@@ -65,17 +65,6 @@ class HotPath:
     A heartbeat takes no lock; beats of several threads at once can at worst miscount an interval.
     """
 
-    _heartbeat_first: int
-    _heartbeat_last: int
-    _heartbeat_count: int
-    _heartbeat_longest: int
-    _open: dict[str, int]
-    _longest: dict[str, int]
-    _outside_since: int
-    _outside_longest: int
-    _never_opened: set[int]
-    _save_calls: int
-
     def __init__(self) -> None:
         """Refuse every call until `_begin`."""
         self._lock = threading.Lock()
@@ -238,9 +227,8 @@ class HotPath:
 
         self._post(Ask(0))
 
-    def _begin(self, words: memoryview, sections: tuple[str, ...], *, is_answered: bool) -> int:
+    def _begin(self, words: memoryview, layout: slot.SlotLayout, *, is_answered: bool) -> int:
         """Let calls through into a slot that was just begun; return when that is."""
-        layout = slot.SlotLayout(sections)
         self._index = layout.index
         self._is_answered = is_answered
         now = _now_ns()
@@ -272,8 +260,8 @@ class HotPath:
         self._heartbeat_last = 0
         self._heartbeat_count = 0
         self._heartbeat_longest = 0
-        self._open = {}
-        self._longest = {}
+        self._open: dict[str, int] = {}
+        self._longest: dict[str, int] = {}
         self._outside_since = now
         self._outside_longest = -1
         self._has_closed = False

@@ -82,8 +82,19 @@ class RankLink:
         return self._sock
 
     def open(self, timeout_s: float = HANDSHAKE_LIMIT_S) -> None:
-        """Connect, introduce the rank, start the thread."""
-        self._sock, reader = self._find_monitor(timeout_s)
+        """Connect, introduce the rank, start the thread.
+
+        A monitor that is just being replaced is waited for a little.
+        """
+        deadline = Deadline.after(timeout_s)
+        patience = Deadline.after(min(ABSENT_LIMIT_S, timeout_s))
+        reader = None
+        while reader is None:
+            try:
+                self._sock, reader = self._shake_hands(max(0.001, deadline.remaining()))
+            except _AbsentError:
+                if patience.expired() or self._closing.wait(_ABSENT_PAUSE_S):
+                    raise
         self._thread = threading.Thread(
             target=self._serve, args=(reader,), name="nvrx-monitor-link", daemon=True
         )
@@ -149,17 +160,6 @@ class RankLink:
             if sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) != len(data):
                 _shut_down(sock)  # a torn frame: the thread opens a new session
 
-    def _find_monitor(self, timeout_s: float) -> tuple[socket.socket, wire.FrameReader]:
-        """Shake hands, and wait a little for a monitor that is just being replaced."""
-        deadline = Deadline.after(timeout_s)
-        patience = Deadline.after(min(ABSENT_LIMIT_S, timeout_s))
-        while True:
-            try:
-                return self._shake_hands(max(0.001, deadline.remaining()))
-            except _AbsentError:
-                if patience.expired() or self._closing.wait(_ABSENT_PAUSE_S):
-                    raise
-
     def _shake_hands(self, timeout_s: float) -> tuple[socket.socket, wire.FrameReader]:
         deadline = Deadline.after(timeout_s)
         fds: list[int] = []
@@ -188,9 +188,9 @@ class RankLink:
             on_failure.pop_all()
         return sock, reader
 
-    def _serve(self, reader: wire.FrameReader) -> None:
+    def _serve(self, reader: wire.FrameReader | None) -> None:
         """Take answers until the link is closed (body of the thread)."""
-        while not self._closing.is_set():
+        while reader is not None and not self._closing.is_set():
             assert self._sock is not None
             self._read_until_end(self._sock, reader)
             with self._changed:
@@ -199,10 +199,7 @@ class RankLink:
             sock.close()
             if self._closing.is_set() or not self.on_lost():
                 return
-            again = self._reconnect()
-            if again is None:
-                return
-            reader = again
+            reader = self._reconnect()
 
     def _read_until_end(self, sock: socket.socket, reader: wire.FrameReader) -> None:
         try:

@@ -15,11 +15,10 @@ from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from . import messages
 from .handle import sweep
-from .hang_report import HEALTH_RULES, fault_fields
-from .inquiry import Inquiries
+from .hang_report import HEALTH_RULES, cause_kind, found_in_words
+from .inquiry import Inquiry
 from .node_watch import NodeWatch
-from .port import RankPort
-from .session import RestartLines
+from .port import RankPort, RestartLines
 
 if TYPE_CHECKING:
     import socket
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RestarterEventLogger,
     )
+
+    from .session import RankSession
 
 
 logger = logging.getLogger("nvrx")
@@ -63,7 +64,7 @@ class MonitorServer:
         self.loop.watch(self.slow, self.slow.collect)
         self.workers = messages.WorkersChanged(start.cycle, [])
         self._pgids: Sequence[int] = ()  # of the last workers that there were
-        self.inquiries = Inquiries(self)
+        self.inquiries: list[Inquiry] = []
         self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
         interval_s = float(start.config["restart_check_interval"])
@@ -101,7 +102,6 @@ class MonitorServer:
                 self.loop.run_once(until=self._next_wake())
                 for port in self.ports:
                     self._guard(partial(port.tick, time.monotonic()))
-                self._guard(partial(self.inquiries.tick, time.monotonic()))
                 self._guard(self._evaluate_lease)
                 self._pass_on_lines()
         finally:
@@ -123,6 +123,15 @@ class MonitorServer:
             self._launcher.send(message, fds, is_droppable=isinstance(message, messages.LogLine))
             self._watch_launcher()
 
+    def accuse(self, session: RankSession) -> None:
+        """Begin an inquiry: a rank broke a limit, or its device is unfit."""
+        Inquiry(self, session).begin()
+
+    def testify(self, session: RankSession) -> None:
+        """Record that the evidence on a rank is complete, or that the rank is gone."""
+        for inquiry in self.inquiries.copy():
+            inquiry.testify(session)
+
     def log_restarter_event(self, message: str) -> None:
         logger.info("%s", message)
 
@@ -137,7 +146,13 @@ class MonitorServer:
             from nvidia_resiliency_ext.shared_utils.events import EventLog, Fault
 
             events = EventLog.join(src="monitor")
-            fault = Fault(**fault_fields(report))
+            fault = Fault(  # what each rank did would be cut off here; the failure record has it
+                cause=cause_kind(report),
+                what=found_in_words(report),
+                detected_by="monitor",
+                deadline_s=report["limit"],
+                late_s=report["late_s"],
+            )
             is_reported = report["culprits"] or report["rule"] in HEALTH_RULES
             rank = report["rank"] if is_reported else None
             events.record(fault, cycle=report["cycle"], rank=rank, t=wall, m=at)
@@ -147,7 +162,7 @@ class MonitorServer:
 
     def _next_wake(self) -> float | None:
         wakes = [port.next_wake() for port in self.ports]
-        wakes += [self.inquiries.next_wake(), self._lease_until]
+        wakes.append(self._lease_until)
         return min((at for at in wakes if at is not None), default=None)
 
     def _guard(self, callback: Callable[[], None]) -> None:
@@ -193,9 +208,12 @@ class MonitorServer:
                 self._pgids = message.pgids
                 self.workers = message
             case messages.Examine():
-                self.inquiries.examine()
+                # An inquiry of our own looks at the same ranks.
+                if all(inquiry.is_of_health for inquiry in self.inquiries):
+                    Inquiry(self, None).begin()
             case messages.Sentence(local_ranks):
-                self.inquiries.sentence(local_ranks)
+                for inquiry in self.inquiries.copy():
+                    inquiry.sentence(local_ranks)
             case messages.LeaseHeld(until):
                 self._lease_until = until
             case messages.Save(word):

@@ -69,12 +69,8 @@ class SlotLayout:
         object.__setattr__(self, "index", {n: HEADER_WORDS + i for i, n in enumerate(names)})
 
     @property
-    def words(self) -> int:
-        return HEADER_WORDS + len(self.sections)
-
-    @property
     def size_bytes(self) -> int:
-        return self.words * WORD_BYTES
+        return (HEADER_WORDS + len(self.sections)) * WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +200,7 @@ class SlotMemory:
 
     def clear(self) -> None:
         """Forget everything in it."""
-        for at in range(self.layout.words):
+        for at in range(len(self.words)):
             self.words[at] = 0
         self.words[W_MAGIC] = MAGIC
 

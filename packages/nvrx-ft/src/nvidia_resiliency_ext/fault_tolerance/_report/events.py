@@ -44,9 +44,10 @@ class EventReporter:
     host: str
     shows_stacks: bool
     on_cycle_ended: Callable[[Cause | None], None] = lambda _: None
+    # Called at each cycle's start, with the process ids by local rank.
+    on_started: Callable[[Assignment, Mapping[int, int]], None] = lambda *_: None
 
     def __post_init__(self) -> None:
-        self._on_started: Callable[[Assignment, Mapping[int, int]], None] = lambda *_: None
         self._assignment: Assignment | None = None
         self._cycle = 0
         self._rank_offset = 0
@@ -63,10 +64,6 @@ class EventReporter:
         self._has_hinted = False
         self.restarts = 0
         self.faults = 0
-
-    def follow_starts(self, follower: Callable[[Assignment, Mapping[int, int]], None]) -> None:
-        """Tell somebody from now on of each cycle's start: with the process ids by local rank."""
-        self._on_started = follower
 
     def job_started(self, *, argv: Sequence[str], nnodes: str, nproc: int, policy: str) -> None:
         """Record the job's start; of the command line only a digest, it may hold secrets."""
@@ -108,7 +105,7 @@ class EventReporter:
         )
         if self._assignment is not None:
             pids = {local_rank: started.child.pid for local_rank, started in workers.items()}
-            self._on_started(self._assignment, pids)
+            self.on_started(self._assignment, pids)
         for reason in sorted(reasons):
             logger.info("cycle %d: cold start: %s", self._cycle, reason)
         self._restart_complete()
