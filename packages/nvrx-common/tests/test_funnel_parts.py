@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of the log funnel: messages, ledgers, budgets, cycles, prefixes, batches."""
+"""The pure parts of the log funnel: messages, ledgers, shares of memory, cycles, prefixes, batches."""
 
 import asyncio
 import json
 import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,10 +13,12 @@ from nvidia_resiliency_ext.shared_utils._funnel.server import chunks, settings
 from nvidia_resiliency_ext.shared_utils._funnel.server import files as ledger
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
-from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place
+from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Queue
 from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
 from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -163,25 +166,43 @@ def test_ids_of_any_kind_survive() -> None:
 # --- budget
 
 
-def test_budget_shares() -> None:
+@pytest.fixture
+def queue(tmp_path) -> Iterator[Queue]:
+    """A queue of 1 MiB: 128 KiB for one file, 512 KiB for those in trouble."""
+    options = FunnelOptions(allowed_roots=(str(tmp_path),), max_buffered_bytes=1 << 20)
+    funnel = Funnel(options)
+    yield funnel.queue
+    funnel.queue.held_bytes = 0
+    funnel.close(Deadline.after(5))
+
+
+def _target(held_kib: int, *, error: OSError | None = None, is_stalled: bool = False) -> Target:
+    made = Target("/x", Place("/", ("x",)), None, held_bytes=held_kib << 10, error=error)
+    made.is_stalled = is_stalled
+    return made
+
+
+def test_memory_shares(queue: Queue) -> None:
     """One file has an eighth, files in trouble a half, and nothing goes over the whole."""
-    budget = Budget(800)
-    assert budget.evaluate(100, 0) is Verdict.ADMIT
-    assert budget.evaluate(10, 95) is Verdict.WAIT
-    assert budget.evaluate(10, 95, is_failing=True) is Verdict.REFUSE
-    assert budget.evaluate(10, 5, troubled_held=395) is Verdict.WAIT
-    assert budget.evaluate(10, 5, is_failing=True, troubled_held=395) is Verdict.REFUSE
-    assert budget.evaluate(801, 0) is Verdict.REFUSE
-    budget.take(795)
-    assert budget.evaluate(10, 0) is Verdict.WAIT
-    budget.give(95)
-    assert budget.evaluate(10, 0) is Verdict.ADMIT
-    assert budget.peak_bytes == 795
+    kib, failing = 1 << 10, OSError("full")
+    assert queue.has_space(_target(0), 128 * kib)
+    assert queue.has_space(_target(120), 10 * kib) is False
+    assert queue.has_space(_target(120, error=failing), 10 * kib) is None
+    assert queue.has_space(_target(0), (1 << 20) + 1) is None
+    queue.troubled = {_target(505)}
+    assert queue.has_space(_target(5), 10 * kib)
+    assert queue.has_space(_target(5, is_stalled=True), 10 * kib) is False
+    assert queue.has_space(_target(5, error=failing), 10 * kib) is None
+    queue.take(1020 * kib)
+    assert queue.has_space(_target(0), 10 * kib) is False
+    queue.held_bytes -= 100 * kib
+    assert queue.has_space(_target(0), 10 * kib)
+    assert queue.peak_bytes == 1020 * kib
 
 
-def test_large_chunk_for_an_idle_file_passes() -> None:
+def test_large_chunk_for_an_idle_file_passes(queue: Queue) -> None:
     """A chunk over a file's share is taken when nothing else waits for that file."""
-    assert Budget(800).evaluate(500, 0) is Verdict.ADMIT
+    assert queue.has_space(_target(0), 500 << 10)
 
 
 def test_ledger_forgets_the_streams_that_were_silent_for_longest(
@@ -385,7 +406,6 @@ def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.Monk
     """Streams that are forgotten to save memory have been told that all of theirs is written."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel.server import root
-    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
     monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
@@ -412,7 +432,6 @@ def test_streams_that_nobody_listens_for_are_bounded(
     """A sender that takes no answers and opens ever more streams is refused."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel.server import root
-    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
     monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from . import settings
 from .chunks import RETRY_CODE, Refusal, record_end
 from .files import Roots
-from .queue import Queue, Verdict
+from .queue import Queue
 from .target import Pending, Source, Target
 
 if TYPE_CHECKING:
@@ -144,12 +144,11 @@ class Funnel:
         source.received_seq = max(source.received_seq, chunk.seq)
         if target.cycle is not None:
             self.queue.cycles.arrived(target.cycle, now)
-        verdict = self._evaluate(target, size)
-        if verdict is Verdict.REFUSE:
-            raise self._no_space(target)
-        if verdict is Verdict.WAIT or target.waiters:
-            if target.is_troubled and not source.is_patient:
-                raise _not_now(target)
+        has_space = self.queue.has_space(target, size)
+        if not has_space or target.waiters:
+            refusal = _refusal(source, target, has_space=has_space)
+            if refusal is not None:
+                raise refusal
             source.waiting = (target, Pending(source, chunk.seq, chunk.data, size, now))
             target.waiters += 1
             self._waiting.append(source)
@@ -207,29 +206,11 @@ class Funnel:
                 reason = f"node {node!r} may not write lines of {prefix!r}, which is of {owner!r}"
                 raise Refusal("PERMISSION_DENIED", reason)
 
-    def _evaluate(self, target: Target, size: int) -> Verdict:
-        troubled = 0
-        if target.is_troubled:
-            troubled = sum(item.held_bytes for item in self.queue.troubled)
-        return self.queue.budget.evaluate(
-            size,
-            target.held_bytes,
-            is_failing=target.error is not None,
-            troubled_held=troubled,
-        )
-
-    def _no_space(self, target: Target) -> Refusal:
-        if target.error is None:
-            return Refusal("RESOURCE_EXHAUSTED", "the chunk is larger than the server's buffer")
-        why = target.error.strerror or target.error
-        reason = f"{target.path}: {why}; {target.held_bytes} bytes wait for it already"
-        return Refusal("RESOURCE_EXHAUSTED", reason)
-
     def _admit(self, target: Target, pending: Pending, now: float) -> None:
         source = pending.source
         source.admit(pending)
         target.put(pending)
-        self.queue.budget.take(pending.size)
+        self.queue.take(pending.size)
         if not pending.is_end:
             record_end(source.unfinished, target, pending.data)
         self.queue.arrange(target, now)
@@ -239,7 +220,7 @@ class Funnel:
         size = len(data)
         if target.extend_last(source, data):
             source.behind_bytes += size
-            self.queue.budget.take(size)
+            self.queue.take(size)
             record_end(source.unfinished, target, data)
             self.queue.arrange(target, now)
         else:
@@ -260,8 +241,9 @@ class Funnel:
             if source.waiting is None:
                 continue
             target, pending = source.waiting
-            verdict = Verdict.WAIT if target in blocked else self._evaluate(target, pending.size)
-            if verdict is Verdict.WAIT and (source.is_patient or not target.is_troubled):
+            has_space = False if target in blocked else self.queue.has_space(target, pending.size)
+            refusal = None if has_space else _refusal(source, target, has_space=has_space)
+            if not has_space and refusal is None:
                 blocked.add(target)
                 still.append(source)
                 continue
@@ -270,10 +252,8 @@ class Funnel:
             moved.append(source)
             if target.is_refused:
                 source.refuse(Refusal("UNAVAILABLE", "the file was refused meanwhile"))
-            elif verdict is Verdict.WAIT:
-                source.refuse(_not_now(target))
-            elif verdict is Verdict.REFUSE:
-                source.refuse(self._no_space(target))
+            elif refusal is not None:
+                source.refuse(refusal)
             else:
                 self._admit(target, pending, now)
         self._waiting = still
@@ -293,5 +273,14 @@ class Funnel:
         raise Refusal("RESOURCE_EXHAUSTED", f"the server writes {limit} files already")
 
 
-def _not_now(target: Target) -> Refusal:
-    return Refusal(RETRY_CODE, f"{target.path}: it hangs, and too much waits for it already")
+def _refusal(source: Source, target: Target, *, has_space: bool | None) -> Refusal | None:
+    """Return why a chunk that cannot be let in now may not wait for it either."""
+    if has_space is None:
+        if target.error is None:
+            return Refusal("RESOURCE_EXHAUSTED", "the chunk is larger than the server's buffer")
+        why = target.error.strerror or target.error
+        reason = f"{target.path}: {why}; {target.held_bytes} bytes wait for it already"
+        return Refusal("RESOURCE_EXHAUSTED", reason)
+    if target.is_troubled and not source.is_patient:
+        return Refusal(RETRY_CODE, f"{target.path}: it hangs, and too much waits for it already")
+    return None

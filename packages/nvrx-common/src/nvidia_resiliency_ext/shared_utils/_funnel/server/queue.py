@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -39,58 +38,6 @@ _MAX_WRITERS = 32
 _CLOSE_S = 2.0
 
 
-class Verdict(enum.Enum):
-    """What becomes of a chunk."""
-
-    ADMIT = "admit"
-    WAIT = "wait"
-    REFUSE = "refuse"
-
-
-class Budget:
-    """Bytes that wait for their file.
-
-    One file may hold an eighth, and all files that cannot be written at present a half together, so
-    that the others always find space.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self.file_limit_bytes = max(1, limit_bytes // _FILE_SHARE)
-        self.troubled_limit_bytes = limit_bytes // _TROUBLED_SHARE
-
-    def evaluate(
-        self, size: int, file_held: int, *, is_failing: bool = False, troubled_held: int = 0
-    ) -> Verdict:
-        """Return what to do with a chunk now.
-
-        Args:
-            size: Its bytes.
-            file_held: What waits for the same file.
-            is_failing: Writing that file gives errors: then waiting would be for nobody knows how
-                long, and the sender, who still has the chunk, is told.
-            troubled_held: What waits for this and all other files that fail or hang; 0 when this
-                file does neither.
-        """
-        if size > self.limit_bytes:
-            return Verdict.REFUSE
-        over_file = file_held > 0 and file_held + size > self.file_limit_bytes
-        over_troubled = troubled_held > 0 and troubled_held + size > self.troubled_limit_bytes
-        if over_file or over_troubled:
-            return Verdict.REFUSE if is_failing else Verdict.WAIT
-        has_space = self.held_bytes + size <= self.limit_bytes
-        return Verdict.ADMIT if has_space else Verdict.WAIT
-
-    def take(self, size: int) -> None:
-        self.held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def give(self, size: int) -> None:
-        self.held_bytes -= size
-
-
 class Queue:
     """What waits for files, and the threads that write it. `lock` guards every field.
 
@@ -117,7 +64,7 @@ class Queue:
         self._grant = grant
         self.lock = threading.Lock()
         self.settled = threading.Condition(self.lock)
-        self.budget = Budget(options.max_buffered_bytes)
+        self.held_bytes = self.peak_bytes = 0
         self.targets: OrderedDict[str, Target] = OrderedDict()
         self.open: OrderedDict[Target, None] = OrderedDict()
         self.working: set[Target] = set()
@@ -125,8 +72,9 @@ class Queue:
         self.is_closed = False
         self.received_bytes = self.received_chunks = 0
         self.written_bytes = self.repeated_chunks = self.lost_bytes = 0
+        self._file_limit_bytes = max(1, options.max_buffered_bytes // _FILE_SHARE)
         # Nobody may have to wait for space while what is there waits for more.
-        self._enough_bytes = min(options.flush_bytes, self.budget.file_limit_bytes // 2)
+        self._enough_bytes = min(options.flush_bytes, self._file_limit_bytes // 2)
         self._is_flushing = False
         self._is_watching = False
         self._has_ended = False
@@ -152,12 +100,35 @@ class Queue:
                 "bytes_written": self.written_bytes,
                 "chunks_repeated": self.repeated_chunks,
                 "bytes_lost": self.lost_bytes,
-                "buffered_bytes": self.budget.held_bytes,
-                "buffered_bytes_peak": self.budget.peak_bytes,
+                "buffered_bytes": self.held_bytes,
+                "buffered_bytes_peak": self.peak_bytes,
                 "files": len(self.targets),
                 "open_files": len(self.open),
                 "failing_files": sum(t.error is not None for t in self.troubled),
             }
+
+    def has_space(self, target: Target, size: int) -> bool | None:
+        """Tell whether a chunk for a target has space now; `None`: it need not wait for any.
+
+        One file may hold an eighth, and all files that cannot be written at present a half
+        together, so that the others always find space. Where writing gives errors, waiting would
+        be for nobody knows how long, and the sender, who still has the chunk, is told. Locked.
+        """
+        limit, held = self._options.max_buffered_bytes, target.held_bytes
+        if size > limit:
+            return None
+        is_over = held > 0 and held + size > self._file_limit_bytes
+        if target.is_troubled and not is_over:
+            troubled = sum(item.held_bytes for item in self.troubled)
+            is_over = troubled > 0 and troubled + size > limit // _TROUBLED_SHARE
+        if is_over:
+            return None if target.error is not None else False
+        return self.held_bytes + size <= limit
+
+    def take(self, size: int) -> None:
+        """Count bytes in that wait for their file; locked."""
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def arrange(self, target: Target, now: float) -> None:
         """Have what waits for a target written, now or when enough time has passed; locked."""
@@ -194,7 +165,7 @@ class Queue:
                 if target.waiting and not target.is_busy:
                     self.submit(target)
             self.settled.wait_for(
-                lambda: self.budget.held_bytes == 0 and not self.working, deadline.timeout()
+                lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
             )
 
     def close(self, deadline: Deadline) -> int:
@@ -206,7 +177,7 @@ class Queue:
         self.flush(deadline)
         self.cycles.announce(at_end=True)
         with self.lock:
-            lost = self.budget.held_bytes
+            lost = self.held_bytes
             for target in [target for target in self.open if not target.is_busy]:
                 target.is_closing = True
                 self.submit(target)
@@ -310,16 +281,14 @@ class Queue:
                     sync = self._options.fsync == "commit"
                     log.append(plan.buffers, plan.seqs, sync=sync)
                 log.ends_line, log.last_stream = plan.ends_line, plan.last_stream
-            except StaleLogError:
-                self._close_log(target)
-                continue
-            except UnsafePathError as error:
-                self._close_log(target)
-                self._on_unsafe(target, error)
-                return
             except OSError as error:
                 self._close_log(target)
-                self._on_error(target, error)
+                if isinstance(error, StaleLogError):
+                    continue
+                if isinstance(error, UnsafePathError):
+                    self._on_unsafe(target, error)
+                else:
+                    self._on_error(target, error)
                 return
             if not self._on_written(target, chunks, plan):
                 return
@@ -380,7 +349,7 @@ class Queue:
                 self.targets.move_to_end(target.path)
             self.written_bytes += sum(map(len, plan.buffers))
             self.repeated_chunks += plan.repeated
-            self.budget.give(target.done(chunks))
+            self.held_bytes -= target.done(chunks)
             moved = set()
             for pending in chunks:
                 pending.source.settle(pending)
@@ -422,7 +391,7 @@ class Queue:
             self.targets.pop(target.path, None)
             self.troubled.discard(target)
             chunks = list(target.waiting)
-            self.budget.give(target.done(chunks))
+            self.held_bytes -= target.done(chunks)
             moved = set()
             for pending in chunks:
                 self.lost_bytes += len(pending.data)
