@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of the log funnel: messages, ledgers, shares of memory, cycles, prefixes, batches."""
+"""The parts of the log funnel: messages, ledgers, memory, cycles, prefixes, batches."""
 
 import asyncio
 import json
@@ -167,13 +167,18 @@ def test_ids_of_any_kind_survive() -> None:
 
 
 @pytest.fixture
-def queue(tmp_path) -> Iterator[Queue]:
-    """A queue of 1 MiB: 128 KiB for one file, 512 KiB for those in trouble."""
+def funnel(tmp_path) -> Iterator[Funnel]:
+    """A funnel with 1 MiB of memory: 128 KiB for one file, 512 KiB for those in trouble."""
     options = FunnelOptions(allowed_roots=(str(tmp_path),), max_buffered_bytes=1 << 20)
-    funnel = Funnel(options)
+    made = Funnel(options)
+    yield made
+    made.close(Deadline.after(5))
+
+
+@pytest.fixture
+def queue(funnel: Funnel) -> Iterator[Queue]:
     yield funnel.queue
     funnel.queue.held_bytes = 0
-    funnel.close(Deadline.after(5))
 
 
 def _target(held_kib: int, *, error: OSError | None = None, is_stalled: bool = False) -> Target:
@@ -455,16 +460,15 @@ def test_streams_that_nobody_listens_for_are_bounded(
 def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     """A leaf has one stream for each call; a second name in it is refused."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
     from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
+    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayRpc
 
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
 
     async def program() -> None:
         call = _Call([chunks.named(chunk, name, 1) for name in "sst"], most_waiting=1000)
         relay = Relay(5000, 1 << 20)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
+        carried = RelayRpc(relay, Roots([str(tmp_path)]), call, acknowledges=False)
         with pytest.raises(Refusal, match="one stream_id"):
             await carried.run()
         assert relay.held_chunks == 2
@@ -472,14 +476,19 @@ def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     asyncio.run(program())
 
 
-def test_what_is_stored_after_the_end_of_a_call_starts_nothing() -> None:
+def test_what_is_stored_after_the_end_of_a_call_starts_nothing(funnel: Funnel, tmp_path) -> None:
     """An acknowledgement that nobody takes any more leaves no task to a loop that may be ending."""
-    from nvidia_resiliency_ext.shared_utils._funnel.server.service import AckWriter
+    pb = _pb()
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+
+    message = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", stream_id="s", seq=1)
 
     async def program() -> None:
-        acks = AckWriter(lambda _: asyncio.sleep(0))
-        acks.close()
-        acks.send("stream", 1)
+        call = _Call([message.SerializeToString()], most_waiting=1000)
+        stream = root.StreamRpc(funnel, call, LoopQueue(), acknowledges=True)
+        await asyncio.wait_for(stream.run(), 20)
+        assert call.acked == {"s"}
+        stream._note_progress(stream.sources["s"])
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(program())

@@ -21,7 +21,7 @@ from . import chunks
 from .chunks import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Mapping
 
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
@@ -36,73 +36,46 @@ _MAX_PENDING = 100_000
 _ACK_SPACING_S = 0.05
 
 
-class AckWriter:
-    """Acknowledgements of one call; it lives in the event loop.
+class Rpc(abc.ABC):
+    """One open StreamLogs or StreamLogsAcked of a root or a leaf; it lives in the event loop.
 
-    However slow the sender reads, one number per stream is all that waits for it.
+    However slow the sender reads, one acknowledgement per stream is all that waits for it.
     """
 
-    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
-        self._write = write
-        self.unsent: dict[str, tuple[int, Refusal | None]] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
-        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Tell the sender about a stream, also what it was told before.
-
-        Behind a leaf several senders may ask for the same numbers one after the other.
-        """
-        self.unsent[stream_id] = (seq, refusal)
-        # What is stored after the end of the call has nobody to tell.
-        if self._task is None and not self._is_closed:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def finish(self) -> None:
-        """Send what is left."""
-        self._ending.set_result(None)
-        if self._task is not None:
-            await self._task
-
-    def close(self) -> None:
-        """Stop sending; the call is over."""
-        self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        try:
-            while self.unsent:
-                stream_id = next(iter(self.unsent))
-                await self._write(chunks.ack(stream_id, *self.unsent.pop(stream_id)))
-                if not self.unsent:
-                    # The end of the call ends this wait.
-                    await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
-        finally:
-            self._task = None
-
-
-class Rpc(abc.ABC):
-    """One open StreamLogs or StreamLogsAcked of a root or a leaf."""
-
     def __init__(self, context: Any, *, acknowledges: bool) -> None:
+        self.node_id = ""
         self._context = context
-        self._acks = AckWriter(context.write) if acknowledges else None
+        self._acknowledges = acknowledges
         self._task = asyncio.current_task()
         self._changed = asyncio.Event()
         self._is_reading = False
-        self.node_id = ""
+        self._unsent: dict[str, tuple[int, Refusal | None]] = {}
+        self._ack_task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Take all chunks; return when every byte is in its file, raise the call's `Refusal`."""
+        is_clean = False
         try:
-            await self._take_all()
-            if self._acks is not None:
-                await self._acks.finish()
+            try:
+                await self._read_each()
+                is_clean = True
+            except asyncio.CancelledError:
+                # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
+                self._raise_refusal()
+                raise
+            finally:
+                self._is_reading = False
+                self._finish(is_clean=is_clean)
+            await self._until_settled()
+            self._ending.set_result(None)
+            if self._ack_task is not None:
+                await self._ack_task
         finally:
-            if self._acks is not None:
-                self._acks.close()
+            # What is stored after the end of the call has nobody to tell.
+            self._acknowledges = False
+            if self._ack_task is not None:
+                self._ack_task.cancel()
 
     @abc.abstractmethod
     def response(self) -> bytes:
@@ -113,23 +86,16 @@ class Rpc(abc.ABC):
         return []
 
     @abc.abstractmethod
-    async def _take_all(self) -> None: ...
-
-    @abc.abstractmethod
     async def _read_each(self) -> None: ...
 
     @abc.abstractmethod
-    def _raise_refusal(self) -> None: ...
+    def _finish(self, *, is_clean: bool) -> None: ...
 
-    async def _read_all(self) -> None:
-        try:
-            await self._read_each()
-        except asyncio.CancelledError:
-            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
-            self._raise_refusal()
-            raise
-        finally:
-            self._is_reading = False
+    @abc.abstractmethod
+    async def _until_settled(self) -> None: ...
+
+    @abc.abstractmethod
+    def _raise_refusal(self) -> None: ...
 
     def _end_reading(self) -> None:
         """Wake the task that reads, which then raises the refusal."""
@@ -140,6 +106,28 @@ class Rpc(abc.ABC):
     def _check_ids(self, chunk: chunks.Chunk) -> None:
         if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
+
+    def _acknowledge(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, also what it was told before.
+
+        Behind a leaf several senders may ask for the same numbers one after the other.
+        """
+        if not self._acknowledges:
+            return
+        self._unsent[stream_id] = (seq, refusal)
+        if self._ack_task is None:
+            self._ack_task = asyncio.get_running_loop().create_task(self._write_acks())
+
+    async def _write_acks(self) -> None:
+        try:
+            while self._unsent:
+                stream_id = next(iter(self._unsent))
+                await self._context.write(chunks.ack(stream_id, *self._unsent.pop(stream_id)))
+                if not self._unsent:
+                    # The end of the call ends this wait.
+                    await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
+        finally:
+            self._ack_task = None
 
 
 class RefusalLog:
