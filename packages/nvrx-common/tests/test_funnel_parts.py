@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -254,18 +255,16 @@ def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
     """Not before the idle time, not without a successor, not with bytes that wait; once."""
     cycles = _cycles(10)
     first = _flushed(cycles, "/d/a_cycle9.log", 0)
-    assert cycles.take_complete(100) == []
+    assert cycles.take_complete(100) == ([], math.inf)
     _flushed(cycles, "/d/a_cycle10.log", 5)
     _flushed(cycles, "/d/b_cycle11.log", 5)
     _flushed(cycles, "/e/a_cycle12.log", 5)
-    assert cycles.next_check() == 10
-    assert cycles.take_complete(9.9) == []
+    assert cycles.take_complete(9.9) == ([], 10)
     first.is_whole = False
-    assert cycles.take_complete(10) == []
+    assert cycles.take_complete(10) == ([], math.inf)
     first.is_whole = True
-    assert cycles.take_complete(10) == [first]
-    assert cycles.take_complete(11) == []
-    assert cycles.next_check() == float("inf")
+    assert cycles.take_complete(10) == ([first], math.inf)
+    assert cycles.take_complete(11) == ([], math.inf)
 
 
 def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
@@ -273,7 +272,7 @@ def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
     cycles = _cycles(10)
     files = [_flushed(cycles, f"/d/a_cycle{i}.log", 0) for i in range(2)]
     cycles.track("/d/b_cycle0.log", 0)
-    assert cycles.take_complete(0, at_end=True) == files
+    assert cycles.take_complete(0, at_end=True) == (files, math.inf)
 
 
 @pytest.mark.parametrize("name", ["a_cycle{}.log", "a_cycle{:06}.log"])
@@ -290,7 +289,7 @@ def test_two_files_of_one_cycle() -> None:
     """A number that is written with and without zeros is two files, and both become complete."""
     cycles = _cycles(10)
     files = [_flushed(cycles, f"/d/a_cycle{number}.log", 0) for number in ("1", "01", "2")]
-    assert cycles.take_complete(10) == files[:2]
+    assert cycles.take_complete(10) == (files[:2], math.inf)
 
 
 # --- prefixes

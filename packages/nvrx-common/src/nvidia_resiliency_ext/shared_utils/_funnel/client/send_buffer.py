@@ -415,9 +415,10 @@ class SendBuffer:
         where = f"wait in {place} for a later client" if place else "are lost"
         if place and not is_whole:
             where = f"wait in part in {place}; for the rest there was no space"
-        self._notices.warn(
+        self._notices.add(
+            logging.WARNING,
             f"{left.lines} lines ({left.size} bytes) for {self.path} were not confirmed by"
-            f" {self._link.endpoint}; they {where}"
+            f" {self._link.endpoint}; they {where}",
         )
         return False
 
