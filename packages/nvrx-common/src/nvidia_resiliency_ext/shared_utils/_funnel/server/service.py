@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gRPC services of root and leaf have in common: calls, answers, access, listening.
+"""What the gRPC services of root and leaf have in common: calls, answers, access.
 
 A service lives in the event loop, so an idle stream costs a suspended coroutine and no thread.
 Messages are read one by one, and none while a chunk waits for space: gRPC's flow control then holds
@@ -11,28 +11,21 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
+from nvidia_resiliency_ext.shared_utils._funnel.shared import SERVICE
 
 from . import chunks
 from .chunks import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
 _MAX_ID_CHARS = 256
 _SHOWN_REFUSALS = 20
-_MIN_PING_MS = 5_000
-_PING_MS, _PING_TIMEOUT_MS = 60_000, 20_000
-_WINDOW_BYTES = 256 << 10
-_MAX_PENDING = 100_000
 _ACK_SPACING_S = 0.05
 
 
@@ -186,16 +179,17 @@ class Service(abc.ABC):
     def _counts(self) -> dict[str, int]:
         """Return counts by their names in a StatsResponse."""
 
-    def handlers(self) -> dict[str, Any]:
-        """Return gRPC's handlers; messages stay bytes."""
+    def handler(self) -> Any:
+        """Return gRPC's handler of all methods; messages stay bytes."""
         import grpc
 
-        return {
+        methods = {
             "StreamLogs": grpc.stream_unary_rpc_method_handler(self._stream_logs),
             "StreamLogsAcked": grpc.stream_stream_rpc_method_handler(self._stream_logs_acked),
             "HealthCheck": grpc.unary_unary_rpc_method_handler(self._health_check),
             "Stats": grpc.unary_unary_rpc_method_handler(self._stats),
         }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def wait_empty(self) -> None:
         while self._rpcs:
@@ -255,79 +249,3 @@ async def _abort(context: Any, refusal: Refusal) -> None:
 
 class AddressError(OSError):
     """The server cannot listen at its address."""
-
-
-def _grpc_options() -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # Otherwise a second server shares the port in silence, and each gets half of the job.
-        ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A node that has vanished must not count as connected for ever.
-        ("grpc.keepalive_time_ms", _PING_MS),
-        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-        # A fixed window per stream: the probed one grows to megabytes for each of many clients.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-        # After a restart all nodes come at once; by default gRPC cancels some above a thousand.
-        ("grpc.server.max_pending_requests", _MAX_PENDING),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
-    ]
-
-
-def address_of(host: str, port: int) -> str:
-    """Return what gRPC calls an address; a host `unix:PATH` is a Unix socket without a port."""
-    if host.startswith("unix:"):
-        return host
-    if ":" in host and not host.startswith("["):
-        return f"[{host}]:{port}"
-    return f"{host}:{port}"
-
-
-async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tuple[Any, int]:
-    """Start a gRPC server with the funnel's service.
-
-    Returns:
-        The server, and the port that it got.
-
-    Raises:
-        AddressError: It cannot listen there.
-        ConfigError: A certificate cannot be read.
-    """
-    import grpc
-    import grpc.aio
-
-    if _is_served(address):
-        raise AddressError(f"cannot listen on {address}: another server does")
-    credentials = access.server_credentials()
-    server = grpc.aio.server(options=_grpc_options())
-    service = grpc.method_handlers_generic_handler(SERVICE, handlers)
-    server.add_generic_rpc_handlers((service,))
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise AddressError(f"cannot listen on {address}: {error}") from error
-    if port == 0 and not address.startswith("unix:"):
-        raise AddressError(f"cannot listen on {address}")
-    await server.start()
-    return server, int(port)
-
-
-def _is_served(address: str) -> bool:
-    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
-    if not address.startswith("unix:"):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(address.removeprefix("unix:").removeprefix("//"))
-        except BlockingIOError:
-            return True  # so many want to talk to it that there is no space for one more
-        except (OSError, ValueError):
-            return False
-    return True
