@@ -94,9 +94,7 @@ class Completion:
         file.is_whole, file.flushed_at = True, time.time()
         self._check_no_later_than(file.arrived_at + self._idle_s)
 
-    def take_complete(
-        self, now: float, *, at_end: bool = False
-    ) -> tuple[list[CycleFile], float]:
+    def take_complete(self, now: float, *, at_end: bool = False) -> tuple[list[CycleFile], float]:
         """Return the files that look complete by now, each once, and when another one can.
 
         Such a file has all its bytes and, before the end, a successor.
@@ -104,7 +102,8 @@ class Completion:
         newest: dict[str, int] = {}
         for file in self._files.values():
             newest[file.family] = max(file.number, newest.get(file.family, 0))
-        found, next_at = [], math.inf
+        found: list[CycleFile] = []
+        next_at = math.inf
         for file in self._files.values():
             is_old = at_end or file.number < newest[file.family]
             if not is_old or not file.is_whole or file.is_complete:

@@ -30,6 +30,7 @@ _logger = logging.getLogger("LogAggregationServer")
 
 _OLD_FILE_S = 60.0
 _SMALL_BYTES = 4 << 10
+_JOINED_BYTES = 64 << 10
 
 
 class Funnel:
@@ -80,8 +81,7 @@ class Funnel:
                 for target in source.unfinished:
                     if target.is_refused:
                         continue
-                    end = Pending(source, 0, memoryview(b""), 0, now)
-                    end.is_end = True
+                    end = Pending(source, 0, memoryview(b""), 0, now, is_end=True)
                     self._admit(target, end, now)
             source.unfinished.clear()
             for target in source.targets.values():
@@ -112,10 +112,6 @@ class Funnel:
                 if target.error and any(item.source is source for item in target.waiting):
                     return errno.errorcode.get(target.error.errno or errno.EIO, "EIO")
         return ""
-
-    def stats(self) -> dict[str, int]:
-        """Return counts by their names in a StatsResponse."""
-        return self.queue.stats()
 
     def close(self, deadline: Deadline) -> int:
         """Write everything, close all files and end the threads; harmless when repeated.
@@ -208,26 +204,39 @@ class Funnel:
 
     def _admit(self, target: Target, pending: Pending, now: float) -> None:
         source = pending.source
-        source.admit(pending)
-        target.put(pending)
+        source.outstanding.append(pending)
+        source.behind_bytes += len(pending.data)
+        target.waiting.append(pending)
+        target.held_bytes += pending.size
+        if target.cycle is not None:
+            target.cycle.is_whole = False
         self.queue.take(pending.size)
         if not pending.is_end:
             record_end(source.unfinished, target, pending.data)
         self.queue.arrange(target, now)
 
     def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
-        """Let in a chunk without a number, together with the one before it where possible."""
+        """Let in a chunk without a number, together with the one before it where possible.
+
+        That is its source's, and no writer has it. Looking after many small ones would cost more
+        than copying them.
+        """
         size = len(data)
-        if target.extend_last(source, data):
-            source.behind_bytes += size
-            self.queue.take(size)
-            record_end(source.unfinished, target, data)
-            self.queue.arrange(target, now)
-        else:
+        last = target.waiting[-1] if target.waiting else None
+        if last is None or last.growing is None or last.source is not source:
             growing = bytearray(data)
-            pending = Pending(source, 0, growing, size, now)
-            pending.growing = growing
+            pending = Pending(source, 0, growing, size, now, growing=growing)
             self._admit(target, pending, now)
+            return
+        last.growing += data
+        last.size += size
+        if last.size >= _JOINED_BYTES:
+            last.growing = None
+        target.held_bytes += size
+        source.behind_bytes += size
+        self.queue.take(size)
+        record_end(source.unfinished, target, data)
+        self.queue.arrange(target, now)
 
     def _grant(self) -> list[Source]:
         """Let in what has space now, first come first served; return whom to tell."""
@@ -262,10 +271,10 @@ class Funnel:
     def _forget_one(self) -> None:
         """Make space for another file by forgetting the one that was not used for longest."""
         for path, target in self.queue.targets.items():
-            is_at_rest = not target.is_busy or target.is_closing
-            if not target.users and not target.waiting and is_at_rest:
+            is_busy = target in self.queue.working
+            if not target.users and not target.waiting and (target.is_closing or not is_busy):
                 del self.queue.targets[path]
-                if target.log is not None and not target.is_busy:
+                if target.log is not None and not is_busy:
                     target.is_closing = True
                     self.queue.submit(target)
                 return

@@ -59,10 +59,11 @@ _OPTIONS = (
 
 def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the program's coroutine function in a fresh event loop."""
-    # Now, so that the collector leaves it alone and the first call does not wait for it.
+    # Now, so that the collector leaves it alone and the first call does not wait for it: the
+    # generated classes and a first message take 15-50 ms.
     import grpc.aio  # noqa: F401
 
-    chunks.prepare()
+    chunks.health(0)
     _keep_freed_memory()
     with _calm_collector():
         asyncio.run(main())

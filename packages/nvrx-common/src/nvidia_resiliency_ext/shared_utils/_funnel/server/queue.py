@@ -36,6 +36,7 @@ _SYNC_S = 1.0
 _USUAL_WRITERS = 2
 _MAX_WRITERS = 32
 _CLOSE_S = 2.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 2.0
 
 
 class Queue:
@@ -52,7 +53,7 @@ class Queue:
         settled: Notified when chunks were written, let in or refused, and when no writer works.
         targets: All files, the one that was not written for longest first.
         open: Those with an open file, likewise.
-        working: Those that wait for a writer or are with one.
+        working: Those that wait for a writer, or since when they are with one.
         troubled: Those that cannot be written at present.
     """
 
@@ -67,7 +68,7 @@ class Queue:
         self.held_bytes = self.peak_bytes = 0
         self.targets: OrderedDict[str, Target] = OrderedDict()
         self.open: OrderedDict[Target, None] = OrderedDict()
-        self.working: set[Target] = set()
+        self.working: dict[Target, float | None] = {}
         self.troubled: set[Target] = set()
         self.is_closed = False
         self.received_bytes = self.received_chunks = 0
@@ -132,7 +133,7 @@ class Queue:
 
     def arrange(self, target: Target, now: float) -> None:
         """Have what waits for a target written, now or when enough time has passed; locked."""
-        if target.is_busy or target.error is not None:
+        if target in self.working or target.error is not None:
             return
         is_enough = self._is_enough(target)
         if target.is_scheduled and not is_enough:
@@ -146,8 +147,7 @@ class Queue:
 
     def submit(self, target: Target) -> None:
         """Give a target, which no writer has, to the writers now; locked."""
-        target.is_busy = True
-        self.working.add(target)
+        self.working[target] = None
         self._ready.append(target)
         if self._idle_writers:
             self._work.notify()
@@ -162,7 +162,7 @@ class Queue:
         with self.lock:
             self._is_flushing = True
             for target in list(self.targets.values()):
-                if target.waiting and not target.is_busy:
+                if target.waiting and target not in self.working:
                     self.submit(target)
             self.settled.wait_for(
                 lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
@@ -178,7 +178,7 @@ class Queue:
         self.cycles.announce(at_end=True)
         with self.lock:
             lost = self.held_bytes
-            for target in [target for target in self.open if not target.is_busy]:
+            for target in [target for target in self.open if target not in self.working]:
                 target.is_closing = True
                 self.submit(target)
             self._has_ended = True
@@ -205,7 +205,7 @@ class Queue:
     def _on_due(self, target: Target) -> None:
         with self.lock:
             target.is_scheduled = False
-            if target.is_busy:
+            if target in self.working:
                 return
             if target.waiting:
                 self.submit(target)
@@ -219,8 +219,7 @@ class Queue:
         now = time.monotonic()
         hanging = []
         with self.lock:
-            for target in self.working:
-                since = target.working_since
+            for target, since in self.working.items():
                 is_slow = since is not None and now - since > self._options.stall_s
                 if is_slow and not target.is_stalled:
                     target.is_stalled = True
@@ -240,7 +239,7 @@ class Queue:
     def _sync_all(self) -> None:
         with self.lock:
             for target in self.open:
-                if target.is_unsynced and not target.is_busy:
+                if target.is_unsynced and target not in self.working:
                     self.submit(target)
         self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
 
@@ -269,7 +268,7 @@ class Queue:
         """Write what waits for a target; in a writer's thread, which alone has it."""
         while True:
             with self.lock:
-                target.working_since = time.monotonic()
+                self.working[target] = time.monotonic()
                 chunks = target.next_batch()
             try:
                 if not chunks:
@@ -310,7 +309,7 @@ class Queue:
         with self.lock:
             self.open[target] = None
             if len(self.open) > self._options.max_open_files:
-                oldest = next((t for t in self.open if not t.is_busy), None)
+                oldest = next((t for t in self.open if t not in self.working), None)
                 if oldest is not None:
                     oldest.is_closing = True
                     self.submit(oldest)
@@ -324,9 +323,7 @@ class Queue:
             self.open.pop(target, None)
 
     def _release(self, target: Target) -> None:
-        target.is_busy = False
-        target.working_since = None
-        self.working.discard(target)
+        self.working.pop(target, None)
         self.settled.notify_all()
 
     def _is_enough(self, target: Target) -> bool:
@@ -372,7 +369,8 @@ class Queue:
     def _on_error(self, target: Target, error: OSError) -> None:
         with self.lock:
             is_new = target.error is None
-            retry_s = target.failed(error)
+            retry_s = _FIRST_RETRY_S if is_new else min(_LONGEST_RETRY_S, target.retry_s * 2)
+            target.error, target.retry_s = error, retry_s
             target.is_stalled = False
             self.troubled.add(target)
             self._release(target)
@@ -395,7 +393,9 @@ class Queue:
             moved = set()
             for pending in chunks:
                 self.lost_bytes += len(pending.data)
-                pending.source.abandon(pending)
+                pending.source.behind_bytes -= len(pending.data)
+                # It stays at its place there, so that no acknowledgement passes it.
+                pending.data = memoryview(b"")
                 pending.source.refuse(refusal)
                 moved.add(pending.source)
             self._release(target)

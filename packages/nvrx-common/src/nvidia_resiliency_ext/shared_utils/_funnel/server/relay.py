@@ -364,7 +364,13 @@ class Upstream:
             self._files = files
             await self._channel.close()
             self._channel = self._connect()
-        call = self._call()
+        metadata = self._access.metadata()
+        if self._is_old_root:
+            method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
+        else:
+            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
+            metadata = (*metadata, ERRORS_IN_ACKS)
+        call = method(metadata=metadata, wait_for_ready=True)
         writing = None
         try:
             if self._is_old_root:
@@ -383,15 +389,6 @@ class Upstream:
             if writing is not None:
                 writing.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
-
-    def _call(self) -> Any:
-        metadata = self._access.metadata()
-        if self._is_old_root:
-            method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
-        else:
-            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
-            metadata = (*metadata, ERRORS_IN_ACKS)
-        return method(metadata=metadata, wait_for_ready=True)
 
     async def _write_all(self, call: Any) -> None:
         relay = self._relay

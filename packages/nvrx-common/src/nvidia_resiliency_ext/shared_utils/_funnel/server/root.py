@@ -249,7 +249,7 @@ class RootService(Service):
         return StreamRpc(self._funnel, context, self._loop_queue, acknowledges=acknowledges)
 
     def _counts(self) -> dict[str, int]:
-        return self._funnel.stats()
+        return self._funnel.queue.stats()
 
 
 def run(config: ServerConfig, options: FunnelOptions) -> int:
