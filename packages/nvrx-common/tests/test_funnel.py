@@ -472,8 +472,8 @@ def test_small_chunks_without_numbers_wait_as_one(hung: HungLogs, rigs) -> None:
         assert rig.settle(source)
     assert one.written_bytes == 200 + len(large) + 2
     assert numbered.committed_seq == 2
-    assert rig.funnel.stats()["buffered_bytes"] == 0
-    assert rig.funnel.stats()["chunks_received"] == 106
+    assert rig.funnel.queue.stats()["buffered_bytes"] == 0
+    assert rig.funnel.queue.stats()["chunks_received"] == 106
     rig.funnel.close(Deadline.after(WAIT_S))
     assert hung.close() == {"hung.log": b"".join(expected)}
 
@@ -486,7 +486,7 @@ def test_memory_stays_within_the_budget(hung: HungLogs, rigs) -> None:
     while rig.offer(source, "hung.log", data, seq):
         seq += 1
         assert seq < 200
-    assert rig.funnel.stats()["buffered_bytes"] <= (1 << 20) // 8
+    assert rig.funnel.queue.stats()["buffered_bytes"] <= (1 << 20) // 8
     good = rig.source()
     assert rig.offer(good, "good.log", data)
     assert rig.settle(good)
@@ -503,7 +503,7 @@ def test_memory_stays_within_the_budget(hung: HungLogs, rigs) -> None:
     rig.told.until(lambda: source.waiting is None)
     assert rig.settle(source)
     assert source.committed_seq == seq
-    assert rig.funnel.stats()["buffered_bytes_peak"] <= 1 << 20
+    assert rig.funnel.queue.stats()["buffered_bytes_peak"] <= 1 << 20
     rig.funnel.close(Deadline.after(WAIT_S))
     assert hung.close() == {"hung.log": data * seq}
 
@@ -515,7 +515,7 @@ def test_file_with_little_room_is_written_before_anybody_waits_for_it(rigs) -> N
     for seq in range(1, 100):
         if not rig.offer(source, "small.log", data, seq):
             rig.told.until(lambda: source.waiting is None)
-    assert rig.funnel.stats()["bytes_written"] > 80 * len(data)
+    assert rig.funnel.queue.stats()["bytes_written"] > 80 * len(data)
 
 
 def test_sender_that_ends_is_not_kept_for_more(hung: HungLogs, rigs) -> None:
@@ -575,7 +575,7 @@ def test_sender_is_told_when_a_failing_file_has_no_more_room(rigs, tmp_path: Pat
     source, data = rig.source("s"), b"z" * 9999 + b"\n"
     with largest_file(PREFIX_BYTES):
         rig.offer(source, "bad.log", data, 1)
-        rig.until(lambda: rig.funnel.stats()["failing_files"])
+        rig.until(lambda: rig.funnel.queue.stats()["failing_files"])
         with pytest.raises(Refusal, match="File too large") as caught:
             _offer_all(rig, source, [("bad.log", data)] * 100)
     assert caught.value.code == "RESOURCE_EXHAUSTED"
@@ -616,7 +616,7 @@ def test_number_of_files(rigs) -> None:
     assert caught.value.code == "RESOURCE_EXHAUSTED"
     assert rig.read("0.log") == b"x\ny\n"
     # Files over the number are closed by writers, soon.
-    rig.until(lambda: rig.funnel.stats()["open_files"] <= 2)
+    rig.until(lambda: rig.funnel.queue.stats()["open_files"] <= 2)
 
 
 def test_files_and_bytes_of_a_stream(rigs) -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of the log funnel: messages, ledgers, budgets, cycles, prefixes, batches."""
+"""The parts of the log funnel: messages, ledgers, memory, cycles, prefixes, batches."""
 
 import asyncio
 import json
+import math
 import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,10 +14,12 @@ from nvidia_resiliency_ext.shared_utils._funnel.server import chunks, settings
 from nvidia_resiliency_ext.shared_utils._funnel.server import files as ledger
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
-from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Budget, Verdict
+from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place
+from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Queue
 from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
 from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -163,25 +167,48 @@ def test_ids_of_any_kind_survive() -> None:
 # --- budget
 
 
-def test_budget_shares() -> None:
+@pytest.fixture
+def funnel(tmp_path) -> Iterator[Funnel]:
+    """A funnel with 1 MiB of memory: 128 KiB for one file, 512 KiB for those in trouble."""
+    options = FunnelOptions(allowed_roots=(str(tmp_path),), max_buffered_bytes=1 << 20)
+    made = Funnel(options)
+    yield made
+    made.close(Deadline.after(5))
+
+
+@pytest.fixture
+def queue(funnel: Funnel) -> Iterator[Queue]:
+    yield funnel.queue
+    funnel.queue.held_bytes = 0
+
+
+def _target(held_kib: int, *, error: OSError | None = None, is_stalled: bool = False) -> Target:
+    made = Target("/x", Place("/", ("x",)), None, held_bytes=held_kib << 10, error=error)
+    made.is_stalled = is_stalled
+    return made
+
+
+def test_memory_shares(queue: Queue) -> None:
     """One file has an eighth, files in trouble a half, and nothing goes over the whole."""
-    budget = Budget(800)
-    assert budget.evaluate(100, 0) is Verdict.ADMIT
-    assert budget.evaluate(10, 95) is Verdict.WAIT
-    assert budget.evaluate(10, 95, is_failing=True) is Verdict.REFUSE
-    assert budget.evaluate(10, 5, troubled_held=395) is Verdict.WAIT
-    assert budget.evaluate(10, 5, is_failing=True, troubled_held=395) is Verdict.REFUSE
-    assert budget.evaluate(801, 0) is Verdict.REFUSE
-    budget.take(795)
-    assert budget.evaluate(10, 0) is Verdict.WAIT
-    budget.give(95)
-    assert budget.evaluate(10, 0) is Verdict.ADMIT
-    assert budget.peak_bytes == 795
+    kib, failing = 1 << 10, OSError("full")
+    assert queue.has_space(_target(0), 128 * kib)
+    assert queue.has_space(_target(120), 10 * kib) is False
+    assert queue.has_space(_target(120, error=failing), 10 * kib) is None
+    assert queue.has_space(_target(0), (1 << 20) + 1) is None
+    queue.troubled = {_target(505)}
+    assert queue.has_space(_target(5), 10 * kib)
+    assert queue.has_space(_target(5, is_stalled=True), 10 * kib) is False
+    assert queue.has_space(_target(5, error=failing), 10 * kib) is None
+    queue.take(1020 * kib)
+    assert queue.has_space(_target(0), 10 * kib) is False
+    queue.held_bytes -= 100 * kib
+    assert queue.has_space(_target(0), 10 * kib)
+    assert queue.peak_bytes == 1020 * kib
 
 
-def test_large_chunk_for_an_idle_file_passes() -> None:
+def test_large_chunk_for_an_idle_file_passes(queue: Queue) -> None:
     """A chunk over a file's share is taken when nothing else waits for that file."""
-    assert Budget(800).evaluate(500, 0) is Verdict.ADMIT
+    assert queue.has_space(_target(0), 500 << 10)
 
 
 def test_ledger_forgets_the_streams_that_were_silent_for_longest(
@@ -228,18 +255,16 @@ def test_old_cycle_is_complete_when_a_later_one_exists_and_it_is_idle() -> None:
     """Not before the idle time, not without a successor, not with bytes that wait; once."""
     cycles = _cycles(10)
     first = _flushed(cycles, "/d/a_cycle9.log", 0)
-    assert cycles.take_complete(100) == []
+    assert cycles.take_complete(100) == ([], math.inf)
     _flushed(cycles, "/d/a_cycle10.log", 5)
     _flushed(cycles, "/d/b_cycle11.log", 5)
     _flushed(cycles, "/e/a_cycle12.log", 5)
-    assert cycles.next_check() == 10
-    assert cycles.take_complete(9.9) == []
+    assert cycles.take_complete(9.9) == ([], 10)
     first.is_whole = False
-    assert cycles.take_complete(10) == []
+    assert cycles.take_complete(10) == ([], math.inf)
     first.is_whole = True
-    assert cycles.take_complete(10) == [first]
-    assert cycles.take_complete(11) == []
-    assert cycles.next_check() == float("inf")
+    assert cycles.take_complete(10) == ([first], math.inf)
+    assert cycles.take_complete(11) == ([], math.inf)
 
 
 def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
@@ -247,7 +272,7 @@ def test_at_the_end_the_newest_cycle_is_complete_too() -> None:
     cycles = _cycles(10)
     files = [_flushed(cycles, f"/d/a_cycle{i}.log", 0) for i in range(2)]
     cycles.track("/d/b_cycle0.log", 0)
-    assert cycles.take_complete(0, at_end=True) == files
+    assert cycles.take_complete(0, at_end=True) == (files, math.inf)
 
 
 @pytest.mark.parametrize("name", ["a_cycle{}.log", "a_cycle{:06}.log"])
@@ -264,7 +289,7 @@ def test_two_files_of_one_cycle() -> None:
     """A number that is written with and without zeros is two files, and both become complete."""
     cycles = _cycles(10)
     files = [_flushed(cycles, f"/d/a_cycle{number}.log", 0) for number in ("1", "01", "2")]
-    assert cycles.take_complete(10) == files[:2]
+    assert cycles.take_complete(10) == (files[:2], math.inf)
 
 
 # --- prefixes
@@ -385,7 +410,6 @@ def test_each_of_many_streams_is_acknowledged(tmp_path, monkeypatch: pytest.Monk
     """Streams that are forgotten to save memory have been told that all of theirs is written."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel.server import root
-    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
     monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1)
@@ -412,7 +436,6 @@ def test_streams_that_nobody_listens_for_are_bounded(
     """A sender that takes no answers and opens ever more streams is refused."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel.server import root
-    from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 
     monkeypatch.setattr(root, "_MAX_SOURCES", 100)
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
@@ -436,16 +459,15 @@ def test_streams_that_nobody_listens_for_are_bounded(
 def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     """A leaf has one stream for each call; a second name in it is refused."""
     pb = _pb()
-    from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
     from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
+    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayRpc
 
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
 
     async def program() -> None:
         call = _Call([chunks.named(chunk, name, 1) for name in "sst"], most_waiting=1000)
         relay = Relay(5000, 1 << 20)
-        carried = leaf._Call(relay, Roots([str(tmp_path)]), call, acknowledges=False)
+        carried = RelayRpc(relay, Roots([str(tmp_path)]), call, acknowledges=False)
         with pytest.raises(Refusal, match="one stream_id"):
             await carried.run()
         assert relay.held_chunks == 2
@@ -453,14 +475,19 @@ def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     asyncio.run(program())
 
 
-def test_what_is_stored_after_the_end_of_a_call_starts_nothing() -> None:
+def test_what_is_stored_after_the_end_of_a_call_starts_nothing(funnel: Funnel, tmp_path) -> None:
     """An acknowledgement that nobody takes any more leaves no task to a loop that may be ending."""
-    from nvidia_resiliency_ext.shared_utils._funnel.server.service import AckWriter
+    pb = _pb()
+    from nvidia_resiliency_ext.shared_utils._funnel.server import root
+
+    message = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", stream_id="s", seq=1)
 
     async def program() -> None:
-        acks = AckWriter(lambda _: asyncio.sleep(0))
-        acks.close()
-        acks.send("stream", 1)
+        call = _Call([message.SerializeToString()], most_waiting=1000)
+        stream = root.StreamRpc(funnel, call, LoopQueue(), acknowledges=True)
+        await asyncio.wait_for(stream.run(), 20)
+        assert call.acked == {"s"}
+        stream._note_progress(stream.sources["s"])
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(program())

@@ -132,7 +132,7 @@ def test_damage_is_told(case: SpillCase) -> None:
     numbers = [int(line.split()[0]) for line in lines if line[:1] != b"["]
     (notice,) = [line for line in lines if line[:1] == b"["]
     assert len(numbers) + int(notice.split()[2]) == 300
-    assert stream.lines_dropped == int(notice.split()[2])
+    assert stream.counts["lines_dropped"] == int(notice.split()[2])
     assert numbers[-1] == 300
     assert any("is damaged" in line for line in case.said)
 

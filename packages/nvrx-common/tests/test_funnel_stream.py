@@ -135,7 +135,7 @@ def test_endless_line_is_broken(budget: MemoryBudget) -> None:
     lines = bytes(server.content).splitlines()
     assert max(map(len, lines)) <= MAX_LINE_BYTES
     assert sum(map(len, lines)) == 40 * BATCH_BYTES
-    assert stream.lines_broken == 2
+    assert stream.counts["lines_broken"] == 2
 
 
 def test_memory_is_bounded_and_refuses(budget: MemoryBudget) -> None:
@@ -180,7 +180,7 @@ def test_rewind_sends_again_in_order(budget: MemoryBudget) -> None:
     assert stream.take(10.0) == sent[2]
     stream.rewind()
     assert [stream.take(10.0) for _ in range(3)] == sent[2:]
-    assert stream.chunks_resent == 4
+    assert stream.counts["chunks_resent"] == 4
     assert stream.confirm(5)
     assert not stream.has_chunks()
     assert budget.memory_bytes == 0
@@ -243,8 +243,8 @@ def test_drop_oldest_counts_every_line(budget: MemoryBudget, spill: Spill, has_f
     drain(stream, server)
     content = bytes(server.content)
     kept = [line for line in content.splitlines(keepends=True) if line[:1] == b"0"]
-    assert notices_in(content) == (stream.lines_dropped, stream.bytes_dropped)
-    assert len(kept) + stream.lines_dropped == 20_000
+    assert notices_in(content) == (stream.counts["lines_dropped"], stream.counts["bytes_dropped"])
+    assert len(kept) + stream.counts["lines_dropped"] == 20_000
     assert b"".join(kept) == taken[-len(b"".join(kept)) :]
     assert (len(kept) > 7000) == has_files
     assert content.startswith(b"[nvrx] dropped ")
@@ -310,7 +310,7 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
     numbers = [int(line[:8]) for line in lines if not line.startswith(b"[nvrx]")]
     assert numbers == sorted(set(numbers)), "doubled or out of order"
     lost, _ = notices_in(bytes(server.content))
-    assert lost == stream.lines_dropped
+    assert lost == stream.counts["lines_dropped"]
     if not dropped:
         assert len(numbers) + lost == number
     assert (budget.memory_bytes, budget.spill_bytes) == (0, 0)

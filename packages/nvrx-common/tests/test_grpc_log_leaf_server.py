@@ -18,10 +18,11 @@ import funnel_peers as peers
 import grpc
 from funnel_peers import chunk, send, send_acked
 
-from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
+from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
 from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import LeafConfig
 from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import run as run_leaf
-from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayStream
+from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayRpc
 from nvidia_resiliency_ext.shared_utils._funnel.server.service import AddressError
 from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
@@ -259,20 +260,21 @@ def test_many_streams_over_one(leaf: peers.Server, root: peers.Server, logs: Pat
 # --- the relay's bookkeeping
 
 
-def _ignored() -> None:
-    """Take no note."""
-
-
 def _in_loop(program) -> None:
     import asyncio
 
     asyncio.run(program())
 
 
-def _chunk(seq: int):
-    from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk
+def _chunk(seq: int, name: str = "s") -> Chunk:
+    return Chunk("0", memoryview(b"x"), "/x", name, seq)
 
-    return Chunk("0", memoryview(b"x"), "/x", "s", seq)
+
+def _stream(relay: Relay, name: str) -> RelayRpc:
+    """Return a call that has read its first chunk."""
+    made = RelayRpc(relay, Roots(["/"]), None, acknowledges=False)
+    made.begin(_chunk(1, name))
+    return made
 
 
 def _seqs(relay: Relay) -> list[tuple[int, bool]]:
@@ -287,7 +289,7 @@ def test_refused_stream_starts_again_with_a_mark() -> None:
 
     async def program() -> None:
         relay = Relay(100, 1 << 20)
-        stream = RelayStream(_ignored, "s")
+        stream = _stream(relay, "s")
         for seq in (1, 2, 3):
             await relay.put(stream, _chunk(seq), b"raw%d" % seq)
         assert _seqs(relay) == [(1, False), (2, False), (3, False)]
@@ -295,7 +297,7 @@ def test_refused_stream_starts_again_with_a_mark() -> None:
         assert relay.held_chunks == relay.held_bytes == 0
         with pytest.raises(Refusal, match="full"):
             await relay.put(stream, _chunk(4), b"raw4")
-        again = RelayStream(_ignored, "s")
+        again = _stream(relay, "s")
         for seq in (2, 3):
             await relay.put(again, _chunk(seq), b"raw%d" % seq)
         assert _seqs(relay) == [(2, True), (3, False)]
@@ -310,7 +312,7 @@ def test_new_connection_sends_everything_again() -> None:
 
     async def program() -> None:
         relay = Relay(100, 1 << 20)
-        stream = RelayStream(_ignored, "s")
+        stream = _stream(relay, "s")
         for seq in (1, 2, 3):
             await relay.put(stream, _chunk(seq), b"raw")
         relay.confirm("s", 1)
@@ -326,7 +328,7 @@ def test_full_queue_makes_senders_wait() -> None:
 
     async def program() -> None:
         relay = Relay(max_chunks=16, max_bytes=1 << 20)
-        stream, other = RelayStream(_ignored, "s"), RelayStream(_ignored, "t")
+        stream, other = _stream(relay, "s"), _stream(relay, "t")
         await relay.put(stream, _chunk(1), b"raw")
         await relay.put(stream, _chunk(2), b"raw")
         waiting = asyncio.ensure_future(relay.put(stream, _chunk(3), b"raw"))

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Literal, final
 
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     BATCH_BYTES,
@@ -22,10 +22,9 @@ from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
 from nvidia_resiliency_ext.shared_utils._funnel.client.link import (
     FunnelTls,
     Link,
-    SenderThread,
     access_of,
 )
-from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import Leftover, SendBuffer
+from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
@@ -179,14 +178,6 @@ _AT_EXIT_S = 5.0
 _clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 
 
-class _Opened(NamedTuple):
-    """A target with its parts."""
-
-    target: LogTarget
-    send_buffer: SendBuffer
-    sender: SenderThread
-
-
 @final
 class LogFunnelClient:
     """Sends log lines to a log server, which appends them to files of its own.
@@ -262,7 +253,7 @@ class LogFunnelClient:
             None if tls is None else tls.server_name,
         )
         self._lock = threading.Lock()  # guards the two fields below
-        self._opened: dict[str, _Opened] = {}
+        self._opened: dict[str, tuple[LogTarget, SendBuffer]] = {}
         self._is_closed = False
         self._owner_pid = os.getpid()
         self._past = FunnelStats()
@@ -289,7 +280,7 @@ class LogFunnelClient:
             if opened is None:
                 opened = self._opened[path] = self._make_target(path)
         self._notices.emit()
-        return opened.target
+        return opened[0]
 
     def left_behind(self) -> list[str]:
         """Return the paths for which ended processes of this name left lines on this node.
@@ -348,7 +339,7 @@ class LogFunnelClient:
     def stats(self) -> FunnelStats:
         """Counters of all targets, also of closed ones, as they are now."""
         with self._lock:
-            send_buffers = [opened.send_buffer for opened in self._opened.values()]
+            send_buffers = [send_buffer for _, send_buffer in self._opened.values()]
             total = self._past
         for send_buffer in send_buffers:
             total += FunnelStats(**send_buffer.snapshot())
@@ -356,9 +347,9 @@ class LogFunnelClient:
 
     def _send_buffers(self) -> list[SendBuffer]:
         with self._lock:
-            return [opened.send_buffer for opened in self._opened.values()]
+            return [send_buffer for _, send_buffer in self._opened.values()]
 
-    def _make_target(self, path: str) -> _Opened:
+    def _make_target(self, path: str) -> tuple[LogTarget, SendBuffer]:
         spill, first_seq = None, 1
         stream_id = os.urandom(_STREAM_ID_BYTES).hex()
         if self._budget.spill_limit_bytes:
@@ -383,54 +374,34 @@ class LogFunnelClient:
         send_buffer = SendBuffer(
             path,
             stream,
-            spill,
-            self._budget,
+            stream_id,
+            self._link,
             self._notices,
-            drops=self._drops,
             write_timeout_s=self._write_timeout_s,
         )
-        sender = SenderThread(send_buffer, self._link, self._notices, self.endpoint, stream_id)
-        target = LogTarget(send_buffer, self._budget, self._close_target)
-        return _Opened(target, send_buffer, sender)
+        return LogTarget(send_buffer, self._budget, self._close_target), send_buffer
 
     def _close_target(self, send_buffer: SendBuffer, deadline: Deadline) -> bool:
         if self._owner_pid != os.getpid():
             return True
         send_buffer.finish()
-        with self._lock:
-            opened = self._opened.get(send_buffer.path)
-        if opened is None or opened.send_buffer is not send_buffer:
+        if send_buffer not in self._send_buffers():
             return True  # somebody else has closed it
-        opened.sender.close(deadline)
+        send_buffer.close(deadline)
         with self._lock:
             if self._opened.pop(send_buffer.path, None) is None:
                 return True
-            leftover = send_buffer.leave()
+            is_confirmed = send_buffer.leave()
             self._past += FunnelStats(**send_buffer.snapshot())
-        is_confirmed = self._warn_of(send_buffer, leftover)
         self._notices.emit()
         return is_confirmed
-
-    def _warn_of(self, send_buffer: SendBuffer, leftover: Leftover) -> bool:
-        """Say what was not confirmed; return whether that is nothing."""
-        left = leftover.unconfirmed
-        if not left.size:
-            return not send_buffer.is_refused
-        where = f"wait in {leftover.place} for a later client" if leftover.place else "are lost"
-        if leftover.place and not leftover.is_whole:
-            where = f"wait in part in {leftover.place}; for the rest there was no space"
-        self._notices.warn(
-            f"{left.lines} lines ({left.size} bytes) for {send_buffer.path} were not confirmed by"
-            f" {self.endpoint}; they {where}"
-        )
-        return False
 
     def _abandon(self) -> None:
         """Make the copy in a forked child harmless; this is called after every fork."""
         self._lock = threading.Lock()
         self._link.abandon()
-        for opened in self._opened.values():
-            opened.send_buffer.abandon()
+        for _, send_buffer in self._opened.values():
+            send_buffer.abandon()
 
     def __enter__(self) -> LogFunnelClient:
         return self

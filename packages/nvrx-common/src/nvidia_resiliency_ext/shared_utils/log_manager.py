@@ -249,7 +249,7 @@ def setup_logger(
     logger = logging.getLogger(LogConfig.name)
     with _state.lock:
         if force_reset or not logger.handlers:
-            _state.manager = LogManager(node_local_tmp_dir, node_local_tmp_prefix, log_file)
+            LogManager(node_local_tmp_dir, node_local_tmp_prefix, log_file)
     return logger
 
 
@@ -287,7 +287,6 @@ class _State:
     """The state of this module, all of it under ``lock``."""
 
     def __init__(self) -> None:
-        self.manager: LogManager | None = None
         self.handlers: list[logging.Handler] = []
         self.warned: set[str] = set()
         self.held: list[str] | None = None

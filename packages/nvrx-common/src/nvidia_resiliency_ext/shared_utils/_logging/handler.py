@@ -214,7 +214,7 @@ def _shown(rank: int | None) -> str:
     return "?" if rank is None else str(rank)
 
 
-def open_log_directory(path: str) -> int:
+def open_log_directory(path: str, *, must_be_ours: bool = True) -> int:
     """Open the directory, which is made with mode 0700 when it is missing."""
     from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
     from nvidia_resiliency_ext.shared_utils.os_utils import validate_directory
@@ -224,7 +224,7 @@ def open_log_directory(path: str) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     owner = os.fstat(descriptor).st_uid
-    if owner != os.geteuid():
+    if must_be_ours and owner != os.geteuid():
         os.close(descriptor)
         raise UnsafePathError(errno.EPERM, f"the directory belongs to uid {owner}", path)
     return descriptor
@@ -334,11 +334,20 @@ class NodeLocalTmpLogHandler(logging.Handler):
                 return
             self._release()
         newest = times[-1] if times else 0
-        dropped = self._remove_old(times, directory)
+        dropped = 0
+        if len(times) > self.max_backup_files:
+            from .journal import remove_old
+
+            names = [f"{self._stem}{file_time}" for file_time in times]
+            dropped = remove_old(names, self.max_backup_files, directory)
         self._open(max(int(time.time() * 1000), newest + 1), directory)
         if dropped:
             self._dropped_count += dropped
-            self._append(self._bytes_of(self._complaint()))
+            text, arguments = "%d log records dropped", (self._dropped_count,)
+            complaint = logging.LogRecord(
+                "nvrx", logging.WARNING, __file__, 0, text, arguments, None
+            )
+            self._append(self._bytes_of(complaint))
 
     def _is_still_ours(self) -> bool:
         """Look at the file: whether it is there, and how large its writers have made it."""
@@ -360,27 +369,6 @@ class NodeLocalTmpLogHandler(logging.Handler):
         start = len(self._stem)
         ends = [name[start:] for name in os.listdir(directory) if name.startswith(self._stem)]
         return sorted(int(end) for end in ends if end.isascii() and end.isdigit())
-
-    def _remove_old(self, times: list[int], directory: int) -> int:
-        """Delete what may go and return how many records nobody has read of it."""
-        first_kept = max(0, len(times) - self.max_backup_files)
-        if not first_kept:
-            return 0
-        from .journal import remove_old
-
-        names = [f"{self._stem}{file_time}" for file_time in times]
-        return remove_old(names, self.max_backup_files, directory)
-
-    def _complaint(self) -> logging.LogRecord:
-        return logging.LogRecord(
-            "nvrx",
-            logging.WARNING,
-            __file__,
-            0,
-            "%d log records dropped",
-            (self._dropped_count,),
-            None,
-        )
 
     def _open(self, file_time: int, directory: int) -> None:
         name = f"{self._stem}{file_time}"

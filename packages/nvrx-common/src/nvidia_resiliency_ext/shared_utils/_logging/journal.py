@@ -235,7 +235,12 @@ _COMPLAINT_END = b" log records dropped\n"
 
 def remove_old(names: Sequence[str], max_backup_files: int, directory: int) -> int:
     """Delete all but the newest files of one writer; what is not read yet may stay as well."""
-    position = _position_of(directory)
+    position = read_position(directory)
+    if position is not None:
+        from nvidia_resiliency_ext.shared_utils.procfs import boot_id
+
+        if position.boot_id != boot_id():
+            position = None
     is_aggregated = position is not None and position.is_fresh(time.monotonic())
     most = _UNREAD_FACTOR * max(1, max_backup_files) if is_aggregated else max_backup_files
     dropped = 0
@@ -274,15 +279,3 @@ def count_records(descriptor: int, offset: int = 0) -> int:
             count += joined.count(b"\n", 0, -1) - joined.count(b"\n\t")
             before = joined[-1:]
     return count
-
-
-def _position_of(directory: int) -> Position | None:
-    """Return how far an aggregator of this boot has read the files."""
-    try:
-        os.stat(STATE_NAME, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    from nvidia_resiliency_ext.shared_utils.procfs import boot_id
-
-    position = read_position(directory)
-    return position if position is not None and position.boot_id == boot_id() else None

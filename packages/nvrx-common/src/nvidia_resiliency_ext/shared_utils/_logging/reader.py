@@ -327,10 +327,6 @@ class Sources:
         """Say whether its writer has gone on to another file."""
         return source.time < self._newest.get(source.stem, 0)
 
-    def is_read(self, source: Source) -> bool:
-        """Say whether everything that was seen of it is merged."""
-        return source.offset >= source.size
-
     def remove(self, source: Source) -> None:
         """Delete a file that nobody needs any more, and forget it."""
         try:

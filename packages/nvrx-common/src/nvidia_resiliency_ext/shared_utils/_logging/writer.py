@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from nvidia_resiliency_ext.shared_utils.errors import DirectoryBusyError
-from nvidia_resiliency_ext.shared_utils.os_utils import open_append_beneath, validate_directory
+from nvidia_resiliency_ext.shared_utils.os_utils import open_append_beneath
 from nvidia_resiliency_ext.shared_utils.procfs import boot_id
 
 from .handler import open_log_directory
@@ -183,7 +183,7 @@ class Aggregation:
             self.directory = open_log_directory(job.temp_dir)
             stack.callback(os.close, self.directory)
             stack.callback(DirectoryLock(self.directory, job.temp_dir).close)
-            log_directory = _open_directory(job.log_dir)
+            log_directory = open_log_directory(job.log_dir, must_be_ours=False)
             stack.callback(os.close, log_directory)
             self._output = Output(log_directory, job.log_file)
             stack.callback(self._output.close)
@@ -329,7 +329,7 @@ class Aggregation:
     def _tidy(self) -> None:
         """Delete files that are read, full and closed."""
         for source in self._sources:
-            is_read = self._sources.is_read(source) and not source.is_hungry
+            is_read = source.offset >= source.size and not source.is_hungry
             is_full = source.size >= self._job.max_file_size
             if is_read and is_full and self._sources.is_over(source):
                 self._sources.remove(source)
@@ -385,9 +385,3 @@ def _render(sources: Sequence[Source], parts: Sequence[bytes], *, is_ordered: bo
         end = b"\n" if before and not before.endswith(b"\n") else b""
         joined[source.stem] = before + end + part
     return render([*joined.values()], is_ordered=is_ordered)
-
-
-def _open_directory(path: str) -> int:
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    validate_directory(path)
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -3,5 +3,5 @@
 
 `stream` decides what is sent when and touches nothing; `limits` has the values that all share;
 `spill` is the queue in files and `spill_place` their directories; threads meet in `send_buffer`
-only; `link` has the sending thread and gRPC.
+only, which has the one that sends; `link` has gRPC.
 """

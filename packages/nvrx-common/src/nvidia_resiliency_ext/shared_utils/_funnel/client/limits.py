@@ -66,10 +66,6 @@ class Notices:
         """Keep a line until the next `emit`."""
         self._kept.append((level, line))
 
-    def warn(self, line: str) -> None:
-        """Keep a warning until the next `emit`."""
-        self.add(logging.WARNING, line)
-
     def state(self, name: str, level: int, line: str) -> None:
         """Keep a line about a state of the server, unless it was the last one logged."""
         with self._lock:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that sends, over gRPC, and what it shows to a server."""
+"""The way to a server over gRPC: its endpoint, and what is shown to it."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import re
 import threading
@@ -12,17 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE, Access
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
-
-from .limits import Backoff, Verdict, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .limits import Chunk, Notices
-    from .send_buffer import SendBuffer, Sending
+    from .limits import Chunk
 
 
 _LONGEST_UNIX_PATH = 107
@@ -107,8 +101,6 @@ _OPTIONS = (
     # The server is a machine of the job: a proxy for the outer world has no part in it.
     ("grpc.enable_http_proxy", 0),
 )
-_LONGEST_REASON = 300
-_LAST_CALL_S = 2.0
 # gRPC in a forked child is of no use, and taking it down there can hang: it stays as it is.
 _ABANDONED: list[object] = []
 
@@ -120,11 +112,15 @@ class Link:
         endpoint: `host:port` or `unix:/path`.
         access: The job's secret and certificates.
         server_name: Name in the server's certificate, where it is not the endpoint's host.
+
+    Attributes:
+        call_errors: What reading from a call raises when it has failed; its status tells why.
     """
 
     def __init__(
         self, endpoint: str, node_id: str, access: Access, server_name: str | None
     ) -> None:
+        self.endpoint = endpoint
         self._target = target_of(endpoint)
         self._node_id = node_id
         self._access = access
@@ -134,12 +130,13 @@ class Link:
         self._channel: Any = None
         self._is_closed = False
         try:
-            import grpc  # noqa: F401 - say early that it is missing
+            import grpc  # say early that it is missing
 
             from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2
         except ImportError as error:
             raise MissingExtraError("the log funnel", "nvrx-common[grpc]", error) from error
         self._messages = log_aggregation_pb2
+        self.call_errors = (grpc.RpcError, grpc.FutureCancelledError)
 
     def start(self, chunks: Iterator[Chunk], path: str, stream_id: str, *, is_plain: bool) -> Any:
         """Begin gRPC's call that takes its chunks from an iterator, in a thread of gRPC's."""
@@ -210,147 +207,3 @@ class Link:
                     credentials = grpc.ssl_channel_credentials(*files)
                     self._channel = grpc.secure_channel(self._target, credentials, options=options)
             return self._channel
-
-
-class SenderThread:
-    """Connects at once and keeps a call to the server open until everything is sent.
-
-    Args:
-        stream_id: Under which the server counts the lines.
-    """
-
-    def __init__(
-        self, send_buffer: SendBuffer, link: Link, notices: Notices, endpoint: str, stream_id: str
-    ) -> None:
-        self._send_buffer = send_buffer
-        self._link = link
-        self._notices = notices
-        self._endpoint = endpoint
-        self._stream_id = stream_id
-        self._backoff = Backoff()
-        self._is_plain = False
-        self._was_away = False
-        self._call: Any = None
-        self._thread = threading.Thread(target=self._run, name="nvrx-log-funnel", daemon=True)
-        self._thread.start()
-
-    def close(self, deadline: Deadline) -> None:
-        """Wait for confirmations until the deadline; end the call and the thread."""
-        self._send_buffer.wait_until_confirmed(deadline)
-        # A server that has everything ends the call; one that does not is not waited for.
-        if not self._send_buffer.wait_until_ended(
-            Deadline.after(min(_LAST_CALL_S, deadline.remaining()))
-        ):
-            self._send_buffer.stop()
-            call = self._call
-            if call is not None:
-                call.cancel()
-        self._thread.join(_LAST_CALL_S)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                sending = self._send_buffer.begin(is_plain=self._is_plain)
-                if sending is None or not self._after(*self._talk(sending)):
-                    return
-        finally:
-            self._send_buffer.sender_ended()
-            self._notices.emit()
-
-    def _talk(self, sending: Sending) -> tuple[str, str, bool]:
-        """Make one call; return its status, what the server said, and whether it confirmed."""
-        import grpc
-
-        try:
-            call = self._link.start(
-                self._send_buffer.chunks(sending),
-                self._send_buffer.path,
-                self._stream_id,
-                is_plain=sending.is_plain,
-            )
-        except (ConnectionAbortedError, ValueError, RuntimeError) as error:
-            # The client closes its channel at this moment, or the interpreter ends.
-            self._send_buffer.end(sending)
-            return "CANCELLED", str(error), False
-        self._call = call
-        has_progressed, status = False, "OK"
-        try:
-            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):  # the status tells
-                if sending.is_plain:
-                    # Its end confirms what was sent, if the server could write.
-                    status = str(call.result().status)
-                    if status == "OK" and sending.last_seq:
-                        has_progressed = self._take(self._stream_id, sending.last_seq)
-                else:
-                    for ack in call:
-                        progress = self._take(ack.stream_id, ack.committed_seq)
-                        has_progressed = progress or has_progressed
-        finally:
-            self._call = None
-            self._send_buffer.end(sending)
-        if status != "OK":
-            return "UNAVAILABLE", f"the server could not write: {status}", has_progressed
-        details = " ".join((call.details() or "").split())
-        return call.code().name, details[:_LONGEST_REASON], has_progressed
-
-    def _take(self, stream_id: str, seq: int) -> bool:
-        result = self._send_buffer.confirm(seq) if stream_id == self._stream_id else None
-        if result is None:
-            line = f"{self._endpoint} confirms lines that were never sent to it; this is ignored"
-            self._notices.state("nonsense", logging.ERROR, line)
-        else:
-            self._backoff.reset()
-            self._is_back()
-        self._notices.emit()
-        return bool(result)
-
-    def _after(self, code: str, details: str, has_progressed: bool) -> bool:
-        """Prepare the next call; False when there is to be none."""
-        verdict = evaluate(code, is_plain=self._is_plain)
-        outcome = f"{code}: {details}" if details else code
-        if code == "OK" and has_progressed:
-            # A plain stream that was ended to have it confirmed, or the end of a closed target.
-            return True
-        if verdict is Verdict.FALL_BACK:
-            self._is_plain = True
-            line = (
-                f"{self._endpoint} knows no acknowledged streams: lines are confirmed at the end of"
-                " each plain stream, and may come twice after a broken connection"
-            )
-            self._notices.state("plain", logging.WARNING, line)
-            self._notices.emit()
-            return True
-        self._is_plain = self._is_plain and verdict is Verdict.RETRY_SLOWLY
-        self._send_buffer.reconnects += 1
-        if verdict is Verdict.REFUSED:
-            lost = self._send_buffer.refuse(outcome)
-            line = (
-                f"{self._endpoint} refuses {self._send_buffer.path}: {outcome};"
-                f" {lost.lines} lines ({lost.size} bytes) are lost"
-            )
-            self._notices.add(logging.ERROR, line)
-            self._notices.emit()
-            return False
-        if verdict is Verdict.RETRY_SLOWLY:
-            line = f"{self._endpoint} does not let us in ({outcome}); lines wait here meanwhile"
-            self._notices.state("refused", logging.ERROR, line)
-            delay_s = self._backoff.slow_s()
-        else:
-            self._is_away(outcome)
-            delay_s = self._backoff.next_s()
-        self._notices.emit()
-        self._send_buffer.pause(delay_s)
-        return True
-
-    def _is_away(self, outcome: str) -> None:
-        if not self._was_away:
-            self._was_away = True
-            return  # a server that restarts is back before anybody needs to know
-        line = f"{self._endpoint} is away ({outcome}); lines wait here meanwhile"
-        self._notices.state("away", logging.WARNING, line)
-
-    def _is_back(self) -> None:
-        self._was_away = False
-        if self._notices.is_in_trouble():
-            line = f"{self._endpoint} takes lines again"
-            self._notices.state("up", logging.INFO, line)

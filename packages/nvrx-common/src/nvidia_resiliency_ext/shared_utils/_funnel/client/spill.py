@@ -18,12 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from .limits import MAX_LINE_BYTES, Chunk, Gap
-from .spill_place import (
-    Identity,
-    make_place,
-    ownerless,
-    remove_place,
-)
+from .spill_place import Identity, make_place, ownerless, remove_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,22 +40,12 @@ class Segment:
         unread: Lines and bytes that have still to be read.
     """
 
-    __slots__ = ("fd", "first_seq", "last_seq", "number", "read_at", "size", "unread")
-
-    def __init__(self, number: int, fd: int) -> None:
+    def __init__(self, number: int, fd: int = -1) -> None:
         self.number = number
         self.fd = fd
         self.size = self.read_at = 0
         self.first_seq = self.last_seq = 0
         self.unread = Gap()
-
-    @classmethod
-    def create(cls, directory: str, number: int) -> Segment:
-        """Make a new file."""
-        segment = cls(number, -1)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        segment.fd = os.open(os.path.join(directory, segment.name), flags, 0o600)
-        return segment
 
     @classmethod
     def load(cls, number: int, fd: int) -> Segment | None:
@@ -151,6 +136,9 @@ class Spill:
 
     Args:
         spill_dir: Where the directory is made when it is first needed.
+
+    Attributes:
+        path: The directory, empty as long as nothing has been spilled.
     """
 
     def __init__(
@@ -163,15 +151,10 @@ class Spill:
         share = budget.spill_limit_bytes // _FEWEST_SEGMENTS
         self._segment_bytes = max(_SMALLEST_SEGMENT_BYTES, share)
         self._segments: deque[Segment] = deque()
-        self._path = ""
+        self.path = ""
         self._owner_fd = -1
         self._last_number = _FIRST_NUMBER - 1
         self._has_failed = False
-
-    @property
-    def path(self) -> str:
-        """The directory, empty as long as nothing has been spilled."""
-        return self._path
 
     @property
     def unread(self) -> Gap:
@@ -201,12 +184,12 @@ class Spill:
         except OSError as error:
             self._budget.add(spill=-size)
             if self._segments and not self._segments[-1].size:
-                self._segments.pop().discard(self._path)
+                self._segments.pop().discard(self.path)
             self._fail(error)
             return False
         if self._has_failed:
             self._has_failed = False
-            self._report(logging.INFO, f"log lines can wait in {self._path} again")
+            self._report(logging.INFO, f"log lines can wait in {self.path} again")
         return True
 
     def put_first(self, chunks: list[Chunk]) -> bool:
@@ -244,7 +227,7 @@ class Spill:
             left = segment.unread
             self._report(
                 logging.ERROR,
-                f"{self._path}/{segment.name} is damaged:"
+                f"{self.path}/{segment.name} is damaged:"
                 f" {left.lines} lines ({left.size} bytes) in it are lost",
             )
         return chunk
@@ -287,7 +270,7 @@ class Spill:
 
     def take_over(self, path: str, owner_fd: int) -> None:
         """Begin with the files that another process left in a directory."""
-        self._path, self._owner_fd = path, owner_fd
+        self.path, self._owner_fd = path, owner_fd
         for name in sorted(os.listdir(path)):
             number = name.removesuffix(SUFFIX)
             if not name.endswith(SUFFIX) or not (number.isascii() and number.isdigit()):
@@ -305,29 +288,31 @@ class Spill:
             self._last_number = max(self._last_number, segment.number)
 
     def _new_segment(self, number: int) -> Segment:
-        if not self._path:
-            self._path, self._owner_fd = make_place(self._spill_dir, self.identity)
-            line = f"log lines for {self.identity.path} wait in {self._path} for the log server"
+        if not self.path:
+            self.path, self._owner_fd = make_place(self._spill_dir, self.identity)
+            line = f"log lines for {self.identity.path} wait in {self.path} for the log server"
             self._report(logging.INFO, line)
-        segment = Segment.create(self._path, number)
+        segment = Segment(number)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        segment.fd = os.open(os.path.join(self.path, segment.name), flags, 0o600)
         self._last_number = max(self._last_number, number)
         return segment
 
     def _fail(self, error: OSError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            where = self._path or self._spill_dir
+            where = self.path or self._spill_dir
             self._report(logging.WARNING, f"log lines cannot wait in {where}: {error}")
 
     def _remove(self, segment: Segment) -> None:
         self._segments.remove(segment)
-        segment.discard(self._path)
+        segment.discard(self.path)
         self._budget.add(spill=-segment.size)
 
     def _remove_directory(self) -> None:
         if self._owner_fd >= 0:
-            path, owner_fd = self._path, self._owner_fd
-            self._path, self._owner_fd = "", -1
+            path, owner_fd = self.path, self._owner_fd
+            self.path, self._owner_fd = "", -1
             remove_place(path, owner_fd)
 
 

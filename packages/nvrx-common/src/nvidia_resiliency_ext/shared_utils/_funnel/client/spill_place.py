@@ -53,7 +53,7 @@ class Identity:
 
 
 def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
-    """Make a directory for a spill."""
+    """Make a directory for a spill; return it and a descriptor with its lock."""
     name = f"{identity.key}-{os.urandom(_RANDOM_BYTES).hex()}"
     path = os.path.join(private_dir(spill_dir), name)
     try:
@@ -62,29 +62,23 @@ def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
         # Somebody else left it at this moment and it was empty.
         private_dir(spill_dir)
         os.mkdir(path, 0o700)
-    try:
-        return path, _make_owner(os.path.join(path, _OWNER), identity)
-    except OSError:
-        # On a full disk each try would leave one more.
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
-        raise
-
-
-def _make_owner(owner: str, identity: Identity) -> int:
-    """Make the owner file and lock it, or leave none."""
+    owner, fd = os.path.join(path, _OWNER), -1
     data = json.dumps(vars(identity)).encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(owner, flags, 0o600)
     try:
+        fd = os.open(owner, flags, 0o600)
         lock_file(fd)
         if os.write(fd, data) != len(data):
             raise OSError(errno.ENOSPC, "no space left", _OWNER)  # noqa: TRY301 - as of `write`
     except OSError:
-        os.close(fd)
-        os.unlink(owner)
+        # On a full disk each try would leave one more.
+        with contextlib.suppress(OSError):
+            if fd >= 0:
+                os.close(fd)
+                os.unlink(owner)
+            os.rmdir(path)
         raise
-    return fd
+    return path, fd
 
 
 def remove_place(path: str, owner_fd: int) -> None:
@@ -107,7 +101,16 @@ def ownerless(spill_dir: str, key: str = "") -> Iterator[tuple[str, int, Identit
 
     Each is its directory, a descriptor with the lock on it, which the caller owns, and whose it is.
     """
-    for path in _directories(spill_dir, key):
+    places = []
+    with contextlib.suppress(OSError), os.scandir(spill_dir) as entries:
+        for entry in entries:
+            if not entry.name.startswith(key) or "-" not in entry.name:
+                continue
+            status = entry.stat(follow_symlinks=False)
+            ours = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+            if stat.S_ISDIR(status.st_mode) and ours:
+                places.append((status.st_ctime_ns, entry.path))
+    for _, path in sorted(places):
         taken = _take_owner(path)
         if taken is not None and taken[1].key.startswith(key):
             yield path, *taken
@@ -123,20 +126,6 @@ def left_behind(spill_dir: str, name: str, node_id: str) -> list[str]:
         if (found.name, found.node_id) == (name, node_id):
             paths.add(found.path)
     return sorted(paths)
-
-
-def _directories(spill_dir: str, key: str) -> list[str]:
-    """Return directories of spills of our own, oldest first."""
-    found = []
-    with contextlib.suppress(OSError), os.scandir(spill_dir) as entries:
-        for entry in entries:
-            if not entry.name.startswith(key) or "-" not in entry.name:
-                continue
-            status = entry.stat(follow_symlinks=False)
-            ours = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-            if stat.S_ISDIR(status.st_mode) and ours:
-                found.append((status.st_ctime_ns, entry.path))
-    return [path for _, path in sorted(found)]
 
 
 def _take_owner(path: str) -> tuple[int, Identity] | None:

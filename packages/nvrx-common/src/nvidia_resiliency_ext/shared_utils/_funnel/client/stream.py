@@ -13,7 +13,7 @@ The window has a limit of its own. The owner of a stream holds a lock around eve
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from .limits import (
@@ -57,17 +57,11 @@ class Stream:
         """Size of `buffer` from which on a writer must do more than append."""
         self.is_urgent = False
         """The whole lines in `buffer` leave at once."""
-        self.lines_taken = 0
-        self.bytes_taken = 0
-        self.lines_confirmed = 0
-        self.bytes_confirmed = 0
-        self.lines_dropped = 0
-        self.bytes_dropped = 0
-        self.lines_broken = 0
-        self.chunks_resent = 0
-        self._budget = budget
-        self._spill = spill
-        self._drops = drops
+        self.counts: Counter[str] = Counter()
+        """By the names of `FunnelStats`."""
+        self.budget = budget
+        self.spill = spill
+        self.drops = drops
         self._window_limit_bytes = window_bytes
         self._window: deque[Chunk] = deque()
         self._sent = 0  # how many of the window on this connection
@@ -96,7 +90,7 @@ class Stream:
     def unconfirmed(self) -> Gap:
         """How much of what was taken is neither confirmed nor given up."""
         chunks = [*self._window, *self._waiting]
-        spilled = Gap() if self._spill is None else self._spill.unread
+        spilled = Gap() if self.spill is None else self.spill.unread
         lines = sum(chunk.lines for chunk in chunks) + self.buffer.count(b"\n")
         size = sum(len(chunk.data) for chunk in chunks) + len(self.buffer)
         return Gap(self._next_seq - 1, lines + spilled.lines, size + spilled.size)
@@ -106,7 +100,7 @@ class Stream:
 
     def has_unsent(self) -> bool:
         """Say whether a chunk would leave now if the window let it."""
-        spilled = self._spill is not None and self._spill.has_unread()
+        spilled = self.spill is not None and self.spill.has_unread()
         has_more = spilled or self._waiting or self._gap.lines
         return bool(has_more or self._sent < len(self._window))
 
@@ -133,9 +127,8 @@ class Stream:
     def discard(self, data: memoryview) -> None:
         """Count bytes as dropped that nobody will take."""
         lines = bytes(data).count(b"\n")
-        self.lines_taken += lines
-        self.bytes_taken += len(data)
-        self._count_dropped(Gap(0, lines, len(data)))
+        self._count("taken", lines, len(data))
+        self._count("dropped", lines, len(data))
 
     def finish_line(self) -> None:
         """End the last line, which will not be continued."""
@@ -148,7 +141,7 @@ class Stream:
         """Return the next chunk to send, or None when there is none at this moment."""
         if self._sent < len(self._window):
             chunk = self._window[self._sent]
-            self.chunks_resent += 1
+            self.counts["chunks_resent"] += 1
         else:
             fresh = None if self.window_is_full() else self._next_fresh(now)
             if fresh is None:
@@ -175,18 +168,18 @@ class Stream:
         """Let go of everything up to `seq`."""
         if seq > self._last_seq:
             return None
-        freed = 0
+        freed = lines = 0
         while self._window and self._window[0].seq <= seq:
             chunk = self._window.popleft()
             self._sent = max(0, self._sent - 1)
             freed += len(chunk.data)
-            self.lines_confirmed += chunk.lines
-            self.bytes_confirmed += len(chunk.data)
+            lines += chunk.lines
+        self._count("confirmed", lines, freed)
         self._window_bytes -= freed
         self._confirmed_seq = max(self._confirmed_seq, seq)
-        if self._spill is not None:
-            self._spill.confirmed(seq)
-        self._budget.add(memory=-freed)
+        if self.spill is not None:
+            self.spill.confirmed(seq)
+        self.budget.add(memory=-freed)
         return freed > 0
 
     def move_to_spill(self) -> bool:
@@ -197,25 +190,25 @@ class Stream:
         window = list(self._window)
         if self._gap.lines:
             window.append(notice_of(self._gap))
-        if self._spill is None or (window and not self._spill.put_first(window)):
+        if self.spill is None or (window and not self.spill.put_first(window)):
             return False
         while self._waiting:
             if not self._push_out():
                 return False
-        return not self.buffer or self._spill.append(self._peek_chunk(len(self.buffer)))
+        return not self.buffer or self.spill.append(self._peek_chunk(len(self.buffer)))
 
     def give_up(self) -> Gap:
         """Drop everything; return what that was."""
         left = self.unconfirmed
-        self._count_dropped(left)
+        self._count("dropped", left.lines, left.size)
         self.release()
-        if self._spill is not None:
-            self._spill.close(keeps_files=False)
+        if self.spill is not None:
+            self.spill.close(keeps_files=False)
         return left
 
     def release(self) -> None:
         """Give the space back; nothing is sent any more."""
-        self._budget.add(memory=-(self._window_bytes + self._waiting_bytes))
+        self.budget.add(memory=-(self._window_bytes + self._waiting_bytes))
         self._window_bytes = self._waiting_bytes = 0
         self._window.clear()
         self._waiting.clear()
@@ -225,10 +218,10 @@ class Stream:
     # Inside
 
     def _next_fresh(self, now: float) -> Chunk | None:
-        while not self._gap.lines and self._spill is not None and self._spill.has_unread():
-            chunk = self._spill.read()
+        while not self._gap.lines and self.spill is not None and self.spill.has_unread():
+            chunk = self.spill.read()
             if chunk is not None:
-                self._budget.add(memory=len(chunk.data))
+                self.budget.add(memory=len(chunk.data))
                 return chunk
             self._drop_oldest()
         if not self._waiting and not self._gap.lines:
@@ -236,7 +229,7 @@ class Stream:
         if self._gap.lines:
             # What was given up is older than all that has not been sent.
             chunk, self._gap = notice_of(self._gap), Gap()
-            self._budget.add(memory=len(chunk.data))
+            self.budget.add(memory=len(chunk.data))
             return chunk
         if not self._waiting:
             return None
@@ -263,10 +256,10 @@ class Stream:
                 self._waiting_bytes += len(chunk.data)
                 self._forget(end, chunk)
                 return True
-            if not self._waiting and self._spill is not None and self._spill.append(chunk):
+            if not self._waiting and self.spill is not None and self.spill.append(chunk):
                 self._forget(end, chunk)
                 return True
-            if not self._drops:
+            if not self.drops:
                 return False
             if not self._drop_oldest():
                 # Nothing older is left that could go: these are the oldest.
@@ -275,18 +268,18 @@ class Stream:
                 return True
 
     def _take_memory(self, size: int) -> bool:
-        while not self._budget.take_memory(size, self._window_bytes + self._waiting_bytes):
+        while not self.budget.take_memory(size, self._window_bytes + self._waiting_bytes):
             if not self._waiting or not self._push_out():
                 return False
         return True
 
     def _push_out(self) -> bool:
         """Move the oldest waiting chunk to the files."""
-        if self._spill is None or not self._spill.append(self._waiting[0]):
+        if self.spill is None or not self.spill.append(self._waiting[0]):
             return False
         size = len(self._waiting.popleft().data)
         self._waiting_bytes -= size
-        self._budget.add(memory=-size)
+        self.budget.add(memory=-size)
         return True
 
     def _peek_chunk(self, end: int) -> Chunk:
@@ -297,17 +290,16 @@ class Stream:
 
     def _forget(self, end: int, chunk: Chunk) -> None:
         """Remove from the buffer what has become a chunk."""
-        self.lines_broken += len(chunk.data) > end
+        self.counts["lines_broken"] += len(chunk.data) > end
         if end == len(self.buffer):
             self.buffer.clear()
         else:
             del self.buffer[:end]
         self._next_seq += 1
-        self.lines_taken += chunk.lines
-        self.bytes_taken += len(chunk.data)
+        self._count("taken", chunk.lines, len(chunk.data))
 
     def _drop_oldest(self) -> bool:
-        dropped = None if self._spill is None else self._spill.drop_oldest()
+        dropped = None if self.spill is None else self.spill.drop_oldest()
         if dropped is not None:
             self._give_up(dropped)
             return True
@@ -315,14 +307,14 @@ class Stream:
             return False
         chunk = self._waiting.popleft()
         self._waiting_bytes -= len(chunk.data)
-        self._budget.add(memory=-len(chunk.data))
+        self.budget.add(memory=-len(chunk.data))
         self._give_up(Gap(chunk.seq, chunk.lines, len(chunk.data)))
         return True
 
     def _give_up(self, gap: Gap) -> None:
-        self._count_dropped(gap)
+        self._count("dropped", gap.lines, gap.size)
         self._gap = self._gap.joined(gap)
 
-    def _count_dropped(self, gap: Gap) -> None:
-        self.lines_dropped += gap.lines
-        self.bytes_dropped += gap.size
+    def _count(self, what: str, lines: int, size: int) -> None:
+        self.counts[f"lines_{what}"] += lines
+        self.counts[f"bytes_{what}"] += size

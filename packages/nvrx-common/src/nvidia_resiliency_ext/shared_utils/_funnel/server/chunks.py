@@ -122,12 +122,12 @@ def decode(raw: bytes) -> Chunk:  # noqa: C901, PLR0912 - one loop without calls
 
 def named(raw: bytes, stream_id: str, seq: int) -> bytes:
     """Return the message with a stream and a number; of fields that come twice the last counts."""
-    return raw + bytes(_pb().LogChunk(stream_id=stream_id, seq=seq).SerializeToString())
+    return raw + bytes(messages().LogChunk(stream_id=stream_id, seq=seq).SerializeToString())
 
 
 def line_end(node_id: str, file_path: str) -> bytes:
     """Return a message that ends the last line of a file."""
-    message = _pb().LogChunk(node_id=node_id, data=b"\n", file_path=file_path)
+    message = messages().LogChunk(node_id=node_id, data=b"\n", file_path=file_path)
     return bytes(message.SerializeToString())
 
 
@@ -163,19 +163,15 @@ RESUMED = b"\xb0\x06\x01"
 """Appended to a message, says that its sender knows of a refusal and goes on: `resumed = true`."""
 
 
-def _pb() -> Any:
+def messages() -> Any:
+    """Return the module with the generated classes; importing it takes 15-50 ms."""
     from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2
 
     return log_aggregation_pb2
 
 
-def prepare() -> None:
-    """Import the generated modules and make a first message: 15-50 ms, too long for a stream."""
-    health(0)
-
-
 def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> bytes:
-    message = _pb().Ack(stream_id=stream_id, committed_seq=committed_seq)
+    message = messages().Ack(stream_id=stream_id, committed_seq=committed_seq)
     if refusal is not None:
         message.refusal, message.reason = refusal.code, refusal.reason
     return bytes(message.SerializeToString())
@@ -183,12 +179,12 @@ def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> b
 
 def read_ack(data: bytes) -> tuple[str, int, str, str]:
     """Return stream, number, refusal and its reason of an Ack."""
-    message = _pb().Ack.FromString(data)
+    message = messages().Ack.FromString(data)
     return message.stream_id, message.committed_seq, message.refusal, message.reason
 
 
 def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
-    message = _pb().StreamResponse(
+    message = messages().StreamResponse(
         status=status, bytes_received=bytes_received, committed_seq=committed_seq
     )
     return bytes(message.SerializeToString())
@@ -196,19 +192,19 @@ def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
 
 def health(connected_clients: int, *, healthy: bool = True) -> bytes:
     """Return a HealthResponse."""
-    message = _pb().HealthResponse(healthy=healthy, connected_clients=connected_clients)
+    message = messages().HealthResponse(healthy=healthy, connected_clients=connected_clients)
     return bytes(message.SerializeToString())
 
 
 def read_health(data: bytes) -> bool:
-    return bool(_pb().HealthResponse.FromString(data).healthy)
+    return bool(messages().HealthResponse.FromString(data).healthy)
 
 
 def stats(
     counts: Mapping[str, int], connected_clients: int, clients: Iterable[Mapping[str, Any]]
 ) -> bytes:
     """Return a StatsResponse; counts and clients have the names of its fields."""
-    message = _pb().StatsResponse(**counts, connected_clients=connected_clients)
+    message = messages().StatsResponse(**counts, connected_clients=connected_clients)
     for client in clients:
         message.clients.add(**client)
     return bytes(message.SerializeToString())

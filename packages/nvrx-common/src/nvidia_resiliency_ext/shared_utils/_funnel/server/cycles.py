@@ -94,29 +94,33 @@ class Completion:
         file.is_whole, file.flushed_at = True, time.time()
         self._check_no_later_than(file.arrived_at + self._idle_s)
 
-    def take_complete(self, now: float, *, at_end: bool = False) -> list[CycleFile]:
-        """Return the files that look complete by now, each once."""
-        found = [
-            file
-            for file in self._written(at_end=at_end)
-            if at_end or now - file.arrived_at >= self._idle_s
-        ]
-        for file in found:
-            file.is_complete = True
-        return found
+    def take_complete(self, now: float, *, at_end: bool = False) -> tuple[list[CycleFile], float]:
+        """Return the files that look complete by now, each once, and when another one can.
 
-    def next_check(self) -> float:
-        """Return when a file can look complete at the earliest; infinite if none can."""
-        times = (file.arrived_at + self._idle_s for file in self._written(at_end=False))
-        return min(times, default=math.inf)
+        Such a file has all its bytes and, before the end, a successor.
+        """
+        newest: dict[str, int] = {}
+        for file in self._files.values():
+            newest[file.family] = max(file.number, newest.get(file.family, 0))
+        found: list[CycleFile] = []
+        next_at = math.inf
+        for file in self._files.values():
+            is_old = at_end or file.number < newest[file.family]
+            if not is_old or not file.is_whole or file.is_complete:
+                continue
+            if at_end or now - file.arrived_at >= self._idle_s:
+                file.is_complete = True
+                found.append(file)
+            else:
+                next_at = min(next_at, file.arrived_at + self._idle_s)
+        return sorted(found, key=attrgetter("family", "number")), next_at
 
     def announce(self, *, at_end: bool = False) -> None:
         """Announce what looks complete; at the end that is all that was written."""
         with self._lock:
             self._check_at = math.inf
-            done = self.take_complete(time.monotonic(), at_end=at_end)
-            if not at_end:
-                self._check_no_later_than(self.next_check())
+            done, next_at = self.take_complete(time.monotonic(), at_end=at_end)
+            self._check_no_later_than(next_at)
         for file in done:
             moment = datetime.fromtimestamp(file.flushed_at, timezone.utc)
             _logger.info(
@@ -124,20 +128,6 @@ class Completion:
                 file.path,
                 moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             )
-
-    def _written(self, *, at_end: bool) -> list[CycleFile]:
-        """Return files that have all their bytes and, before the end, a successor."""
-        newest: dict[str, int] = {}
-        for file in self._files.values():
-            newest[file.family] = max(file.number, newest.get(file.family, 0))
-        found = [
-            file
-            for file in self._files.values()
-            if file.is_whole
-            and not file.is_complete
-            and (at_end or file.number < newest[file.family])
-        ]
-        return sorted(found, key=attrgetter("family", "number"))
 
     def _forget_old(self) -> None:
         if len(self._files) >= _MAX_REMEMBERED:

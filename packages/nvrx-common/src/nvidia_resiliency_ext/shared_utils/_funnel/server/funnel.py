@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from . import settings
 from .chunks import RETRY_CODE, Refusal, record_end
 from .files import Roots
-from .queue import Queue, Verdict
+from .queue import Queue
 from .target import Pending, Source, Target
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _logger = logging.getLogger("LogAggregationServer")
 
 _OLD_FILE_S = 60.0
 _SMALL_BYTES = 4 << 10
+_JOINED_BYTES = 64 << 10
 
 
 class Funnel:
@@ -80,8 +81,7 @@ class Funnel:
                 for target in source.unfinished:
                     if target.is_refused:
                         continue
-                    end = Pending(source, 0, memoryview(b""), 0, now)
-                    end.is_end = True
+                    end = Pending(source, 0, memoryview(b""), 0, now, is_end=True)
                     self._admit(target, end, now)
             source.unfinished.clear()
             for target in source.targets.values():
@@ -113,10 +113,6 @@ class Funnel:
                     return errno.errorcode.get(target.error.errno or errno.EIO, "EIO")
         return ""
 
-    def stats(self) -> dict[str, int]:
-        """Return counts by their names in a StatsResponse."""
-        return self.queue.stats()
-
     def close(self, deadline: Deadline) -> int:
         """Write everything, close all files and end the threads; harmless when repeated.
 
@@ -144,12 +140,11 @@ class Funnel:
         source.received_seq = max(source.received_seq, chunk.seq)
         if target.cycle is not None:
             self.queue.cycles.arrived(target.cycle, now)
-        verdict = self._evaluate(target, size)
-        if verdict is Verdict.REFUSE:
-            raise self._no_space(target)
-        if verdict is Verdict.WAIT or target.waiters:
-            if target.is_troubled and not source.is_patient:
-                raise _not_now(target)
+        has_space = self.queue.has_space(target, size)
+        if not has_space or target.waiters:
+            refusal = _refusal(source, target, has_space=has_space)
+            if refusal is not None:
+                raise refusal
             source.waiting = (target, Pending(source, chunk.seq, chunk.data, size, now))
             target.waiters += 1
             self._waiting.append(source)
@@ -207,46 +202,41 @@ class Funnel:
                 reason = f"node {node!r} may not write lines of {prefix!r}, which is of {owner!r}"
                 raise Refusal("PERMISSION_DENIED", reason)
 
-    def _evaluate(self, target: Target, size: int) -> Verdict:
-        troubled = 0
-        if target.is_troubled:
-            troubled = sum(item.held_bytes for item in self.queue.troubled)
-        return self.queue.budget.evaluate(
-            size,
-            target.held_bytes,
-            is_failing=target.error is not None,
-            troubled_held=troubled,
-        )
-
-    def _no_space(self, target: Target) -> Refusal:
-        if target.error is None:
-            return Refusal("RESOURCE_EXHAUSTED", "the chunk is larger than the server's buffer")
-        why = target.error.strerror or target.error
-        reason = f"{target.path}: {why}; {target.held_bytes} bytes wait for it already"
-        return Refusal("RESOURCE_EXHAUSTED", reason)
-
     def _admit(self, target: Target, pending: Pending, now: float) -> None:
         source = pending.source
-        source.admit(pending)
-        target.put(pending)
-        self.queue.budget.take(pending.size)
+        source.outstanding.append(pending)
+        source.behind_bytes += len(pending.data)
+        target.waiting.append(pending)
+        target.held_bytes += pending.size
+        if target.cycle is not None:
+            target.cycle.is_whole = False
+        self.queue.take(pending.size)
         if not pending.is_end:
             record_end(source.unfinished, target, pending.data)
         self.queue.arrange(target, now)
 
     def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
-        """Let in a chunk without a number, together with the one before it where possible."""
+        """Let in a chunk without a number, together with the one before it where possible.
+
+        That is its source's, and no writer has it. Looking after many small ones would cost more
+        than copying them.
+        """
         size = len(data)
-        if target.extend_last(source, data):
-            source.behind_bytes += size
-            self.queue.budget.take(size)
-            record_end(source.unfinished, target, data)
-            self.queue.arrange(target, now)
-        else:
+        last = target.waiting[-1] if target.waiting else None
+        if last is None or last.growing is None or last.source is not source:
             growing = bytearray(data)
-            pending = Pending(source, 0, growing, size, now)
-            pending.growing = growing
+            pending = Pending(source, 0, growing, size, now, growing=growing)
             self._admit(target, pending, now)
+            return
+        last.growing += data
+        last.size += size
+        if last.size >= _JOINED_BYTES:
+            last.growing = None
+        target.held_bytes += size
+        source.behind_bytes += size
+        self.queue.take(size)
+        record_end(source.unfinished, target, data)
+        self.queue.arrange(target, now)
 
     def _grant(self) -> list[Source]:
         """Let in what has space now, first come first served; return whom to tell."""
@@ -260,8 +250,9 @@ class Funnel:
             if source.waiting is None:
                 continue
             target, pending = source.waiting
-            verdict = Verdict.WAIT if target in blocked else self._evaluate(target, pending.size)
-            if verdict is Verdict.WAIT and (source.is_patient or not target.is_troubled):
+            has_space = False if target in blocked else self.queue.has_space(target, pending.size)
+            refusal = None if has_space else _refusal(source, target, has_space=has_space)
+            if not has_space and refusal is None:
                 blocked.add(target)
                 still.append(source)
                 continue
@@ -270,10 +261,8 @@ class Funnel:
             moved.append(source)
             if target.is_refused:
                 source.refuse(Refusal("UNAVAILABLE", "the file was refused meanwhile"))
-            elif verdict is Verdict.WAIT:
-                source.refuse(_not_now(target))
-            elif verdict is Verdict.REFUSE:
-                source.refuse(self._no_space(target))
+            elif refusal is not None:
+                source.refuse(refusal)
             else:
                 self._admit(target, pending, now)
         self._waiting = still
@@ -282,10 +271,10 @@ class Funnel:
     def _forget_one(self) -> None:
         """Make space for another file by forgetting the one that was not used for longest."""
         for path, target in self.queue.targets.items():
-            is_at_rest = not target.is_busy or target.is_closing
-            if not target.users and not target.waiting and is_at_rest:
+            is_busy = target in self.queue.working
+            if not target.users and not target.waiting and (target.is_closing or not is_busy):
                 del self.queue.targets[path]
-                if target.log is not None and not target.is_busy:
+                if target.log is not None and not is_busy:
                     target.is_closing = True
                     self.queue.submit(target)
                 return
@@ -293,5 +282,14 @@ class Funnel:
         raise Refusal("RESOURCE_EXHAUSTED", f"the server writes {limit} files already")
 
 
-def _not_now(target: Target) -> Refusal:
-    return Refusal(RETRY_CODE, f"{target.path}: it hangs, and too much waits for it already")
+def _refusal(source: Source, target: Target, *, has_space: bool | None) -> Refusal | None:
+    """Return why a chunk that cannot be let in now may not wait for it either."""
+    if has_space is None:
+        if target.error is None:
+            return Refusal("RESOURCE_EXHAUSTED", "the chunk is larger than the server's buffer")
+        why = target.error.strerror or target.error
+        reason = f"{target.path}: {why}; {target.held_bytes} bytes wait for it already"
+        return Refusal("RESOURCE_EXHAUSTED", reason)
+    if target.is_troubled and not source.is_patient:
+        return Refusal(RETRY_CODE, f"{target.path}: it hangs, and too much waits for it already")
+    return None

@@ -8,11 +8,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import chunks, process
-from .chunks import Refusal, decode
+from . import process
 from .files import Roots
-from .relay import Relay, RelayStream, Upstream
-from .service import AddressError, Rpc, Service
+from .relay import Relay, RelayRpc, Upstream
+from .service import AddressError, Service
 from .settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -20,75 +19,6 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger("LogAggregationLeaf")
-
-
-class _Call(Rpc):
-    """One open stream of a node."""
-
-    def __init__(self, relay: Relay, roots: Roots, context: Any, *, acknowledges: bool) -> None:
-        super().__init__(context, acknowledges=acknowledges)
-        self._relay = relay
-        self._roots = roots
-        self._stream: RelayStream | None = None
-
-    def response(self) -> bytes:
-        stream = self._stream
-        if stream is None:
-            return chunks.response("OK", 0)
-        seq = stream.committed_seq if stream.is_named else 0
-        return chunks.response("OK", stream.received_bytes, seq)
-
-    def _on_progress(self) -> None:
-        """Pass the root's word on."""
-        stream = self._stream
-        self._changed.set()
-        if stream is None:
-            return
-        if stream.refusal is not None:
-            self._end_reading()
-        elif self._acks is not None and stream.is_named:
-            self._acks.send(stream.stream_id, stream.committed_seq)
-
-    async def _take_all(self) -> None:
-        try:
-            await self._read_all()
-        finally:
-            if self._stream is not None:
-                self._relay.end_lines(self._stream, self.node_id)
-        while self._stream is not None and self._stream.outstanding:
-            self._changed.clear()
-            await self._changed.wait()
-        self._raise_refusal()
-
-    async def _read_each(self) -> None:
-        import grpc.aio
-
-        end, read, put = grpc.aio.EOF, self._context.read, self._relay.put
-        key = ""
-        while True:
-            self._raise_refusal()
-            self._is_reading = True
-            raw = await read()
-            self._is_reading = False
-            if raw is end:
-                return
-            chunk = decode(raw)
-            stream = self._stream
-            if stream is None:
-                self._check_ids(chunk)
-                self.node_id = chunk.node_id
-                key = chunk.stream_id if chunk.seq else ""
-                stream = self._stream = RelayStream(self._on_progress, key)
-            if chunk.stream_id != key and (key or chunk.seq):
-                raise Refusal("INVALID_ARGUMENT", "a call to a leaf carries one stream_id")
-            if chunk.file_path != stream.path:
-                self._roots.locate(chunk.file_path)
-                stream.path = chunk.file_path
-            await put(stream, chunk, raw)
-
-    def _raise_refusal(self) -> None:
-        if self._stream is not None and self._stream.refusal is not None:
-            raise self._stream.refusal
 
 
 class _LeafService(Service):
@@ -113,8 +43,8 @@ class _LeafService(Service):
             relay.peak_bytes, self.stream_count,
         )  # fmt: skip
 
-    def _open(self, context: Any, *, acknowledges: bool) -> _Call:
-        return _Call(self._relay, self._roots, context, acknowledges=acknowledges)
+    def _open(self, context: Any, *, acknowledges: bool) -> RelayRpc:
+        return RelayRpc(self._relay, self._roots, context, acknowledges=acknowledges)
 
     def _counts(self) -> dict[str, int]:
         relay = self._relay

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server as a process: signals, limits, memory, and how it serves until its end."""
+"""A server as a process: its address, signals, limits, memory, and its end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import gc
 import logging
 import resource
 import signal
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES
+
 from . import chunks
-from .service import address_of, start
+from .service import AddressError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -34,14 +37,33 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 16 << 20
 _LARGEST_KEPT_BYTES = 1 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MAX_PENDING = 100_000
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Otherwise a second server shares the port in silence, and each gets half of the job.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A node that has vanished must not count as connected for ever.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A fixed window per stream: the probed one grows to megabytes for each of many clients.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 256 << 10),
+    # After a restart all nodes come at once; by default gRPC cancels some above a thousand.
+    ("grpc.server.max_pending_requests", _MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+)
 
 
 def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the program's coroutine function in a fresh event loop."""
-    # Now, so that the collector leaves it alone and the first call does not wait for it.
+    # Now, so that the collector leaves it alone and the first call does not wait for it: the
+    # generated classes and a first message take 15-50 ms.
     import grpc.aio  # noqa: F401
 
-    chunks.prepare()
+    chunks.health(0)
     _keep_freed_memory()
     with _calm_collector():
         asyncio.run(main())
@@ -126,11 +148,14 @@ def _calm_collector() -> Iterator[None]:
 async def serve(
     service: Service, config: ServerConfig, stopping: asyncio.Event, remark: str = ""
 ) -> None:
-    """Serve until the event is set, then until every stream has ended or the grace is over."""
+    """Serve until the event is set, then until every stream has ended or the grace is over.
+
+    Raises:
+        AddressError: It cannot listen there.
+        ConfigError: A certificate cannot be read.
+    """
     logger = service.logger
-    address = address_of(config.host, config.port)
-    server, port = await start(service.handlers(), address, config.access)
-    where = address if config.host.startswith("unix:") else address_of(config.host, port)
+    server, where = await _listen(service, config)
     logger.info("listening on %s%s", where, remark)
     while not await happened(stopping.wait(), _STATS_S):
         service.log_stats()
@@ -142,3 +167,49 @@ async def serve(
         logger.warning("%d streams are cut off", service.stream_count)
     await server.stop(0)
     await happened(service.wait_empty(), _CUT_OFF_S)
+
+
+async def _listen(service: Service, config: ServerConfig) -> tuple[Any, str]:
+    """Start a gRPC server; return it and its address."""
+    import grpc.aio
+
+    address = _address(config.host, config.port)
+    is_unix = config.host.startswith("unix:")
+    if is_unix and _is_served(address):
+        raise AddressError(f"cannot listen on {address}: another server does")
+    credentials = config.access.server_credentials()
+    server = grpc.aio.server(options=_OPTIONS)
+    server.add_generic_rpc_handlers((service.handler(),))
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise AddressError(f"cannot listen on {address}: {error}") from error
+    if port == 0 and not is_unix:
+        raise AddressError(f"cannot listen on {address}")
+    await server.start()
+    return server, address if is_unix else _address(config.host, port)
+
+
+def _address(host: str, port: int) -> str:
+    """Return what gRPC calls an address; a host `unix:PATH` is a Unix socket without a port."""
+    if host.startswith("unix:"):
+        return host
+    if ":" in host and not host.startswith("["):
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"
+
+
+def _is_served(address: str) -> bool:
+    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address.removeprefix("unix:").removeprefix("//"))
+        except BlockingIOError:
+            return True  # so many want to talk to it that there is no space for one more
+        except (OSError, ValueError):
+            return False
+    return True

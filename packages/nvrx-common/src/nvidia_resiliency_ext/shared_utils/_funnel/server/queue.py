@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -37,58 +36,7 @@ _SYNC_S = 1.0
 _USUAL_WRITERS = 2
 _MAX_WRITERS = 32
 _CLOSE_S = 2.0
-
-
-class Verdict(enum.Enum):
-    """What becomes of a chunk."""
-
-    ADMIT = "admit"
-    WAIT = "wait"
-    REFUSE = "refuse"
-
-
-class Budget:
-    """Bytes that wait for their file.
-
-    One file may hold an eighth, and all files that cannot be written at present a half together, so
-    that the others always find space.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self.file_limit_bytes = max(1, limit_bytes // _FILE_SHARE)
-        self.troubled_limit_bytes = limit_bytes // _TROUBLED_SHARE
-
-    def evaluate(
-        self, size: int, file_held: int, *, is_failing: bool = False, troubled_held: int = 0
-    ) -> Verdict:
-        """Return what to do with a chunk now.
-
-        Args:
-            size: Its bytes.
-            file_held: What waits for the same file.
-            is_failing: Writing that file gives errors: then waiting would be for nobody knows how
-                long, and the sender, who still has the chunk, is told.
-            troubled_held: What waits for this and all other files that fail or hang; 0 when this
-                file does neither.
-        """
-        if size > self.limit_bytes:
-            return Verdict.REFUSE
-        over_file = file_held > 0 and file_held + size > self.file_limit_bytes
-        over_troubled = troubled_held > 0 and troubled_held + size > self.troubled_limit_bytes
-        if over_file or over_troubled:
-            return Verdict.REFUSE if is_failing else Verdict.WAIT
-        has_space = self.held_bytes + size <= self.limit_bytes
-        return Verdict.ADMIT if has_space else Verdict.WAIT
-
-    def take(self, size: int) -> None:
-        self.held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def give(self, size: int) -> None:
-        self.held_bytes -= size
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 2.0
 
 
 class Queue:
@@ -105,7 +53,7 @@ class Queue:
         settled: Notified when chunks were written, let in or refused, and when no writer works.
         targets: All files, the one that was not written for longest first.
         open: Those with an open file, likewise.
-        working: Those that wait for a writer or are with one.
+        working: Those that wait for a writer, or since when they are with one.
         troubled: Those that cannot be written at present.
     """
 
@@ -117,16 +65,17 @@ class Queue:
         self._grant = grant
         self.lock = threading.Lock()
         self.settled = threading.Condition(self.lock)
-        self.budget = Budget(options.max_buffered_bytes)
+        self.held_bytes = self.peak_bytes = 0
         self.targets: OrderedDict[str, Target] = OrderedDict()
         self.open: OrderedDict[Target, None] = OrderedDict()
-        self.working: set[Target] = set()
+        self.working: dict[Target, float | None] = {}
         self.troubled: set[Target] = set()
         self.is_closed = False
         self.received_bytes = self.received_chunks = 0
         self.written_bytes = self.repeated_chunks = self.lost_bytes = 0
+        self._file_limit_bytes = max(1, options.max_buffered_bytes // _FILE_SHARE)
         # Nobody may have to wait for space while what is there waits for more.
-        self._enough_bytes = min(options.flush_bytes, self.budget.file_limit_bytes // 2)
+        self._enough_bytes = min(options.flush_bytes, self._file_limit_bytes // 2)
         self._is_flushing = False
         self._is_watching = False
         self._has_ended = False
@@ -152,16 +101,39 @@ class Queue:
                 "bytes_written": self.written_bytes,
                 "chunks_repeated": self.repeated_chunks,
                 "bytes_lost": self.lost_bytes,
-                "buffered_bytes": self.budget.held_bytes,
-                "buffered_bytes_peak": self.budget.peak_bytes,
+                "buffered_bytes": self.held_bytes,
+                "buffered_bytes_peak": self.peak_bytes,
                 "files": len(self.targets),
                 "open_files": len(self.open),
                 "failing_files": sum(t.error is not None for t in self.troubled),
             }
 
+    def has_space(self, target: Target, size: int) -> bool | None:
+        """Tell whether a chunk for a target has space now; `None`: it need not wait for any.
+
+        One file may hold an eighth, and all files that cannot be written at present a half
+        together, so that the others always find space. Where writing gives errors, waiting would
+        be for nobody knows how long, and the sender, who still has the chunk, is told. Locked.
+        """
+        limit, held = self._options.max_buffered_bytes, target.held_bytes
+        if size > limit:
+            return None
+        is_over = held > 0 and held + size > self._file_limit_bytes
+        if target.is_troubled and not is_over:
+            troubled = sum(item.held_bytes for item in self.troubled)
+            is_over = troubled > 0 and troubled + size > limit // _TROUBLED_SHARE
+        if is_over:
+            return None if target.error is not None else False
+        return self.held_bytes + size <= limit
+
+    def take(self, size: int) -> None:
+        """Count bytes in that wait for their file; locked."""
+        self.held_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
     def arrange(self, target: Target, now: float) -> None:
         """Have what waits for a target written, now or when enough time has passed; locked."""
-        if target.is_busy or target.error is not None:
+        if target in self.working or target.error is not None:
             return
         is_enough = self._is_enough(target)
         if target.is_scheduled and not is_enough:
@@ -175,8 +147,7 @@ class Queue:
 
     def submit(self, target: Target) -> None:
         """Give a target, which no writer has, to the writers now; locked."""
-        target.is_busy = True
-        self.working.add(target)
+        self.working[target] = None
         self._ready.append(target)
         if self._idle_writers:
             self._work.notify()
@@ -191,10 +162,10 @@ class Queue:
         with self.lock:
             self._is_flushing = True
             for target in list(self.targets.values()):
-                if target.waiting and not target.is_busy:
+                if target.waiting and target not in self.working:
                     self.submit(target)
             self.settled.wait_for(
-                lambda: self.budget.held_bytes == 0 and not self.working, deadline.timeout()
+                lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
             )
 
     def close(self, deadline: Deadline) -> int:
@@ -206,8 +177,8 @@ class Queue:
         self.flush(deadline)
         self.cycles.announce(at_end=True)
         with self.lock:
-            lost = self.budget.held_bytes
-            for target in [target for target in self.open if not target.is_busy]:
+            lost = self.held_bytes
+            for target in [target for target in self.open if target not in self.working]:
                 target.is_closing = True
                 self.submit(target)
             self._has_ended = True
@@ -234,7 +205,7 @@ class Queue:
     def _on_due(self, target: Target) -> None:
         with self.lock:
             target.is_scheduled = False
-            if target.is_busy:
+            if target in self.working:
                 return
             if target.waiting:
                 self.submit(target)
@@ -248,8 +219,7 @@ class Queue:
         now = time.monotonic()
         hanging = []
         with self.lock:
-            for target in self.working:
-                since = target.working_since
+            for target, since in self.working.items():
                 is_slow = since is not None and now - since > self._options.stall_s
                 if is_slow and not target.is_stalled:
                     target.is_stalled = True
@@ -269,7 +239,7 @@ class Queue:
     def _sync_all(self) -> None:
         with self.lock:
             for target in self.open:
-                if target.is_unsynced and not target.is_busy:
+                if target.is_unsynced and target not in self.working:
                     self.submit(target)
         self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
 
@@ -298,7 +268,7 @@ class Queue:
         """Write what waits for a target; in a writer's thread, which alone has it."""
         while True:
             with self.lock:
-                target.working_since = time.monotonic()
+                self.working[target] = time.monotonic()
                 chunks = target.next_batch()
             try:
                 if not chunks:
@@ -310,16 +280,14 @@ class Queue:
                     sync = self._options.fsync == "commit"
                     log.append(plan.buffers, plan.seqs, sync=sync)
                 log.ends_line, log.last_stream = plan.ends_line, plan.last_stream
-            except StaleLogError:
-                self._close_log(target)
-                continue
-            except UnsafePathError as error:
-                self._close_log(target)
-                self._on_unsafe(target, error)
-                return
             except OSError as error:
                 self._close_log(target)
-                self._on_error(target, error)
+                if isinstance(error, StaleLogError):
+                    continue
+                if isinstance(error, UnsafePathError):
+                    self._on_unsafe(target, error)
+                else:
+                    self._on_error(target, error)
                 return
             if not self._on_written(target, chunks, plan):
                 return
@@ -341,7 +309,7 @@ class Queue:
         with self.lock:
             self.open[target] = None
             if len(self.open) > self._options.max_open_files:
-                oldest = next((t for t in self.open if not t.is_busy), None)
+                oldest = next((t for t in self.open if t not in self.working), None)
                 if oldest is not None:
                     oldest.is_closing = True
                     self.submit(oldest)
@@ -355,9 +323,7 @@ class Queue:
             self.open.pop(target, None)
 
     def _release(self, target: Target) -> None:
-        target.is_busy = False
-        target.working_since = None
-        self.working.discard(target)
+        self.working.pop(target, None)
         self.settled.notify_all()
 
     def _is_enough(self, target: Target) -> bool:
@@ -380,7 +346,7 @@ class Queue:
                 self.targets.move_to_end(target.path)
             self.written_bytes += sum(map(len, plan.buffers))
             self.repeated_chunks += plan.repeated
-            self.budget.give(target.done(chunks))
+            self.held_bytes -= target.done(chunks)
             moved = set()
             for pending in chunks:
                 pending.source.settle(pending)
@@ -403,7 +369,8 @@ class Queue:
     def _on_error(self, target: Target, error: OSError) -> None:
         with self.lock:
             is_new = target.error is None
-            retry_s = target.failed(error)
+            retry_s = _FIRST_RETRY_S if is_new else min(_LONGEST_RETRY_S, target.retry_s * 2)
+            target.error, target.retry_s = error, retry_s
             target.is_stalled = False
             self.troubled.add(target)
             self._release(target)
@@ -422,11 +389,13 @@ class Queue:
             self.targets.pop(target.path, None)
             self.troubled.discard(target)
             chunks = list(target.waiting)
-            self.budget.give(target.done(chunks))
+            self.held_bytes -= target.done(chunks)
             moved = set()
             for pending in chunks:
                 self.lost_bytes += len(pending.data)
-                pending.source.abandon(pending)
+                pending.source.behind_bytes -= len(pending.data)
+                # It stays at its place there, so that no acknowledgement passes it.
+                pending.data = memoryview(b"")
                 pending.source.refuse(refusal)
                 moved.add(pending.source)
             self._release(target)

@@ -13,19 +13,19 @@ import logging
 import random
 import uuid
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
 
 from . import chunks
 from .chunks import Refusal
-from .service import ERRORS_IN_ACKS
+from .service import ERRORS_IN_ACKS, Rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
+
+    from .files import Roots
 
 
 _STREAM_SHARE = 8
@@ -35,37 +35,89 @@ _STREAM_SHARE = 8
 class Held:
     """A chunk that the root has not confirmed."""
 
-    stream: RelayStream
+    stream: RelayRpc
     seq: int
     raw: bytes
     is_settled: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class RelayStream:
-    """The stream of one call.
+class RelayRpc(Rpc):
+    """One call of a node, which carries one stream; kept until the root has all of it.
 
     Attributes:
-        on_progress: Told when the root has more of the stream, or refuses it.
-        is_named: The sender gave it that name and numbers its chunks.
-        unfinished: Files whose last line has no end yet, of a stream without a name.
+        is_named: The sender gave the stream its name and numbers its chunks.
     """
 
-    on_progress: Callable[[], None]
-    stream_id: str
-    is_named: bool = True
-    outstanding: deque[Held] = field(default_factory=deque)
-    committed_seq: int = 0
-    next_seq: int = 1
-    held_bytes: int = 0
-    received_bytes: int = 0
-    refusal: Refusal | None = None
-    path: str = ""
-    unfinished: set[str] = field(default_factory=set)
+    def __init__(self, relay: Relay, roots: Roots, context: Any, *, acknowledges: bool) -> None:
+        super().__init__(context, acknowledges=acknowledges)
+        self._relay = relay
+        self._roots = roots
+        self._path = ""
+        self.stream_id = ""
+        self.is_named = False
+        self.outstanding: deque[Held] = deque()
+        self.committed_seq = 0
+        self.next_seq = 1
+        self.held_bytes = 0
+        self.received_bytes = 0
+        self.refusal: Refusal | None = None
+        # Files whose last line has no end yet, of a stream without a name.
+        self.unfinished: set[str] = set()
 
-    def __post_init__(self) -> None:
-        self.is_named = bool(self.stream_id)
-        self.stream_id = self.stream_id or f"leaf-{uuid.uuid4().hex}"
+    def response(self) -> bytes:
+        seq = self.committed_seq if self.is_named else 0
+        return chunks.response("OK", self.received_bytes, seq)
+
+    def note_progress(self) -> None:
+        """Pass on that the root has more of the stream, or refuses it."""
+        self._changed.set()
+        if self.refusal is not None:
+            self._end_reading()
+        elif self.is_named:
+            self._acknowledge(self.stream_id, self.committed_seq)
+
+    def begin(self, chunk: chunks.Chunk) -> None:
+        """Take the stream's name from its first chunk; one without numbers gets a name."""
+        self._check_ids(chunk)
+        self.node_id = chunk.node_id
+        self.is_named = bool(chunk.seq and chunk.stream_id)
+        self.stream_id = chunk.stream_id if self.is_named else f"leaf-{uuid.uuid4().hex}"
+
+    async def _read_each(self) -> None:
+        import grpc.aio
+
+        end, read, put = grpc.aio.EOF, self._context.read, self._relay.put
+        while True:
+            self._raise_refusal()
+            self._is_reading = True
+            raw = await read()
+            self._is_reading = False
+            if raw is end:
+                return
+            chunk = chunks.decode(raw)
+            if not self.stream_id:
+                self.begin(chunk)
+            key = self.stream_id if self.is_named else ""
+            if chunk.stream_id != key and (key or chunk.seq):
+                raise Refusal("INVALID_ARGUMENT", "a call to a leaf carries one stream_id")
+            if chunk.file_path != self._path:
+                self._roots.locate(chunk.file_path)
+                self._path = chunk.file_path
+            await put(self, chunk, raw)
+
+    def _finish(self, *, is_clean: bool) -> None:
+        del is_clean  # the root does not see the end of a stream, however it comes
+        self._relay.end_lines(self)
+
+    async def _until_settled(self) -> None:
+        while self.outstanding:
+            self._changed.clear()
+            await self._changed.wait()
+        self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
 
 class Relay:
@@ -79,14 +131,14 @@ class Relay:
         self.peak_bytes = 0
         self.received_bytes = 0
         self.received_chunks = 0
-        self._streams: dict[str, list[RelayStream]] = {}
+        self._streams: dict[str, list[RelayRpc]] = {}
         self._unsent: deque[Held] = deque()
         self._refused: set[str] = set()
         self.has_unsent = asyncio.Event()
         self._space_freed = asyncio.Event()
         self._settled = asyncio.Event()
 
-    async def put(self, stream: RelayStream, chunk: chunks.Chunk, raw: bytes) -> None:
+    async def put(self, stream: RelayRpc, chunk: chunks.Chunk, raw: bytes) -> None:
         """Hold a chunk and queue it for the root; wait while there is no space."""
         while not self._has_space(stream, len(raw)):
             self._space_freed.clear()
@@ -100,7 +152,7 @@ class Relay:
         self.received_bytes += len(chunk.data)
         stream.received_bytes += len(chunk.data)
 
-    def end_lines(self, stream: RelayStream, node_id: str) -> None:
+    def end_lines(self, stream: RelayRpc) -> None:
         """End the lines that a stream leaves unfinished, so that nobody's line is glued to them.
 
         The root cannot do it, for it does not see the end of a stream. One with a name may come
@@ -108,10 +160,10 @@ class Relay:
         """
         if stream.refusal is None:
             for path in sorted(stream.unfinished):
-                self._hold(stream, 0, chunks.line_end(node_id, path))
+                self._hold(stream, 0, chunks.line_end(stream.node_id, path))
         stream.unfinished.clear()
 
-    def _hold(self, stream: RelayStream, seq: int, raw: bytes) -> None:
+    def _hold(self, stream: RelayRpc, seq: int, raw: bytes) -> None:
         if not stream.is_named:
             seq, stream.next_seq = stream.next_seq, stream.next_seq + 1
             raw = chunks.named(raw, stream.stream_id, seq)
@@ -145,7 +197,7 @@ class Relay:
             if refusal is not None:
                 stream.refusal = refusal
                 self._drop(stream, len(stream.outstanding))
-                stream.on_progress()
+                stream.note_progress()
         if refusal is not None:
             self._refused.add(stream_id)
 
@@ -168,7 +220,7 @@ class Relay:
             self._settled.clear()
             await self._settled.wait()
 
-    def _has_space(self, stream: RelayStream, size: int) -> bool:
+    def _has_space(self, stream: RelayRpc, size: int) -> bool:
         if stream.refusal is not None or not self.held_chunks:
             return True
         own = len(stream.outstanding)
@@ -179,20 +231,20 @@ class Relay:
             return False
         return self.held_chunks < self._max_chunks and self.held_bytes + size <= self._max_bytes
 
-    def _count(self, stream: RelayStream, size: int, chunk: int) -> None:
+    def _count(self, stream: RelayRpc, size: int, chunk: int) -> None:
         stream.held_bytes += size
         self.held_bytes += size
         self.held_chunks += chunk
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    def _settle(self, stream: RelayStream, seq: int) -> None:
+    def _settle(self, stream: RelayRpc, seq: int) -> None:
         count = sum(1 for _ in itertools.takewhile(lambda h: h.seq <= seq, stream.outstanding))
         stream.committed_seq = max(stream.committed_seq, seq)
         if count:
             self._drop(stream, count)
-            stream.on_progress()
+            stream.note_progress()
 
-    def _drop(self, stream: RelayStream, count: int) -> None:
+    def _drop(self, stream: RelayRpc, count: int) -> None:
         for _ in range(count):
             held = stream.outstanding.popleft()
             held.is_settled = True
@@ -312,7 +364,13 @@ class Upstream:
             self._files = files
             await self._channel.close()
             self._channel = self._connect()
-        call = self._call()
+        metadata = self._access.metadata()
+        if self._is_old_root:
+            method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
+        else:
+            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
+            metadata = (*metadata, ERRORS_IN_ACKS)
+        call = method(metadata=metadata, wait_for_ready=True)
         writing = None
         try:
             if self._is_old_root:
@@ -331,15 +389,6 @@ class Upstream:
             if writing is not None:
                 writing.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
-
-    def _call(self) -> Any:
-        metadata = self._access.metadata()
-        if self._is_old_root:
-            method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
-        else:
-            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
-            metadata = (*metadata, ERRORS_IN_ACKS)
-        return method(metadata=metadata, wait_for_ready=True)
 
     async def _write_all(self, call: Any) -> None:
         relay = self._relay

@@ -102,21 +102,12 @@ class StreamRpc(Rpc):
 
     def _on_progress(self, source: Source) -> None:
         # From any thread. Without acknowledgements nothing follows while chunks are read.
-        if self._acks is not None or self._is_waiting or source.refusal is not None:
+        if self._acknowledges or self._is_waiting or source.refusal is not None:
             self._loop_queue.post(self._note_progress, source)
 
-    async def _take_all(self) -> None:
-        is_clean = False
-        try:
-            await self._read_all()
-            is_clean = True
-        finally:
-            for source in self.sources.values():
-                self._funnel.finish(source, is_clean=is_clean)
-        await self._until_settled()
-        if self._acks is not None:
-            for source in self.sources.values():
-                self._acks.send(source.stream_id, source.committed_seq, source.refusal)
+    def _finish(self, *, is_clean: bool) -> None:
+        for source in self.sources.values():
+            self._funnel.finish(source, is_clean=is_clean)
 
     async def _read_each(self) -> None:
         import grpc.aio
@@ -167,15 +158,13 @@ class StreamRpc(Rpc):
         for source in settled[: _MAX_SOURCES // 2]:
             self._funnel.finish(source, is_clean=False)
             del self.sources[source.stream_id]
-        unsent = 0 if self._acks is None else len(self._acks.unsent)
-        if max(len(self.sources), unsent) >= 2 * _MAX_SOURCES:
+        if max(len(self.sources), len(self._unsent)) >= 2 * _MAX_SOURCES:
             raise Refusal("RESOURCE_EXHAUSTED", "too many streams over one connection")
 
     def _start_again(self, source: Source) -> Source:
         self._funnel.finish(source, is_clean=False)
-        if self._acks is not None:
-            # What was told of it before counts no more.
-            self._acks.unsent.pop(source.stream_id, None)
+        # What was told of it before counts no more.
+        self._unsent.pop(source.stream_id, None)
         return self._new_source(source.stream_id, source.node_id)
 
     def _raise_refusal(self) -> None:
@@ -189,10 +178,8 @@ class StreamRpc(Rpc):
         self._changed.set()
         if source.refusal is not None and not self._is_relay:
             self._end_reading()
-        elif self._acks is not None:
-            is_present = self.sources.get(source.stream_id) is source
-            if is_present or source.refusal is None:
-                self._acks.send(source.stream_id, source.committed_seq, source.refusal)
+        elif self.sources.get(source.stream_id) is source or source.refusal is None:
+            self._acknowledge(source.stream_id, source.committed_seq, source.refusal)
 
     async def _until_admitted(self, source: Source) -> None:
         # Nothing to cancel here: a refusal ends this wait.
@@ -216,16 +203,18 @@ class StreamRpc(Rpc):
             self._raise_refusal()
             behind = [s for s in self.sources.values() if not s.is_settled and s.refusal is None]
             if not behind:
-                return
+                break
             if not await process.happened(self._changed.wait(), _PATIENCE_S):
                 self._trouble = self._trouble_of(behind, time.monotonic() - since)
                 if self._trouble:
                     return
+        for source in self.sources.values():
+            self._acknowledge(source.stream_id, source.committed_seq, source.refusal)
 
     def _trouble_of(self, behind: list[Source], waited_s: float) -> str:
         """Return the name of the error that keeps a stream's bytes from their file, if one does."""
         # A sender without acknowledgements cannot tell waiting from writing, so it is told.
-        for source in behind if self._acks is None else ():
+        for source in () if self._acknowledges else behind:
             error = self._funnel.trouble_of(source)
             if error:
                 _logger.warning(
@@ -260,7 +249,7 @@ class RootService(Service):
         return StreamRpc(self._funnel, context, self._loop_queue, acknowledges=acknowledges)
 
     def _counts(self) -> dict[str, int]:
-        return self._funnel.stats()
+        return self._funnel.queue.stats()
 
 
 def run(config: ServerConfig, options: FunnelOptions) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gRPC services of root and leaf have in common: calls, answers, access, listening.
+"""What the gRPC services of root and leaf have in common: calls, answers, access.
 
 A service lives in the event loop, so an idle stream costs a suspended coroutine and no thread.
 Messages are read one by one, and none while a chunk waits for space: gRPC's flow control then holds
@@ -11,98 +11,64 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
+from nvidia_resiliency_ext.shared_utils._funnel.shared import SERVICE
 
 from . import chunks
 from .chunks import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
 _MAX_ID_CHARS = 256
 _SHOWN_REFUSALS = 20
-_MIN_PING_MS = 5_000
-_PING_MS, _PING_TIMEOUT_MS = 60_000, 20_000
-_WINDOW_BYTES = 256 << 10
-_MAX_PENDING = 100_000
 _ACK_SPACING_S = 0.05
 
 
-class AckWriter:
-    """Acknowledgements of one call; it lives in the event loop.
+class Rpc(abc.ABC):
+    """One open StreamLogs or StreamLogsAcked of a root or a leaf; it lives in the event loop.
 
-    However slow the sender reads, one number per stream is all that waits for it.
+    However slow the sender reads, one acknowledgement per stream is all that waits for it.
     """
 
-    def __init__(self, write: Callable[[bytes], Awaitable[Any]]) -> None:
-        self._write = write
-        self.unsent: dict[str, tuple[int, Refusal | None]] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
-        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def send(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Tell the sender about a stream, also what it was told before.
-
-        Behind a leaf several senders may ask for the same numbers one after the other.
-        """
-        self.unsent[stream_id] = (seq, refusal)
-        # What is stored after the end of the call has nobody to tell.
-        if self._task is None and not self._is_closed:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def finish(self) -> None:
-        """Send what is left."""
-        self._ending.set_result(None)
-        if self._task is not None:
-            await self._task
-
-    def close(self) -> None:
-        """Stop sending; the call is over."""
-        self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        try:
-            while self.unsent:
-                stream_id = next(iter(self.unsent))
-                await self._write(chunks.ack(stream_id, *self.unsent.pop(stream_id)))
-                if not self.unsent:
-                    # The end of the call ends this wait.
-                    await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
-        finally:
-            self._task = None
-
-
-class Rpc(abc.ABC):
-    """One open StreamLogs or StreamLogsAcked of a root or a leaf."""
-
     def __init__(self, context: Any, *, acknowledges: bool) -> None:
+        self.node_id = ""
         self._context = context
-        self._acks = AckWriter(context.write) if acknowledges else None
+        self._acknowledges = acknowledges
         self._task = asyncio.current_task()
         self._changed = asyncio.Event()
         self._is_reading = False
-        self.node_id = ""
+        self._unsent: dict[str, tuple[int, Refusal | None]] = {}
+        self._ack_task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Take all chunks; return when every byte is in its file, raise the call's `Refusal`."""
+        is_clean = False
         try:
-            await self._take_all()
-            if self._acks is not None:
-                await self._acks.finish()
+            try:
+                await self._read_each()
+                is_clean = True
+            except asyncio.CancelledError:
+                # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
+                self._raise_refusal()
+                raise
+            finally:
+                self._is_reading = False
+                self._finish(is_clean=is_clean)
+            await self._until_settled()
+            self._ending.set_result(None)
+            if self._ack_task is not None:
+                await self._ack_task
         finally:
-            if self._acks is not None:
-                self._acks.close()
+            # What is stored after the end of the call has nobody to tell.
+            self._acknowledges = False
+            if self._ack_task is not None:
+                self._ack_task.cancel()
 
     @abc.abstractmethod
     def response(self) -> bytes:
@@ -113,23 +79,16 @@ class Rpc(abc.ABC):
         return []
 
     @abc.abstractmethod
-    async def _take_all(self) -> None: ...
-
-    @abc.abstractmethod
     async def _read_each(self) -> None: ...
 
     @abc.abstractmethod
-    def _raise_refusal(self) -> None: ...
+    def _finish(self, *, is_clean: bool) -> None: ...
 
-    async def _read_all(self) -> None:
-        try:
-            await self._read_each()
-        except asyncio.CancelledError:
-            # Cancelled by us, because of a refusal, or by gRPC, because the client is gone.
-            self._raise_refusal()
-            raise
-        finally:
-            self._is_reading = False
+    @abc.abstractmethod
+    async def _until_settled(self) -> None: ...
+
+    @abc.abstractmethod
+    def _raise_refusal(self) -> None: ...
 
     def _end_reading(self) -> None:
         """Wake the task that reads, which then raises the refusal."""
@@ -140,6 +99,28 @@ class Rpc(abc.ABC):
     def _check_ids(self, chunk: chunks.Chunk) -> None:
         if len(chunk.stream_id) > _MAX_ID_CHARS or len(chunk.node_id) > _MAX_ID_CHARS:
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
+
+    def _acknowledge(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
+        """Tell the sender about a stream, also what it was told before.
+
+        Behind a leaf several senders may ask for the same numbers one after the other.
+        """
+        if not self._acknowledges:
+            return
+        self._unsent[stream_id] = (seq, refusal)
+        if self._ack_task is None:
+            self._ack_task = asyncio.get_running_loop().create_task(self._write_acks())
+
+    async def _write_acks(self) -> None:
+        try:
+            while self._unsent:
+                stream_id = next(iter(self._unsent))
+                await self._context.write(chunks.ack(stream_id, *self._unsent.pop(stream_id)))
+                if not self._unsent:
+                    # The end of the call ends this wait.
+                    await asyncio.wait([self._ending], timeout=_ACK_SPACING_S)
+        finally:
+            self._ack_task = None
 
 
 class RefusalLog:
@@ -198,16 +179,17 @@ class Service(abc.ABC):
     def _counts(self) -> dict[str, int]:
         """Return counts by their names in a StatsResponse."""
 
-    def handlers(self) -> dict[str, Any]:
-        """Return gRPC's handlers; messages stay bytes."""
+    def handler(self) -> Any:
+        """Return gRPC's handler of all methods; messages stay bytes."""
         import grpc
 
-        return {
+        methods = {
             "StreamLogs": grpc.stream_unary_rpc_method_handler(self._stream_logs),
             "StreamLogsAcked": grpc.stream_stream_rpc_method_handler(self._stream_logs_acked),
             "HealthCheck": grpc.unary_unary_rpc_method_handler(self._health_check),
             "Stats": grpc.unary_unary_rpc_method_handler(self._stats),
         }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def wait_empty(self) -> None:
         while self._rpcs:
@@ -267,79 +249,3 @@ async def _abort(context: Any, refusal: Refusal) -> None:
 
 class AddressError(OSError):
     """The server cannot listen at its address."""
-
-
-def _grpc_options() -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # Otherwise a second server shares the port in silence, and each gets half of the job.
-        ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A node that has vanished must not count as connected for ever.
-        ("grpc.keepalive_time_ms", _PING_MS),
-        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-        # A fixed window per stream: the probed one grows to megabytes for each of many clients.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-        # After a restart all nodes come at once; by default gRPC cancels some above a thousand.
-        ("grpc.server.max_pending_requests", _MAX_PENDING),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
-    ]
-
-
-def address_of(host: str, port: int) -> str:
-    """Return what gRPC calls an address; a host `unix:PATH` is a Unix socket without a port."""
-    if host.startswith("unix:"):
-        return host
-    if ":" in host and not host.startswith("["):
-        return f"[{host}]:{port}"
-    return f"{host}:{port}"
-
-
-async def start(handlers: Mapping[str, Any], address: str, access: Access) -> tuple[Any, int]:
-    """Start a gRPC server with the funnel's service.
-
-    Returns:
-        The server, and the port that it got.
-
-    Raises:
-        AddressError: It cannot listen there.
-        ConfigError: A certificate cannot be read.
-    """
-    import grpc
-    import grpc.aio
-
-    if _is_served(address):
-        raise AddressError(f"cannot listen on {address}: another server does")
-    credentials = access.server_credentials()
-    server = grpc.aio.server(options=_grpc_options())
-    service = grpc.method_handlers_generic_handler(SERVICE, handlers)
-    server.add_generic_rpc_handlers((service,))
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise AddressError(f"cannot listen on {address}: {error}") from error
-    if port == 0 and not address.startswith("unix:"):
-        raise AddressError(f"cannot listen on {address}")
-    await server.start()
-    return server, int(port)
-
-
-def _is_served(address: str) -> bool:
-    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
-    if not address.startswith("unix:"):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(address.removeprefix("unix:").removeprefix("//"))
-        except BlockingIOError:
-            return True  # so many want to talk to it that there is no space for one more
-        except (OSError, ValueError):
-            return False
-    return True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
+from . import chunks
 from .chunks import Chunk, Refusal
 from .funnel import Funnel
 from .process import CLOSE_S
@@ -108,8 +109,7 @@ class LogAggregationServicer:
 
     def StreamLogs(self, request_iterator: Iterable[Any], context: Any) -> Any:  # noqa: N802
         """Take a stream of LogChunk and answer with a StreamResponse when it is in its files."""
-        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
+        pb = chunks.messages()
         sources: dict[str, Source] = {}
         with self._counted_client():
             try:
@@ -140,17 +140,15 @@ class LogAggregationServicer:
 
     def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Answer with a HealthResponse: healthy, and the number of open streams."""
-        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
         del request, context
+        pb = chunks.messages()
         return pb.HealthResponse(healthy=True, connected_clients=self.connected_clients)
 
     def Stats(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Answer with a StatsResponse, without the single streams."""
-        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
         del request, context
-        counts: dict[str, Any] = dict(self._funnel.stats())
+        pb = chunks.messages()
+        counts: dict[str, Any] = self._funnel.queue.stats()
         return pb.StatsResponse(**counts, connected_clients=self.connected_clients)
 
     def graceful_shutdown(self) -> None:
@@ -206,9 +204,7 @@ class LogAggregationServicer:
         self.note_refusal(node_id, refusal)
         context.abort(grpc.StatusCode[refusal.code], refusal.reason)
         # Only a stand-in for gRPC's context comes back from that.
-        from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
-
-        return pb.StreamResponse(status=refusal.code)
+        return chunks.messages().StreamResponse(status=refusal.code)
 
 
 def _on_progress(source: Source) -> None:

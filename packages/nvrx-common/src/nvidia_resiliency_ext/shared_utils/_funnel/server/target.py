@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from .files import LogFile, Piece, Place
 
 
-_FIRST_RETRY_S = 0.05
-_LONGEST_RETRY_S = 2.0
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
-_JOINED_BYTES = 64 << 10
 _NEWLINE = b"\n"
 # A chunk may need a newline before it and one after it.
 _BATCH_CHUNKS = IOV_MAX // 2
@@ -39,12 +36,10 @@ class Target:
         held_bytes: Their messages' bytes.
         users: Open sources that have named it.
         waiters: Sources that wait for space in it.
-        is_busy: It waits for a writer or is with one; no other writer takes it.
         is_scheduled: A write at a later time is arranged.
         is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
-        working_since: When the writer began what it does; `None` when it does nothing.
         written_at: When it was last written (monotonic).
-        error: Why it cannot be written at present.
+        error: Why it cannot be written at present; `retry_s`: after how long it is tried again.
         owners: Whose line prefix is whose, where that is watched.
     """
 
@@ -55,14 +50,12 @@ class Target:
     held_bytes: int = 0
     users: int = 0
     waiters: int = 0
-    is_busy: bool = False
     is_scheduled: bool = False
     is_awaited: bool = False
     is_stalled: bool = False
     is_refused: bool = False
     is_closing: bool = False
     is_unsynced: bool = False
-    working_since: float | None = None
     written_at: float = -math.inf  # The first write waits for nothing.
     error: OSError | None = None
     retry_s: float = 0.0
@@ -73,29 +66,6 @@ class Target:
     def is_troubled(self) -> bool:
         """Writing it fails or hangs."""
         return self.is_stalled or self.error is not None
-
-    def put(self, pending: Pending) -> None:
-        """Add a chunk at the end."""
-        self.waiting.append(pending)
-        self.held_bytes += pending.size
-        if self.cycle is not None:
-            self.cycle.is_whole = False
-
-    def extend_last(self, source: Source, data: memoryview) -> bool:
-        """Add a small chunk to the last one, if that is its source's and no writer has it.
-
-        Looking after many small chunks would cost more than copying them.
-        """
-        last = self.waiting[-1] if self.waiting else None
-        if last is None or last.growing is None or last.source is not source:
-            return False
-        size = len(data)
-        last.growing += data
-        last.size += size
-        if last.size >= _JOINED_BYTES:
-            last.growing = None
-        self.held_bytes += size
-        return True
 
     def next_batch(self) -> list[Pending]:
         """Return what to write next; it stays in `waiting` until `done`."""
@@ -122,12 +92,6 @@ class Target:
             held += pending.size
         self.held_bytes -= held
         return held
-
-    def failed(self, error: OSError) -> float:
-        """Note an error and return after how long to try again."""
-        self.retry_s = min(_LONGEST_RETRY_S, self.retry_s * 2) if self.error else _FIRST_RETRY_S
-        self.error = error
-        return self.retry_s
 
 
 @dataclass(slots=True)
@@ -239,11 +203,6 @@ class Source:
         """Nothing of it waits for space or for its file."""
         return not self.outstanding and self.waiting is None
 
-    def admit(self, pending: Pending) -> None:
-        """Count a chunk in, in the order in which the sender sent it."""
-        self.outstanding.append(pending)
-        self.behind_bytes += len(pending.data)
-
     def settle(self, pending: Pending) -> None:
         """Note that a chunk is in its file, and advance past all that are."""
         pending.is_done = True
@@ -262,9 +221,3 @@ class Source:
     def refuse(self, refusal: Refusal) -> None:
         """Take nothing more; the first reason stays."""
         self.refusal = self.refusal or refusal
-
-    def abandon(self, pending: Pending) -> None:
-        """Forget a chunk that will never be in its file; the source has been refused."""
-        self.behind_bytes -= len(pending.data)
-        # It stays at its place, so that no acknowledgement passes it.
-        pending.data = memoryview(b"")
