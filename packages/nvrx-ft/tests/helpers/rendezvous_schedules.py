@@ -316,10 +316,10 @@ class Schedule:
         stop = threading.Event()
 
         class Follower(RoundFollower):
-            def closed(_, entry: Entry, placement: Any) -> None:  # noqa: N805
-                names = [candidate.node for candidate in placement.active]
-                if self.seen.placements.setdefault(entry.round, names) is not names:
-                    raise ScheduleError(f"round {entry.round} was closed twice")
+            def begins(_, cycle: int, active: Any, *_more: Any, **_how: Any) -> None:  # noqa: N805
+                names = [candidate.node for candidate in active]
+                if self.seen.placements.setdefault(cycle, names) is not names:
+                    raise ScheduleError(f"round {cycle} was closed twice")
 
         host.__init__(  # type: ignore[misc]
             clean,

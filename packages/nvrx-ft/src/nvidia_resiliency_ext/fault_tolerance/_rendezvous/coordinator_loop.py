@@ -49,13 +49,17 @@ KEEP_DECISIONS_S = 60.0
 class RoundFollower(Protocol):
     """Who is notified of rounds, in the host's thread: it must not wait."""
 
-    def closed(self, entry: Entry, placement: Placement) -> None:
-        """Record a closed round: its workers start."""
+    def begins(
+        self,
+        cycle: int,
+        active: Sequence[Arrival],
+        waiting: Sequence[Arrival] = (),
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Record a closed round, its nodes by rank; one that `goes_on` had another host before."""
 
-    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
-        """Record that a round goes on, with these nodes by rank, which another host has closed."""
-
-    def ended(self, round_: int, cause: Cause | None = None) -> None:
+    def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that nobody works in a round any more, and why; it may be repeated."""
 
 
@@ -307,7 +311,7 @@ class Coordinator:
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
             if self.follower is not None:
-                self.follower.goes_on(closed, members)
+                self.follower.begins(closed.round, members, goes_on=True)
 
     def _decide(self) -> coordinator.Decision:
         now = self.clock.monotonic()
@@ -397,7 +401,8 @@ class Coordinator:
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
             if self.follower is not None:
-                self.follower.closed(closed, placement)
+                waiting = (*placement.standby, *placement.excluded)
+                self.follower.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
         """Say of each node that was named how it went, in the round after it was."""
