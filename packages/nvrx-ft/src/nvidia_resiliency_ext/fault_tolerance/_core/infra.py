@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
@@ -263,8 +263,11 @@ def _optional_int(environ: _Environment, name: str) -> int | None:
         raise ValueError(f"{name}={text!r} is not a whole number") from None
 
 
-_slurm_rank: Final = partial(_optional_int, name=_env.SLURM_PROCID)
-_RULES: Final = (
+def _slurm_rank(environ: _Environment) -> int | None:
+    return _optional_int(environ, _env.SLURM_PROCID)
+
+
+_RULES: Final[tuple[Callable[[_Environment], int | None], ...]] = (
     _node_name_rank,
     partial(_optional_int, name=_env.CROSS_SLURM_PROCID),
     _topology_rank,
