@@ -347,7 +347,7 @@ def test_a_lease_that_has_expired_is_not_renewed_over_another_store(
     session = Session(clock)
     store: Any = types.SimpleNamespace(create=lambda _, text: text)
     monkeypatch.setattr(made, "_start_watch", lambda *_: None)
-    made._confirmed_at = clock.now - away_s
+    made.confirmed_at = clock.now - away_s
     if away_s < 30.0:
         made._resume(session, store)
         assert session.done == [("resume", 100.0), ("lease", 101.0)]

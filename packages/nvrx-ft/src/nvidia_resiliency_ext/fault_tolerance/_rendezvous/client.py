@@ -126,7 +126,8 @@ class NodeClient:
         self._commands: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._held: collections.deque[_Command] = collections.deque()
         self._watch_number = 0
-        self._confirmed_at: float | None = None
+        self.confirmed_at: float | None = None
+        """When the last lease that the store confirmed was sent (monotonic s); None before."""
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._stores: list[JobStore] = []
@@ -137,14 +138,9 @@ class NodeClient:
         self._worker.start()
 
     @property
-    def confirmed_at(self) -> float | None:
-        """When the last lease that the store confirmed was sent (monotonic s); None before."""
-        return self._confirmed_at
-
-    @property
     def fenced_at(self) -> float | None:
         """When this node must stop unless the store answers until then; None before the first."""
-        confirmed = self._confirmed_at
+        confirmed = self.confirmed_at
         return None if confirmed is None else confirmed + LEASES_TO_FENCE * self._settings.lease_s
 
     def submit(self, command: _Command) -> None:
@@ -261,8 +257,14 @@ class NodeClient:
         log = DecisionLog(watched)
 
         def hand_over(what: Entry | NvrxError) -> None:
-            order = _Order(lambda session: self._take_watched(session, number, what), at_once=True)
-            self._commands.put(order)
+            def take(session: NodeSession) -> None:
+                if number != self._watch_number:
+                    return  # That store is gone.
+                if isinstance(what, NvrxError):
+                    raise what
+                self._take(session, what)
+
+            self._commands.put(_Order(take, at_once=True))
 
         def watch() -> None:
             known, is_over = seq, False
@@ -287,13 +289,9 @@ class NodeClient:
         """Do what is asked for, one thing after the other, and keep the lease alive.
 
         What the store did not survive is done again when there is another one.
-
-        Raises:
-            StoreLostError: the store is gone.
-            LeaseExpiredError: this node was away for too long.
         """
         # At once where that was not done in this job.
-        confirmed, next_lease = self._confirmed_at, self._clock.monotonic()
+        confirmed, next_lease = self.confirmed_at, self._clock.monotonic()
         if confirmed is not None:
             next_lease = confirmed + self._lease_period()
         while True:
@@ -320,12 +318,7 @@ class NodeClient:
                 self._held.append(order.do)
 
     def _resume(self, session: NodeSession, store: JobStore) -> None:
-        """Go on with another store.
-
-        Raises:
-            StoreLostError: it is gone again.
-            LeaseExpiredError: this node was away for too long.
-        """
+        """Go on with another store."""
         self._check_lease(session)
         self._first_settings(store)
         event = session.resume(store, self._settings.connect_timeout_s)
@@ -337,8 +330,8 @@ class NodeClient:
 
     def _store_is_absent(self) -> None:
         """Record that nobody serves a store: then nobody can have replaced this node either."""
-        if self._confirmed_at is not None:
-            self._confirmed_at = self._clock.monotonic()
+        if self.confirmed_at is not None:
+            self.confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
         """Never renew a lease that has expired, though the store would take it.
@@ -346,7 +339,7 @@ class NodeClient:
         A node that was stopped would else be a spare, or in the way of its replacement, or end,
         by which of its threads comes first.
         """
-        confirmed = self._confirmed_at
+        confirmed = self.confirmed_at
         if confirmed is None or (session.entry and session.entry.phase is Phase.OVER):
             return
         quiet_s = self._clock.monotonic() - confirmed
@@ -363,7 +356,7 @@ class NodeClient:
     def _renew(self, session: NodeSession) -> None:
         sent_at = self._clock.monotonic()
         session.renew_lease()
-        self._confirmed_at = sent_at
+        self.confirmed_at = sent_at
 
     def _differences(self, store: JobStore) -> str:
         """Leave this launcher's settings if it is the first; say how they differ from others'."""
@@ -386,19 +379,10 @@ class NodeClient:
     def _first_settings(self, store: JobStore) -> dict[str, str]:
         """Leave this launcher's settings if it is the first; return those of the first one.
 
-        Raises:
-            ForeignValueError: this launcher has another token than the job.
+        Raises ForeignValueError: this launcher has another token than the job.
         """
         own = write_settings(self._settings.arrival.host, self._settings.must_agree)
         return read_settings(store.create(keys.SETTINGS, own))
-
-    def _take_watched(self, session: NodeSession, number: int, what: Entry | NvrxError) -> None:
-        """Take a decision, or why there are no more; of an earlier watch the store is gone."""
-        if number != self._watch_number:
-            return
-        if isinstance(what, NvrxError):
-            raise what
-        self._take(session, what)
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
         if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):

@@ -125,7 +125,7 @@ class Coordinator:
         )
         self._adopted = collections.deque([(0, self.clock.monotonic())])
         self.entry = self._log.add(first)
-        self._log.announce(self.entry.seq)
+        self.store.put(keys.HEAD, str(self.entry.seq))
 
     def run(self) -> None:
         """Decide until the job is over and everybody knows, or `stop` is set.
@@ -159,10 +159,10 @@ class Coordinator:
         goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
         if before.phase is Phase.CLOSED and not goes_on:
             self._report_end(before.round, entry.cause)
-        self._log.announce(entry.seq)
+        self.store.put(keys.HEAD, str(entry.seq))
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self.rules):
-            self._log.forget(self._adopted.popleft()[0])
+            self.store.delete(keys.log(self._adopted.popleft()[0]))
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:

@@ -81,9 +81,7 @@ _LONGEST_TEXT: Final = 255
 class PlacementError(NvrxError):
     """The nodes that arrived can never be placed together; the message says what to do.
 
-    Args:
-        message: What is wrong, which nodes, and the remedy.
-        nodes: The identities of these nodes, in order.
+    `nodes` are the identities of these nodes, in order.
     """
 
     def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
@@ -97,8 +95,7 @@ class PlacementError(NvrxError):
 def check_texts(node: Arrival) -> None:
     """Refuse texts that would spoil a log or an order: they come from other nodes.
 
-    Raises:
-        ValueError: A text is no such text, or too long, or unfit for a log.
+    Raises ValueError.
     """
     NodeIdentity.parse(node.node)
     for text in (node.addr, node.domain, node.group or ""):
@@ -182,15 +179,10 @@ def validate(rules: PlacementRules) -> None:
 def place(
     nodes: Iterable[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str] = frozenset()
 ) -> Placement | NotEnough:
-    """Return who is active, with which rank; their order does not matter.
+    """Return who is active, with which rank; the order of `nodes` does not matter.
 
-    Args:
-        nodes: The nodes that arrived.
-        rules: What the job wants; `validate` has passed them.
-        unhealthy_groups: Replacement groups that may not be used.
-
-    Raises:
-        PlacementError: Two nodes claim one place, or a node lacks what segments need.
+    `validate` has passed the rules; `unhealthy_groups` may not be used. Raises PlacementError: Two
+    nodes claim one place, or a node lacks what segments need.
     """
     everybody = sorted(nodes, key=lambda node: NodeIdentity.parse(node.node))
     _refuse_shared(
