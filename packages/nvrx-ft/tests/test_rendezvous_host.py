@@ -418,8 +418,10 @@ def crew(served: Served) -> Callable[[int], Crew]:
 
     def make(count: int) -> Crew:
         stores = [served.connect() for _ in range(count)]
-        sessions = [NodeSession(one, name(i), f"node{i}") for i, one in enumerate(stores)]
-        seqs = [session.attach(DEADLINE_S).seq for session in sessions]
+        sessions = [
+            NodeSession(one, name(i), f"node{i}", DEADLINE_S) for i, one in enumerate(stores)
+        ]
+        seqs = [session.entry.seq for session in sessions]
         return Crew(served, sessions, stores, seqs)
 
     return make
@@ -662,7 +664,7 @@ def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
         for index in range(2):
             nodes.sessions[index].open_next(0, Cause("exit", f"on {index}"))
         assert [nodes.follow(index) for index in range(2)] == [None, None]
-        assert {session.entry.round for session in nodes.sessions if session.entry} == {1}
+        assert {session.entry.round for session in nodes.sessions} == {1}
         nodes.sessions[0].end("failure", CAUSE)
         nodes.sessions[1].end("graceful", None)
         assert nodes.follow(0) is None

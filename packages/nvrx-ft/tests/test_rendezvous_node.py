@@ -24,8 +24,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
+    Entry,
     ForeignValueError,
     Kind,
+    Phase,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
@@ -76,7 +78,6 @@ class Beside:
 
     def _arrive(self, session: NodeSession, index: int) -> None:
         if not session.arrive(arrival(index)):
-            assert session.entry is not None
             self.event.put(SpareNode(session.entry))  # as a launcher does
 
 
@@ -305,7 +306,8 @@ class Session(NodeSession):
     """A session whose steps are noted, and take a second."""
 
     def __init__(self, clock: "Seconds") -> None:
-        self.node, self.entry, self._notified, self._clock = name(0), None, None, clock
+        self.node, self.entry, self._notified = name(0), Entry(0, Phase.OPEN, 0), None
+        self._clock = clock
         self.done: list[tuple[str, float]] = []
 
     def _step(self, what: str) -> None:

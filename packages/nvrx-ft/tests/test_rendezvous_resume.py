@@ -208,8 +208,7 @@ class Node:
 
     def __init__(self, index: int, plane: Plane) -> None:
         self._store = plane.served.connect()
-        self._session = NodeSession(self._store, name(index), f"node{index}")
-        self._session.attach(DEADLINE_S)
+        self._session = NodeSession(self._store, name(index), f"node{index}", DEADLINE_S)
         self._session.arrive(arrival(index))
 
     def next(self) -> SessionEvent | None:

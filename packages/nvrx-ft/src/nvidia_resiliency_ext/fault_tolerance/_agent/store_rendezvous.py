@@ -183,7 +183,6 @@ class StoreRendezvous(Rendezvous):
             clock=round(self.clock.monotonic() + self._wall_ahead_s, 3),
         )
         entry = session.entry
-        assert entry is not None
         if entry.phase is records.Phase.OVER:
             self._push(Over(entry))
             return

@@ -210,7 +210,7 @@ class NodeClient:
         if self._ended.is_set():
             return False
         if session is not None:
-            return session.entry is not None and session.entry.is_controlled
+            return session.entry.is_controlled
         is_controlled = self._is_controlled
         return not is_late and (tries < ENTRY_TRIES if is_controlled is None else is_controlled)
 
@@ -235,10 +235,10 @@ class NodeClient:
             store.cut()
 
     def _enter(self, store: JobStore) -> NodeSession:
-        arrival = self._settings.arrival
-        session = NodeSession(store, arrival.node, arrival.host)
+        arrival, timeout_s = self._settings.arrival, self._settings.connect_timeout_s
         different = self._differences(store)
-        entry = session.attach(self._settings.connect_timeout_s)
+        session = NodeSession(store, arrival.node, arrival.host, timeout_s)
+        entry = session.entry
         if different:
             session.send(Kind.MISMATCH, text=different)
             if not _is_first(entry):
@@ -340,7 +340,7 @@ class NodeClient:
         by which of its threads comes first.
         """
         confirmed = self.confirmed_at
-        if confirmed is None or (session.entry and session.entry.phase is Phase.OVER):
+        if confirmed is None or session.entry.phase is Phase.OVER:
             return
         quiet_s = self._clock.monotonic() - confirmed
         if quiet_s >= LEASES_TO_EXPIRY * self._settings.lease_s:

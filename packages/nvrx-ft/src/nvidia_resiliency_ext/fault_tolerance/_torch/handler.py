@@ -457,7 +457,6 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def arrive(session: NodeSession) -> tuple[int, bool]:
             entry = session.entry
-            assert entry is not None
             if entry.phase is Phase.OVER:
                 raise self._over(entry)
             is_in_time = session.arrive(arrival)
