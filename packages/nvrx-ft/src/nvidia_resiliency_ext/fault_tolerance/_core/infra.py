@@ -110,7 +110,7 @@ def compact_nodes(addrs: Iterable[str]) -> str:
     names_by_domain: dict[str, list[str]] = {}
     for addr in addrs:
         name, dot, domain = addr.partition(".")
-        if _is_ip_address(addr):
+        if ":" in addr or not addr.strip("0123456789."):  # an IP address
             name, dot, domain = addr, "", ""
         names_by_domain.setdefault(dot + domain, []).append(name)
     parts: list[str] = []
@@ -129,10 +129,6 @@ def ranks_to_range_str(ranks: Iterable[int]) -> str:
     from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
 
     return format_runs(ranks)
-
-
-def _is_ip_address(addr: str) -> bool:
-    return ":" in addr or not addr.strip("0123456789.")
 
 
 def _natural_key(text: str) -> list[tuple[int, int | str]]:

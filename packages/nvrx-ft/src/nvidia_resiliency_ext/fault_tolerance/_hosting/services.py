@@ -105,7 +105,13 @@ class CoordinatorServices:
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._open_servers()
-            self._open_info()
+            directory = self.plan.fault_tol_cfg.cycle_info_dir
+            if directory is not None:
+                from nvidia_resiliency_ext.fault_tolerance._report import cycle_files
+
+                self._reporter = cycle_files.CycleInfoReporter(
+                    directory, self.plan.logs.applog_prefix, self.plan.cycle_info_job_id
+                )
             on_failure.pop_all()
 
     def _open_servers(self) -> None:
@@ -134,16 +140,6 @@ class CoordinatorServices:
             *(self.address, token.path, self.environ, self.loop, self.clock),
         )
         self._servers.start()
-
-    def _open_info(self) -> None:
-        plan = self.plan
-        directory = plan.fault_tol_cfg.cycle_info_dir
-        if directory is not None:
-            from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
-
-            self._reporter = CycleInfoReporter(
-                directory, plan.logs.applog_prefix, plan.cycle_info_job_id
-            )
 
     def follow_attribution(
         self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]

@@ -204,15 +204,13 @@ class Coordinator:
         new, self._read_to = self.store.lines(keys.messages(round_), self._read_to, _read_message)
         self._messages += new
         for message in new:
-            self._read_clock(message)
-
-    def _read_clock(self, message: NodeMessage) -> None:
-        """Read the clock of a node that has arrived since the last look."""
-        if message.kind is Kind.ARRIVED and message.arrival is not None and message.arrival.clock:
-            not_before, now = self._looked_at + self._wall_ahead_s, self.clock.monotonic()
-            self._clocks[message.node] = agreement.read(
-                message.arrival.clock, not_before, now + self._wall_ahead_s
-            )
+            arrival = message.arrival
+            if message.kind is Kind.ARRIVED and arrival is not None and arrival.clock:
+                # It has arrived since the last look.
+                not_before, now = self._looked_at + self._wall_ahead_s, self.clock.monotonic()
+                self._clocks[message.node] = agreement.read(
+                    arrival.clock, not_before, now + self._wall_ahead_s
+                )
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""

@@ -174,7 +174,7 @@ class JobStore:
     def lines(self, key: str, offset: int, read: Callable[[str], _T]) -> tuple[list[_T], int]:
         """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
 
-        A line that is not this job's, or none for `read`, is named in the log and left out.
+        A line that is not this job's, or none for `read`, is named in the log, once, and left out.
 
         Raises:
             ForeignValueError: there is less than was read before.
@@ -190,7 +190,12 @@ class JobStore:
             try:
                 found.append(read(self._unseal(key, line)))
             except ForeignValueError as error:
-                self.report_foreign(error)
+                text = str(error)
+                if text not in self._reported and len(self._reported) < 32:  # noqa: PLR2004
+                    self._reported.add(text)
+                    logger.warning(
+                        "refused what somebody else wrote into the job's store: %s", text
+                    )
         return found, end
 
     def count(self, key: str, step: int) -> int:
@@ -224,13 +229,6 @@ class JobStore:
 
     def delete(self, key: str) -> None:
         self._call("delete_key", self._name(key))
-
-    def report_foreign(self, error: ForeignValueError) -> None:
-        """Log a refused value, the same once."""
-        text = str(error)
-        if text not in self._reported and len(self._reported) < 32:  # noqa: PLR2004
-            self._reported.add(text)
-            logger.warning("refused what somebody else wrote into the job's store: %s", text)
 
     def _read(self, key: str) -> bytes | None:
         raw = self._call("compare_set", self._name(key), _NOTHING, _NOTHING)
