@@ -617,7 +617,8 @@ def test_messages_of_a_round_gone_by_change_nothing(
         for index in range(2):
             nodes.follow(index)
         nodes.sessions[1].succeeded(0)
-        nodes.sessions[1].broken(0, WorkerState.FAILED, CAUSE)
+        failed = WorkerState.FAILED
+        nodes.sessions[1].send(Kind.STATE, in_round=0, state=failed, cause=CAUSE)
         nodes.arrive()
         for index in range(2):
             assert isinstance(nodes.follow(index), Placed)

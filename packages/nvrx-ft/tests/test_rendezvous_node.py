@@ -223,7 +223,7 @@ def test_closing_returns_though_a_call_hangs(served: Served, beside: Callable[..
 
         def stuck(session: NodeSession) -> None:
             entered.set()
-            session._store.counters(["missing"])
+            session.store.counters(["missing"])
 
         one.threads.submit(stuck)
         assert entered.wait(DEADLINE_S)

@@ -7,13 +7,11 @@ A session knows the steps and blocks; it has no thread, and may be driven by a t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
-from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from . import keys
 from .log import DecisionLog
@@ -33,9 +31,6 @@ from .store import JobStore
 # Messages about the round, and not about who is there.
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
 _OF_THE_END = (Kind.LEFT, Kind.UNHEALTHY)
-
-_T = TypeVar("_T")
-
 
 # What a session tells ---------------------------------------------------------------------------
 
@@ -118,7 +113,7 @@ class NodeSession:
 
     def _attach(self, store: JobStore, timeout_s: float) -> Entry:
         """Begin to live in a store, and return where the job stands."""
-        self._store, self._log = store, DecisionLog(store)
+        self.store, self._log = store, DecisionLog(store)
         self.renew_lease()
         if not store.wait_until_set(keys.HEAD, timeout_s):
             raise store.no_job(timeout_s)
@@ -159,7 +154,7 @@ class NodeSession:
 
     def renew_lease(self) -> None:
         """Say that this node lives; when it returns, the store knows."""
-        self._store.count(keys.lease(self.node), 1)
+        self.store.count(keys.lease(self.node), 1)
 
     def acknowledge(self) -> None:
         """Say that this node has seen that a round was opened: it stops its workers."""
@@ -177,7 +172,7 @@ class NodeSession:
         self._append(NodeMessage(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
-        if self._store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
+        if self.store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
             self.notify()
         return True
 
@@ -223,7 +218,7 @@ class NodeSession:
         return Opened(dataclasses.replace(entry, cause=cause))
 
     def _read_assignment(self) -> RankAssignment | None:
-        text = self._store.peek(keys.assignment(self.node))
+        text = self.store.peek(keys.assignment(self.node))
         return None if text is None else decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
@@ -258,10 +253,14 @@ class NodeSession:
                 self._ended_at = wanted.seq
         self.notify()
 
-    def send(self, kind: Kind, **fields: Any) -> None:
-        """Leave a message for the host, with those fields of `NodeMessage`."""
-        self._append(NodeMessage(kind, self.node, **fields), self.entry.round)
-        self.notify()
+    def send(self, kind: Kind, *, in_round: int | None = None, **fields: Any) -> None:
+        """Leave a message for the host, with those fields of `NodeMessage`.
+
+        What is said of a round that is not the present closed one means nothing, and is left out.
+        """
+        if in_round is None or self._is_in(in_round):
+            self._append(NodeMessage(kind, self.node, **fields), self.entry.round)
+            self.notify()
 
     def say_goodbye(self) -> None:
         """Send the last message: the job is over, or this node takes no part any more."""
@@ -270,39 +269,26 @@ class NodeSession:
         elif self._left is None:
             self.send(Kind.LEFT)
 
-    def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
-        """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
-        if self._is_in(round_):
-            self.send(Kind.HUNG, ranks=ranks, cause=accusation)
-
-    def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
-        """Say that workers failed in `round_`; what a round before has left means nothing now."""
-        if self._is_in(round_):
-            self.send(Kind.STATE, state=state, cause=cause)
-
     def succeeded(self, round_: int) -> None:
         """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
         if not self._is_in(round_):
             return
         self._append(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
-        if self._store.count(keys.successes(round_), 1) >= self.entry.active:
+        if self.store.count(keys.successes(round_), 1) >= self.entry.active:
             self.notify()
 
-    def read(self, reader: Callable[[JobStore], _T]) -> _T:
-        return reader(self._store)
-
     def notify(self) -> None:
-        self._store.put(keys.NOTIFY, "1")
+        self.store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:
         """Return when the store has taken what was sent; it answers no write, but in order."""
-        self._store.has(keys.NOTIFY)
+        self.store.has(keys.NOTIFY)
 
     def _append(self, message: NodeMessage, round_: int) -> None:
         if message.kind in _OF_THE_END:
             # First: if the store is gone, the next one has to know.
             self._left = message
-        self._store.append_line(keys.messages(round_), encode(message))
+        self.store.append_line(keys.messages(round_), encode(message))
         if message.kind in _OF_A_ROUND:
             if round_ != self._said_in:
                 self._said_in, self._said = round_, {}

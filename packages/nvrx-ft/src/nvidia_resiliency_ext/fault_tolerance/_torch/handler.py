@@ -397,7 +397,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from None
 
     def _read(self, reader: Callable[[JobStore], _T]) -> _T:
-        return self._ask(lambda session: session.read(reader))
+        return self._ask(lambda session: reader(session.store))
 
     def _members(self) -> list[RoundMember]:
         """Return the nodes of the present round; none while one is open."""
