@@ -329,7 +329,6 @@ class Coordinator:
             entry=self.entry,
             messages=messages,
             quiet_s={node: now - at for node, (_, at) in self._leases.items()},
-            acknowledged=frozenset(n.node for n in messages if n.kind is Kind.ACKNOWLEDGED),
             entry_age_s=now - self._entry_at,
             me=self.me,
         )
