@@ -40,7 +40,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget, Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
@@ -161,7 +161,6 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
             elastic=elastic,
             use_infra_rank=plan.use_infra_group_rank,
         )
-        validate(placement)
         last_call_s = _seconds(conf, "last_call_timeout", last_call_s, or_zero=True)
         timeouts_of(plan)
     except (ValueError, RuntimeError) as error:

@@ -105,7 +105,7 @@ def check_texts(node: Arrival) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """What the job wants; the same on all nodes.
+    """What the job wants; the same on all nodes. Raises ValueError: it can never be fulfilled.
 
     Attributes:
         min_nodes: How many nodes train; with `elastic` the fewest.
@@ -124,6 +124,24 @@ class PlacementRules:
     one_launcher_per_addr: bool = True
     elastic: bool = False
     use_infra_rank: bool = True
+
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise ValueError(f"min_nodes must be at least 1, not {self.min_nodes}: see --nnodes")
+        if self.max_nodes < self.min_nodes:
+            raise ValueError(
+                f"max_nodes ({self.max_nodes}) is below min_nodes ({self.min_nodes}):"
+                " give --nnodes as MIN:MAX"
+            )
+        sizes = (("segment", self.segment), ("replacement_group_size", self.group_size))
+        for name, value in sizes:
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}; leave it out for none")
+        if self.segment is not None and self.min_nodes % self.segment:
+            raise ValueError(
+                f"segment ({self.segment}) does not divide min_nodes ({self.min_nodes}):"
+                " change --ft-segment or the first number of --nnodes"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,32 +175,13 @@ class NotEnough:
     reason: str
 
 
-def validate(rules: PlacementRules) -> None:
-    """Check that rules can be fulfilled at all. Raises ValueError."""
-    if rules.min_nodes < 1:
-        raise ValueError(f"min_nodes must be at least 1, not {rules.min_nodes}: see --nnodes")
-    if rules.max_nodes < rules.min_nodes:
-        raise ValueError(
-            f"max_nodes ({rules.max_nodes}) is below min_nodes ({rules.min_nodes}):"
-            " give --nnodes as MIN:MAX"
-        )
-    for name, value in (("segment", rules.segment), ("replacement_group_size", rules.group_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}; leave it out for none")
-    if rules.segment is not None and rules.min_nodes % rules.segment:
-        raise ValueError(
-            f"segment ({rules.segment}) does not divide min_nodes ({rules.min_nodes}):"
-            " change --ft-segment or the first number of --nnodes"
-        )
-
-
 def place(
     nodes: Iterable[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str] = frozenset()
 ) -> Placement | NotEnough:
     """Return who is active, with which rank; the order of `nodes` does not matter.
 
-    `validate` has passed the rules; `unhealthy_groups` may not be used. Raises PlacementError: Two
-    nodes claim one place, or a node lacks what segments need.
+    `unhealthy_groups` may not be used. Raises PlacementError: Two nodes claim one place, or a node
+    lacks what segments need.
     """
     everybody = sorted(nodes, key=lambda node: NodeIdentity.parse(node.node))
     _refuse_shared(
