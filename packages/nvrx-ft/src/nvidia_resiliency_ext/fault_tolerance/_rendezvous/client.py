@@ -70,35 +70,22 @@ def _store_gone(error: StoreLostError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What this node is in the job, and how long it waits. Times are seconds.
+    """What this node is in the job, and how long it waits. Times are seconds."""
 
-    Attributes:
-        arrival: What the coordinator must know of it, but for port, clock and earlier rank.
-        lease_s: Between two signs of life.
-        join_timeout_s: For an open round to close.
-        connect_timeout_s: For the job to appear in the store.
-        must_agree: By flag, what all nodes must have been started with alike.
-        answer_timeout_s: For a call that waits for nobody but the store.
-        master_port: Of rank 0 in every round; None: each has one of its own.
-        domain: Finds the NVLink domain, which may take long.
-        unfit_in: Returns why this node must not take part in a round, or None.
-        grows: Whether a node that comes late opens the next round while there is room.
-        max_nodes: How much room there is.
-        where: Where the nodes meet, in words.
-    """
-
-    arrival: Arrival
-    lease_s: float
-    join_timeout_s: float = 0.0
-    connect_timeout_s: float
+    arrival: Arrival  # What the coordinator must know of it, but for port, clock and earlier rank.
+    lease_s: float  # Between two signs of life.
+    join_timeout_s: float = 0.0  # For an open round to close.
+    connect_timeout_s: float  # For the job to appear in the store.
+    # By flag, what all nodes must have been started with alike.
     must_agree: Mapping[str, str] = field(default_factory=dict)
-    answer_timeout_s: float = 0.0
-    master_port: int | None = None
-    domain: Callable[[], str] = lambda: "none"
+    answer_timeout_s: float = 0.0  # For a call that waits for nobody but the store.
+    master_port: int | None = None  # Of rank 0 in every round; None: each has one of its own.
+    domain: Callable[[], str] = lambda: "none"  # Finds the NVLink domain, which may take long.
+    # Returns why this node must not take part in a round, or None.
     unfit_in: Callable[[int], Cause | None] = lambda _round: None
-    grows: bool = False
-    max_nodes: int = 1
-    where: str = ""
+    grows: bool = False  # Whether a node that comes late opens the next round while there is room.
+    max_nodes: int = 1  # How much room there is.
+    where: str = ""  # Where the nodes meet, in words.
 
 
 class NodeClient:
@@ -362,19 +349,11 @@ class NodeClient:
         """Leave this launcher's settings if it is the first; say how they differ from others'."""
         of_control = store.peek(keys.CONTROL_SETTINGS)
         self._is_controlled = of_control is not None
-        others = [self._first_settings(store)]
+        own, host = self._settings.must_agree, self._settings.arrival.host
+        different = differences(own, host, self._first_settings(store))
         if of_control is not None:
-            others.append(read_settings(of_control))
-        different = [
-            sentence
-            for theirs in others
-            for sentence in differences(
-                self._settings.must_agree, self._settings.arrival.host, theirs
-            )
-        ]
-        if not different:
-            return ""
-        return f"launchers were started differently: {'; '.join(different)}"
+            different += differences(own, host, read_settings(of_control))
+        return f"launchers were started differently: {'; '.join(different)}" if different else ""
 
     def _first_settings(self, store: JobStore) -> dict[str, str]:
         """Leave this launcher's settings if it is the first; return those of the first one.

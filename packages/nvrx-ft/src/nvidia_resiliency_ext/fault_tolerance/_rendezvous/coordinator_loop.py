@@ -65,35 +65,23 @@ class RoundFollower(Protocol):
 
 @dataclass(eq=False)
 class Coordinator:
-    """Decides the rounds of one job until it is over.
+    """Decides the rounds of one job until it is over."""
 
-    Args:
-        store: A connection for this thread alone.
-        rules: What decisions go by.
-        me: Name under which decisions are signed.
-        epoch: Which life of the store this is.
-        is_controlled: Whether the store outlives the nodes.
-        follower: Who is notified of rounds; for records.
-        on_bad_node: Called with a node that is lost, or that failed again and again.
-        denylist: Hosts that are to have no place where that can be.
-        stop: Makes `run` return soon; for a host that goes before the job is over.
-
-    Attributes:
-        entry: The last decision.
-    """
-
-    store: JobStore
+    store: JobStore  # A connection for this thread alone.
     rules: coordinator.CoordinatorRules
     _: KW_ONLY
-    me: str
-    epoch: str
+    me: str  # Signs the decisions.
+    epoch: str  # Which life of the store this is.
     clock: Clock
-    is_controlled: bool = False
-    follower: RoundFollower | None = None
+    is_controlled: bool = False  # Whether the store outlives the nodes.
+    follower: RoundFollower | None = None  # Who is notified of rounds; for records.
+    # Called with a node that is lost, named, or failed again and again.
     on_bad_node: Callable[[Cause], None] = lambda _: None
+    # Hosts that are to have no place where that can be.
     denylist: Denylist = field(default_factory=Denylist)
+    # Makes `run` return soon; for a host that goes before the job is over.
     stop: threading.Event = field(default_factory=threading.Event)
-    entry: Entry = field(init=False)
+    entry: Entry = field(init=False)  # The last decision.
 
     def __post_init__(self) -> None:
         self._log = DecisionLog(self.store)
@@ -184,7 +172,7 @@ class Coordinator:
     def _record_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self.rules.blame, self.clock.monotonic()
-        if cause is None or not cause.host or not restarts.is_of_the_node(cause.kind):
+        if cause is None or not cause.host or cause.kind not in restarts.OF_THE_NODE:
             return
         if cause.kind == "node_lost":
             self.on_bad_node(cause)

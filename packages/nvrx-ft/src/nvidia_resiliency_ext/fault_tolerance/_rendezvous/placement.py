@@ -105,25 +105,15 @@ def check_texts(node: Arrival) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """What the job wants; the same on all nodes. Raises ValueError: it can never be fulfilled.
+    """What the job wants; the same on all nodes. Raises ValueError: it can never be fulfilled."""
 
-    Attributes:
-        min_nodes: How many nodes train; with `elastic` the fewest.
-        max_nodes: With `elastic` the most; more may arrive and stand by.
-        segment: How many consecutive ranks must share an NVLink domain.
-        group_size: How many nodes a replacement group must have to be used.
-        one_launcher_per_addr: Whether two nodes with one address are an error.
-        elastic: Whether everybody up to `max_nodes` trains.
-        use_infra_rank: Whether infrastructure ranks give the order where all are known.
-    """
-
-    min_nodes: int
-    max_nodes: int
-    segment: int | None = None
-    group_size: int | None = None
-    one_launcher_per_addr: bool = True
-    elastic: bool = False
-    use_infra_rank: bool = True
+    min_nodes: int  # How many nodes train; with `elastic` the fewest.
+    max_nodes: int  # With `elastic` the most; more may arrive and stand by.
+    segment: int | None = None  # How many consecutive ranks must share an NVLink domain.
+    group_size: int | None = None  # How many nodes a replacement group must have to be used.
+    one_launcher_per_addr: bool = True  # Whether two nodes with one address are an error.
+    elastic: bool = False  # Whether everybody up to `max_nodes` trains.
+    use_infra_rank: bool = True  # Whether infrastructure ranks give the order where all are known.
 
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
@@ -146,19 +136,12 @@ class PlacementRules:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who trains and who stands by.
+    """Who trains and who stands by."""
 
-    Attributes:
-        active: The index is the group rank.
-        standby: Numbered on from there, in this order.
-        excluded: Nodes of unhealthy or incomplete replacement groups; numbered last.
-        why_excluded: What is wrong with these groups.
-    """
-
-    active: tuple[Arrival, ...]
-    standby: tuple[Arrival, ...]
-    excluded: tuple[Arrival, ...]
-    why_excluded: str = ""
+    active: tuple[Arrival, ...]  # The index is the group rank.
+    standby: tuple[Arrival, ...]  # Numbered on from there, in this order.
+    excluded: tuple[Arrival, ...]  # Of unhealthy or incomplete replacement groups; numbered last.
+    why_excluded: str = ""  # What is wrong with these groups.
 
     def without(self, nodes: Collection[Arrival], why: str) -> Placement:
         """Return the same with further nodes that are excluded."""
