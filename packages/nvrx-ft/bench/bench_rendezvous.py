@@ -137,7 +137,6 @@ class Node(threading.Thread):
     def __init__(self, port: int, index: int) -> None:
         super().__init__(daemon=True)
         self.store = connect(port)
-        self.session = NodeSession(self.store, name(index), f"node{index:05}")
         self.index = index
         self.at: dict[int, float] = {}
         self.done: dict[int, float] = {}
@@ -145,8 +144,9 @@ class Node(threading.Thread):
 
     def run(self) -> None:
         """Follow the job to its end."""
-        seq = self.session.attach(LIMIT_S).seq
-        self.session.arrive(arrival(self.index, None))
+        session = NodeSession(self.store, name(self.index), f"node{self.index:05}", LIMIT_S)
+        seq = session.entry.seq
+        session.arrive(arrival(self.index, None))
         log, rank = DecisionLog(self.store), None
         while True:
             entry = log.wait_for(seq + 1, LIMIT_S)
@@ -154,15 +154,15 @@ class Node(threading.Thread):
                 continue
             seq = entry.seq
             self.at[seq] = time.monotonic()
-            news = self.session.take(entry)
+            news = session.take(entry)
             self.done[seq] = time.monotonic()
             if isinstance(news, Over):
-                self.session.tell(Kind.GOODBYE)
+                session.send(Kind.GOODBYE)
                 return
             if isinstance(news, Placed):
                 rank = news.assignment.group_rank
             if isinstance(news, Opened):
-                self.session.arrive(arrival(self.index, rank))
+                session.arrive(arrival(self.index, rank))
             self.ops[seq] = self.store.operations
 
 
@@ -178,7 +178,7 @@ def run_nodes(port: int, first: int, count: int) -> None:
         pause = threading.Event()
         while True:
             for node in nodes:
-                leases.count(keys.lease(node.session.node), 1)
+                leases.count(keys.lease(name(node.index)), 1)
                 pause.wait(LEASE_S / count)
 
     threading.Thread(target=renew, daemon=True).start()
@@ -305,8 +305,8 @@ def measure(nodes: int, repeats: int, idle_s: float) -> dict[str, Any]:
     rounds: list[dict[str, float]] = []
     with crew(nodes, "nodes") as (host, port, children):
         own = connect(port)
-        session, log = NodeSession(own, name(nodes - 1), "last"), DecisionLog(own)
-        seq = session.attach(LIMIT_S).seq
+        session, log = NodeSession(own, name(nodes - 1), "last", LIMIT_S), DecisionLog(own)
+        seq = session.entry.seq
         wait_for_others(own, 0, nodes - 1)
         session.arrive(arrival(nodes - 1, None))
         seq, news = follow(session, log, seq)

@@ -30,18 +30,13 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
 from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 ACTIVE = [Arrival("n1_1_0", "a1", "n1"), Arrival("n2_1_0", "n2")]
 WAITING = [Arrival("n3_1_0", "a3", "n3")]
-
-
-def closed(round_: int) -> Entry:
-    """Return a closed round."""
-    return Entry(seq=1, phase=Phase.CLOSED, round=round_)
 
 
 def content(folder: Path, cycle: int) -> dict[str, str]:
@@ -78,7 +73,7 @@ def test_a_cycle_outlives_its_host(tmp_path: Path) -> None:
     before = content(tmp_path, 4)
     assert (before["cycle_end_time"], before["standby_nodes"]) == ("", "n3")
     with services(tmp_path) as second:
-        second.goes_on(closed(4), ACTIVE)
+        second.begins(4, ACTIVE, goes_on=True)
         second.ended(4)
         second.ended(4)
     after = content(tmp_path, 4)
@@ -93,7 +88,7 @@ def test_a_cycle_that_was_ended_too_early_goes_on(tmp_path: Path) -> None:
         first.begins(0, ACTIVE, WAITING)
     assert content(tmp_path, 0)["cycle_end_time"] > ""
     with services(tmp_path, job_goes_on=True) as second:
-        second.goes_on(closed(0), ACTIVE)
+        second.begins(0, ACTIVE, goes_on=True)
     assert (content(tmp_path, 0)["cycle_end_time"], content(tmp_path, 0)["generation"]) == ("", "2")
 
 
@@ -101,7 +96,7 @@ def test_a_cycle_without_a_file_gets_one(tmp_path: Path) -> None:
     """A host whose predecessor wrote nothing describes the cycle itself; an end alone is none."""
     with services(tmp_path, job_goes_on=True) as made:
         made.ended(2)
-        made.goes_on(closed(3), ACTIVE)
+        made.begins(3, ACTIVE, goes_on=True)
     assert content(tmp_path, 3)["active_nodes"] == "n[1-2]"
     assert os.readlink(tmp_path / "cycle_info.j.current") == "cycle_info.j.0.3"
     assert not (tmp_path / "cycle_info.j.0.2").exists()

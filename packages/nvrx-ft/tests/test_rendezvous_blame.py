@@ -118,7 +118,7 @@ def test_the_rules_travel_to_a_control_plane():
 
 def test_only_failures_of_the_node_count():
     """A node that was drained, or a job that began anew, is nobody's fault."""
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import is_of_the_node
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import OF_THE_NODE
 
-    assert is_of_the_node(Cause("killed", "").kind)
-    assert not any(map(is_of_the_node, ("drained", "left", "opened", "mismatch")))
+    assert Cause("killed", "").kind in OF_THE_NODE
+    assert OF_THE_NODE.isdisjoint(("drained", "left", "opened", "mismatch"))

@@ -58,6 +58,11 @@ def came(*indices: int) -> tuple[NodeMessage, ...]:
     )
 
 
+def knows(*indices: int) -> tuple[NodeMessage, ...]:
+    """Return the messages of nodes that know that the round is open."""
+    return tuple(NodeMessage(Kind.ACKNOWLEDGED, name(index)) for index in indices)
+
+
 def state(index: int, what: WorkerState) -> NodeMessage:
     """Return a node's message on its workers."""
     cause = None if what is WorkerState.SUCCEEDED else CAUSE
@@ -199,25 +204,25 @@ def test_who_is_lost_after_arriving_is_not_placed() -> None:
 def test_a_restart_waits_for_those_active_before_who_live_and_know() -> None:
     """With a spare there, a survivor that knows of the round is given a last call, no longer."""
     by = rules(3, most=4, last_call_s=1.0)
-    view: dict[str, Any] = {"quiet_s": ALIVE, "acknowledged": frozenset(map(name, range(3)))}
-    first = ask(by, THREE, REOPENED, *came(0, 1, 3), **view)
+    messages = (*knows(0, 1, 2), *came(0, 1, 3))
+    first = ask(by, THREE, REOPENED, *messages, quiet_s=ALIVE)
     assert isinstance(first, Wait)
     assert first.is_last_call
     assert "node2" in first.why
     waited = dataclasses.replace(THREE, enough_since=NOW - 1.0)
-    assert closes(ask(by, waited, REOPENED, *came(0, 1, 3), **view))
+    assert closes(ask(by, waited, REOPENED, *messages, quiet_s=ALIVE))
 
 
 def test_nobody_starts_beside_a_node_that_may_train_on() -> None:
     """A survivor of which there is no sign is waited for until its lease has expired."""
     by = rules(3, most=4)
     waited = dataclasses.replace(THREE, enough_since=NOW - LOST_S)
-    knows = frozenset({name(0), name(1)})
-    decision = ask(by, waited, REOPENED, *came(0, 1, 3), quiet_s=ALIVE, acknowledged=knows)
+    messages = (*knows(0, 1), *came(0, 1, 3))
+    decision = ask(by, waited, REOPENED, *messages, quiet_s=ALIVE)
     assert isinstance(decision, Wait)
     assert "node2" in decision.why
     gone = quiet(n0=0.1, n1=0.1, n2=LOST_S)
-    decision = ask(by, waited, REOPENED, *came(0, 1, 3), quiet_s=gone, acknowledged=knows)
+    decision = ask(by, waited, REOPENED, *messages, quiet_s=gone)
     assert closes(decision)
 
 
@@ -418,8 +423,10 @@ def crew(served: Served) -> Callable[[int], Crew]:
 
     def make(count: int) -> Crew:
         stores = [served.connect() for _ in range(count)]
-        sessions = [NodeSession(one, name(i), f"node{i}") for i, one in enumerate(stores)]
-        seqs = [session.attach(DEADLINE_S).seq for session in sessions]
+        sessions = [
+            NodeSession(one, name(i), f"node{i}", DEADLINE_S) for i, one in enumerate(stores)
+        ]
+        seqs = [session.entry.seq for session in sessions]
         return Crew(served, sessions, stores, seqs)
 
     return make
@@ -615,7 +622,8 @@ def test_messages_of_a_round_gone_by_change_nothing(
         for index in range(2):
             nodes.follow(index)
         nodes.sessions[1].succeeded(0)
-        nodes.sessions[1].broken(0, WorkerState.FAILED, CAUSE)
+        failed = WorkerState.FAILED
+        nodes.sessions[1].send(Kind.STATE, in_round=0, state=failed, cause=CAUSE)
         nodes.arrive()
         for index in range(2):
             assert isinstance(nodes.follow(index), Placed)
@@ -662,7 +670,7 @@ def test_the_cause_of_a_restart_reaches_a_node_that_asked_for_it_too(
         for index in range(2):
             nodes.sessions[index].open_next(0, Cause("exit", f"on {index}"))
         assert [nodes.follow(index) for index in range(2)] == [None, None]
-        assert {session.entry.round for session in nodes.sessions if session.entry} == {1}
+        assert {session.entry.round for session in nodes.sessions} == {1}
         nodes.sessions[0].end("failure", CAUSE)
         nodes.sessions[1].end("graceful", None)
         assert nodes.follow(0) is None

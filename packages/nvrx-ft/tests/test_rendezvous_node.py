@@ -24,8 +24,10 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import (
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
+    Entry,
     ForeignValueError,
     Kind,
+    Phase,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
@@ -76,7 +78,6 @@ class Beside:
 
     def _arrive(self, session: NodeSession, index: int) -> None:
         if not session.arrive(arrival(index)):
-            assert session.entry is not None
             self.event.put(SpareNode(session.entry))  # as a launcher does
 
 
@@ -222,7 +223,7 @@ def test_closing_returns_though_a_call_hangs(served: Served, beside: Callable[..
 
         def stuck(session: NodeSession) -> None:
             entered.set()
-            session._store.counters(["missing"])
+            session.store.counters(["missing"])
 
         one.threads.submit(stuck)
         assert entered.wait(DEADLINE_S)
@@ -305,7 +306,8 @@ class Session(NodeSession):
     """A session whose steps are noted, and take a second."""
 
     def __init__(self, clock: "Seconds") -> None:
-        self.node, self.entry, self._notified, self._clock = name(0), None, None, clock
+        self.node, self.entry, self._notified = name(0), Entry(0, Phase.OPEN, 0), None
+        self._clock = clock
         self.done: list[tuple[str, float]] = []
 
     def _step(self, what: str) -> None:
@@ -347,7 +349,7 @@ def test_a_lease_that_has_expired_is_not_renewed_over_another_store(
     session = Session(clock)
     store: Any = types.SimpleNamespace(create=lambda _, text: text)
     monkeypatch.setattr(made, "_start_watch", lambda *_: None)
-    made._confirmed_at = clock.now - away_s
+    made.confirmed_at = clock.now - away_s
     if away_s < 30.0:
         made._resume(session, store)
         assert session.done == [("resume", 100.0), ("lease", 101.0)]

@@ -18,7 +18,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import (
     check_texts,
     place,
     summary,
-    validate,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 
@@ -418,24 +417,24 @@ def test_an_identity_is_its_text():
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (PlacementRules(0, 0), "min_nodes must be at least 1, not 0: see --nnodes"),
-        (PlacementRules(3, 2), r"max_nodes \(2\) is below min_nodes \(3\): give --nnodes as"),
-        (PlacementRules(4, 4, segment=0), "segment must be at least 1, not 0; leave it out"),
-        (PlacementRules(4, 4, segment=3), r"segment \(3\) does not divide min_nodes \(4\)"),
-        (PlacementRules(4, 4, segment=8), r"segment \(8\) does not divide min_nodes \(4\)"),
-        (PlacementRules(4, 4, group_size=-1), "replacement_group_size must be at least 1, not -1"),
+        ((0, 0), "min_nodes must be at least 1, not 0: see --nnodes"),
+        ((3, 2), r"max_nodes \(2\) is below min_nodes \(3\): give --nnodes as"),
+        ((4, 4, 0), "segment must be at least 1, not 0; leave it out"),
+        ((4, 4, 3), r"segment \(3\) does not divide min_nodes \(4\)"),
+        ((4, 4, 8), r"segment \(8\) does not divide min_nodes \(4\)"),
+        ((4, 4, None, -1), "replacement_group_size must be at least 1, not -1"),
     ],
 )
 def test_rules_that_cannot_be_fulfilled(wanted, message):
     """Impossible values are refused by name, with the remedy."""
     with pytest.raises(ValueError, match=message):
-        validate(wanted)
+        PlacementRules(*wanted)
 
 
 def test_rules_that_can_be_fulfilled():
     """Spares, segments and groups that do not divide anything else are fine."""
-    validate(PlacementRules(4, 7, segment=2, group_size=3))
-    validate(PlacementRules(1, 1))
+    assert PlacementRules(4, 7, segment=2, group_size=3).max_nodes == 7
+    assert PlacementRules(1, 1).max_nodes == 1
 
 
 # What holds for any nodes ------------------------------------------------------------------------

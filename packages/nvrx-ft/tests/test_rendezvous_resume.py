@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
     RoundFollower,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, resume_state_from
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement, PlacementRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
     Entry,
@@ -92,18 +92,24 @@ class Followed(RoundFollower):
     def __init__(self) -> None:
         self.notified: list[Any] = []
 
-    def closed(self, entry: Entry, placement: Placement) -> None:
+    def begins(
+        self,
+        cycle: int,
+        active: Sequence[Arrival],
+        waiting: Sequence[Arrival] = (),
+        *,
+        goes_on: bool = False,
+    ) -> None:
         """Record it."""
-        nodes = (*placement.active, *placement.standby, *placement.excluded)
-        self.notified.append(("closed", entry.round, sorted(node.host for node in nodes)))
+        if goes_on:
+            self.notified.append(("goes on", cycle, [node.host for node in active]))
+        else:
+            nodes = sorted(node.host for node in (*active, *waiting))
+            self.notified.append(("closed", cycle, nodes))
 
-    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
+    def ended(self, cycle: int, cause: Cause | None = None) -> None:  # noqa: ARG002
         """Record it."""
-        self.notified.append(("goes on", entry.round, [node.host for node in active]))
-
-    def ended(self, round_: int, cause: Cause | None = None) -> None:  # noqa: ARG002
-        """Record it."""
-        self.notified.append(("ended", round_))
+        self.notified.append(("ended", cycle))
 
 
 class Plane:
@@ -202,8 +208,7 @@ class Node:
 
     def __init__(self, index: int, plane: Plane) -> None:
         self._store = plane.served.connect()
-        self._session = NodeSession(self._store, name(index), f"node{index}")
-        self._session.attach(DEADLINE_S)
+        self._session = NodeSession(self._store, name(index), f"node{index}", DEADLINE_S)
         self._session.arrive(arrival(index))
 
     def next(self) -> SessionEvent | None:

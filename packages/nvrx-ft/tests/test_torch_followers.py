@@ -17,8 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     CoordinatorServices,
     ServicesPlan,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry, Phase
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import services_of
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
@@ -28,7 +27,7 @@ def node(index: int) -> Arrival:
     return Arrival(f"h{index}_1_0", f"host{index}", f"a{index}", infra_rank=index)
 
 
-PLACED = Placement(active=(node(0), node(1)), standby=(node(2),), excluded=())
+ACTIVE, WAITING = (node(0), node(1)), (node(2),)
 
 
 @contextlib.contextmanager
@@ -45,11 +44,6 @@ def services(**conf: Any) -> Iterator[tuple[CoordinatorServices, list[str]]]:
         made.close()
 
 
-def closed(round_: int) -> Entry:
-    """Return a closed round."""
-    return Entry(seq=round_, phase=Phase.CLOSED, round=round_, active=2)
-
-
 @pytest.fixture
 def service() -> Iterator[AttributionService]:
     """Give a service that says STOP."""
@@ -61,9 +55,9 @@ def service() -> Iterator[AttributionService]:
 def test_files_about_cycles_are_written_and_finished(tmp_path: Path) -> None:
     """Each closed round has a file with its nodes; the end of it is written, too."""
     with services(cycle_info_dir=str(tmp_path)) as (made, _):
-        made.closed(closed(0), PLACED)
+        made.begins(0, ACTIVE, WAITING)
         # The store host may be a spare that sees rounds close only.
-        made.closed(closed(1), PLACED)
+        made.begins(1, ACTIVE, WAITING)
         made.end_cycle_info()
         made.end_cycle_info()
         first, second = (json.loads((tmp_path / f"cycle_info..0.{i}").read_text()) for i in (0, 1))
@@ -82,7 +76,7 @@ def test_stop_is_known_where_it_is_to_be_obeyed(
         attribution_enforce_stop=enforces,
         cycle_log_prefix="/l/job.log",
     ) as (made, stops):
-        made.closed(closed(4), PLACED)
+        made.begins(4, ACTIVE, WAITING)
         made.ended(4)
         made.ended(4)
         deadline = time.monotonic() + LIMIT_S
@@ -97,7 +91,7 @@ def test_nothing_asked_for_is_nothing() -> None:
     """Without parameters there is nobody to tell, and no STOP."""
     assert services_of({}) == ServicesPlan()
     with services() as (made, stops):
-        made.closed(closed(0), PLACED)
+        made.begins(0, ACTIVE, WAITING)
     assert not stops
 
 

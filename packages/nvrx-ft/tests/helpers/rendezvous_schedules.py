@@ -224,7 +224,6 @@ class Node(threading.Thread):
         arrival = Arrival(node=name, addr=name.split("_")[0], host=name, previous_rank=rank)
 
         def arrive(session: NodeSession) -> None:
-            assert session.entry is not None
             if session.entry.phase is Phase.OVER:
                 self.event.put(Over(session.entry))
             elif not session.arrive(arrival):
@@ -316,10 +315,10 @@ class Schedule:
         stop = threading.Event()
 
         class Follower(RoundFollower):
-            def closed(_, entry: Entry, placement: Any) -> None:  # noqa: N805
-                names = [candidate.node for candidate in placement.active]
-                if self.seen.placements.setdefault(entry.round, names) is not names:
-                    raise ScheduleError(f"round {entry.round} was closed twice")
+            def begins(_, cycle: int, active: Any, *_more: Any, **_how: Any) -> None:  # noqa: N805
+                names = [candidate.node for candidate in active]
+                if self.seen.placements.setdefault(cycle, names) is not names:
+                    raise ScheduleError(f"round {cycle} was closed twice")
 
         host.__init__(  # type: ignore[misc]
             clean,
@@ -351,9 +350,8 @@ class Schedule:
     def _haunt(self) -> None:
         """Open a round of long ago, as a node does whose process was stopped meanwhile."""
         client = SlowStore(self.port, self.prefix, random.Random(self.seed + 2), None)
-        session = NodeSession(client, "10.0.9.9_1_0", "ghost")
-        log = session._log
-        entry = session.attach(LIMIT_S)
+        session = NodeSession(client, "10.0.9.9_1_0", "ghost", LIMIT_S)
+        log, entry = session._log, session.entry
         rng = random.Random(self.seed + 3)
         stop_at = entry.seq + rng.randint(0, 6)
         while entry.phase is not Phase.OVER and entry.seq < stop_at:

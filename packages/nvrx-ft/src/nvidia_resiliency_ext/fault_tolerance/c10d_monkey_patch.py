@@ -123,7 +123,9 @@ def _wait_for_tcp_store_server(
             max_wait_seconds,
             SystemClock(),
             stop,
-            probing=endpoint.Probing(probe_timeout_seconds, longest_s, jitter),
+            try_s=probe_timeout_seconds,
+            longest_pause_s=longest_s,
+            spread=jitter,
         )
     except endpoint.EndpointError as error:
         raise TimeoutError(str(error)) from None

@@ -35,12 +35,12 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import Coordi
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
     DEFAULT_PORT,
-    Probing,
+    LONGEST_PAUSE_S,
     claim,
     read_token,
     wait_until_reachable,
 )
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget, Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
@@ -161,7 +161,6 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
             elastic=elastic,
             use_infra_rank=plan.use_infra_group_rank,
         )
-        validate(placement)
         last_call_s = _seconds(conf, "last_call_timeout", last_call_s, or_zero=True)
         timeouts_of(plan)
     except (ValueError, RuntimeError) as error:
@@ -339,13 +338,14 @@ class StoreConnector:
         """Connect within `timeout_s`; `refused`: see `wait_until_reachable`."""
         patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, self.lease_s)
         at = (self.endpoint.host, self.endpoint.port)
-        longest_s = min(Probing().longest_pause_s, LEASES_BETWEEN_PROBES * self.lease_s)
-        probing = Probing(longest_pause_s=longest_s)
+        longest_s = min(LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * self.lease_s)
         deadline = self.clock.monotonic() + self.timeout_s
         has_warned = False
         while True:
             left_s = deadline - self.clock.monotonic()
-            wait_until_reachable(*at, left_s, self.clock, self.stop, refused, probing=probing)
+            wait_until_reachable(
+                *at, left_s, self.clock, self.stop, refused, longest_pause_s=longest_s
+            )
             began, limit_s = self.clock.monotonic(), max(1.0, left_s)
             try:
                 store = connect(*at, self.prefix, self.secret, limit_s, min(patience_s, limit_s))

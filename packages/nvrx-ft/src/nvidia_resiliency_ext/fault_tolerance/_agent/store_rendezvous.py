@@ -115,11 +115,11 @@ class StoreRendezvous(Rendezvous):
         self._client.submit(lambda session: session.succeeded(round_))
 
     def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        round_, state = (
-            self._round,
-            records.WorkerState.FAILED if all_gone else records.WorkerState.UNHEALTHY,
+        round_, kind = self._round, records.Kind.STATE
+        state = records.WorkerState.FAILED if all_gone else records.WorkerState.UNHEALTHY
+        self._client.submit(
+            lambda session: session.send(kind, in_round=round_, state=state, cause=cause)
         )
-        self._client.submit(lambda session: session.broken(round_, state, cause))
 
     def leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
@@ -147,8 +147,10 @@ class StoreRendezvous(Rendezvous):
         self._client.submit(lambda session: session.send(records.Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
-        round_, states = self._round, tuple(ranks)
-        self._client.submit(lambda session: session.hung(round_, states, accusation))
+        round_, kind, states = self._round, records.Kind.HUNG, tuple(ranks)
+        self._client.submit(
+            lambda session: session.send(kind, in_round=round_, ranks=states, cause=accusation)
+        )
 
     @property
     def must_stay(self) -> bool:
@@ -183,7 +185,6 @@ class StoreRendezvous(Rendezvous):
             clock=round(self.clock.monotonic() + self._wall_ahead_s, 3),
         )
         entry = session.entry
-        assert entry is not None
         if entry.phase is records.Phase.OVER:
             self._push(Over(entry))
             return

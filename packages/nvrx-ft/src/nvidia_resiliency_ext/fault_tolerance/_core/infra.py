@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
@@ -109,7 +110,7 @@ def compact_nodes(addrs: Iterable[str]) -> str:
     names_by_domain: dict[str, list[str]] = {}
     for addr in addrs:
         name, dot, domain = addr.partition(".")
-        if _is_ip_address(addr):
+        if ":" in addr or not addr.strip("0123456789."):  # an IP address
             name, dot, domain = addr, "", ""
         names_by_domain.setdefault(dot + domain, []).append(name)
     parts: list[str] = []
@@ -130,10 +131,6 @@ def ranks_to_range_str(ranks: Iterable[int]) -> str:
     return format_runs(ranks)
 
 
-def _is_ip_address(addr: str) -> bool:
-    return ":" in addr or not addr.strip("0123456789.")
-
-
 def _natural_key(text: str) -> list[tuple[int, int | str]]:
     parts = (part for part in re.split(r"(\d+)", text) if part)
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
@@ -142,11 +139,6 @@ def _natural_key(text: str) -> list[tuple[int, int | str]]:
 _Environment = Mapping[str, str]
 
 _NODES_PER_BLOCK_UNKNOWN: Final = 10**10
-
-
-class _Rule(NamedTuple):
-    rank: Callable[[_Environment], int | None]
-    by_topology: bool = False
 
 
 def get_infrastructure_rank(skip_nodename_logic: bool = False) -> int:
@@ -163,11 +155,12 @@ def get_infrastructure_rank(skip_nodename_logic: bool = False) -> int:
 
 def infrastructure_rank(environ: _Environment, *, skip_nodename_logic: bool = False) -> int:
     """Return the infrastructure rank that follows from `environ`; see `get_infrastructure_rank`."""
-    for rule in _RULES:
-        if not (skip_nodename_logic and rule.by_topology):
-            rank = rule.rank(environ)
-            if rank is not None:
-                return rank
+    for rank_of in _RULES:
+        if skip_nodename_logic and rank_of in _BY_TOPOLOGY:
+            continue
+        rank = rank_of(environ)
+        if rank is not None:
+            return rank
     if environ.get(_env.SLURM_JOB_ID):
         raise RuntimeError(
             "running under Slurm (SLURM_JOB_ID is set), but none of SLURM_PROCID, GROUP_RANK and"
@@ -203,15 +196,14 @@ def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname:
 
 def nodes_per_array_task(environ: _Environment) -> int:
     """Return the nodes of each task of this array. Raises ValueError, or RuntimeError for none."""
-    nodes = _optional_int(environ, _env.SLURM_NNODES)
-    if nodes is None:
-        nodes = _optional_int(environ, _env.SLURM_JOB_NUM_NODES)
-    if nodes is None:
-        raise RuntimeError(
-            "in a Slurm job array the nodes per task are needed, but neither SLURM_NNODES nor"
-            " SLURM_JOB_NUM_NODES is set"
-        )
-    return nodes
+    for name in (_env.SLURM_NNODES, _env.SLURM_JOB_NUM_NODES):
+        nodes = _optional_int(environ, name)
+        if nodes is not None:
+            return nodes
+    raise RuntimeError(
+        "in a Slurm job array the nodes per task are needed, but neither SLURM_NNODES nor"
+        " SLURM_JOB_NUM_NODES is set"
+    )
 
 
 def _node_name_rank(environ: _Environment) -> int | None:
@@ -257,25 +249,6 @@ def _array_rank(environ: _Environment) -> int | None:
     return task * nodes_per_array_task(environ) + process
 
 
-def _slurm_rank(environ: _Environment) -> int | None:
-    return _optional_int(environ, _env.SLURM_PROCID)
-
-
-_RULES: Final = (
-    _Rule(_node_name_rank, by_topology=True),
-    _Rule(lambda environ: _optional_int(environ, _env.CROSS_SLURM_PROCID)),
-    _Rule(_topology_rank, by_topology=True),
-    _Rule(_array_rank),
-    _Rule(_slurm_rank),
-    _Rule(lambda environ: _optional_int(environ, _env.GROUP_RANK)),
-)
-
-
-def _digits(text: str) -> int | None:
-    digits = "".join(character for character in text if character in "0123456789")
-    return int(digits) if digits else None
-
-
 def _optional_int(environ: _Environment, name: str) -> int | None:
     text = environ.get(name)
     if not text:
@@ -284,6 +257,26 @@ def _optional_int(environ: _Environment, name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a whole number") from None
+
+
+def _slurm_rank(environ: _Environment) -> int | None:
+    return _optional_int(environ, _env.SLURM_PROCID)
+
+
+_RULES: Final[tuple[Callable[[_Environment], int | None], ...]] = (
+    _node_name_rank,
+    partial(_optional_int, name=_env.CROSS_SLURM_PROCID),
+    _topology_rank,
+    _array_rank,
+    _slurm_rank,
+    partial(_optional_int, name=_env.GROUP_RANK),
+)
+_BY_TOPOLOGY: Final = (_node_name_rank, _topology_rank)
+
+
+def _digits(text: str) -> int | None:
+    digits = "".join(character for character in text if character in "0123456789")
+    return int(digits) if digits else None
 
 
 def replacement_group_id(environ: Mapping[str, str]) -> str | None:

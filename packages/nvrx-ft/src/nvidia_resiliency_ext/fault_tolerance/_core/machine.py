@@ -121,6 +121,13 @@ def agreed_call(calls: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Caused:
+    """Events and effects that say nothing but why."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class RoundReady:
     """Rendezvous is complete; `local_ranks` are to be started here."""
 
@@ -152,11 +159,8 @@ class JoinTimedOut:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeUnfit:
+class NodeUnfit(_Caused):
     """This node failed its health check before it joined a round."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +188,8 @@ class WorkerExited:
     is_hopeless: bool = False  # See `start_failures.py`.
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStuck:
+class WorkerStuck(_Caused):
     """A worker survived SIGKILL: the kernel holds it, and it will not exit."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +205,8 @@ class HangEvaluated:
     no_progress: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
+class StartFailed(_Caused):
     """The workers could not be started; the machine said why."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,18 +246,12 @@ class RequestReceived:
     description: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(_Caused):
     """This node must go soon; as an effect: tell the other nodes."""
 
-    cause: Cause
 
-
-@dataclass(frozen=True, slots=True)
-class RoundLeaves:
+class RoundLeaves(_Caused):
     """The ranks of all nodes are to save and leave; as an effect: ask those of this one."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,11 +318,8 @@ class ReportFault:
     restarts_left: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpenNextRound:
+class OpenNextRound(_Caused):
     """Tell the other nodes that a restart begins, and why."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +343,8 @@ class ReportBroken:
     all_gone: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveRendezvous:
+class LeaveRendezvous(_Caused):
     """Tell the other nodes that this one takes part no longer."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,8 @@ from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 
 logger = logging.getLogger("nvrx")
 
-# CUlimit values of the driver's stable interface.
-_STACK_SIZE: Final = 0
-_PRINTF_FIFO_SIZE: Final = 1
-_MALLOC_HEAP_SIZE: Final = 2
-
-# The driver rounds these up to what it needs at least.
-_SMALLEST_BYTES: Final = {_STACK_SIZE: 1, _PRINTF_FIFO_SIZE: 1, _MALLOC_HEAP_SIZE: 1}
+# The stack, the printf FIFO and the malloc heap: CUlimit values of the driver's stable interface.
+_CUDA_LIMITS: Final = (0, 1, 2)
 
 
 def reduce_cuda_ctx_size() -> None:
@@ -44,8 +39,9 @@ def reduce_cuda_ctx_size() -> None:
     context = ctypes.c_void_p()
     if driver.cuCtxGetCurrent(ctypes.byref(context)) != 0 or not context.value:
         return
-    for limit, size_bytes in _SMALLEST_BYTES.items():
-        status = driver.cuCtxSetLimit(ctypes.c_int(limit), ctypes.c_size_t(size_bytes))
+    for limit in _CUDA_LIMITS:
+        # The driver rounds a byte up to what it needs at least.
+        status = driver.cuCtxSetLimit(ctypes.c_int(limit), ctypes.c_size_t(1))
         if status != 0:
             logger.debug("cuCtxSetLimit(%d) answered %d", limit, status)
 

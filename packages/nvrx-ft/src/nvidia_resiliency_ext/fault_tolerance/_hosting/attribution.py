@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
@@ -378,8 +377,13 @@ class AttributionWatch:
         logger.error(
             "attribution: STOP, a restart is useless (%d so far): %s: %s", count, log_path, reason
         )
+
+        def stop() -> None:
+            if not self._is_closed:
+                self.on_stop(reason or log_path)
+
         if client.stop_requested():
-            self.post(partial(self._stop_unless_closed, reason or log_path))
+            self.post(stop)
 
     def _on_bad_nodes(self, nodes: tuple[str, ...], log_path: str, reason: str) -> None:
         """Take the names of bad nodes, in the client's thread."""
@@ -387,7 +391,3 @@ class AttributionWatch:
         logger.warning("attribution: bad nodes: %s: %s: %s", names, log_path, reason)
         if self.on_nodes is not None:
             self.on_nodes(nodes, reason or log_path)
-
-    def _stop_unless_closed(self, reason: str) -> None:
-        if not self._is_closed:
-            self.on_stop(reason)

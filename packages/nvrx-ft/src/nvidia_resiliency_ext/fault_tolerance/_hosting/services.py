@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import AttributionWatch
     from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import Placement
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival, Entry
-    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import (
-        CycleInfoReporter,
-        CycleInfoRoundSnapshot,
-    )
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
+    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
     from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
@@ -65,19 +61,6 @@ def make_token(path: str) -> str:
 def write_token(path: str, token: str) -> None:
     """Put a token into a file that only we may read."""
     atomic_write(path, token.encode())
-
-
-def _snapshot(
-    cycle: int, active: Sequence[Arrival], waiting: Sequence[Arrival]
-) -> CycleInfoRoundSnapshot:
-    from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
-
-    return CycleInfoRoundSnapshot(
-        cycle,
-        [one.host or one.addr for one in active],
-        [one.host or one.addr for one in waiting],
-        [one.infra_rank if one.infra_rank >= 0 else rank for rank, one in enumerate(active)],
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +105,13 @@ class CoordinatorServices:
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._open_servers()
-            self._open_info()
+            directory = self.plan.fault_tol_cfg.cycle_info_dir
+            if directory is not None:
+                from nvidia_resiliency_ext.fault_tolerance._report import cycle_files
+
+                self._reporter = cycle_files.CycleInfoReporter(
+                    directory, self.plan.logs.applog_prefix, self.plan.cycle_info_job_id
+                )
             on_failure.pop_all()
 
     def _open_servers(self) -> None:
@@ -151,16 +140,6 @@ class CoordinatorServices:
             *(self.address, token.path, self.environ, self.loop, self.clock),
         )
         self._servers.start()
-
-    def _open_info(self) -> None:
-        plan = self.plan
-        directory = plan.fault_tol_cfg.cycle_info_dir
-        if directory is not None:
-            from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoReporter
-
-            self._reporter = CycleInfoReporter(
-                directory, plan.logs.applog_prefix, plan.cycle_info_job_id
-            )
 
     def follow_attribution(
         self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]
@@ -207,32 +186,37 @@ class CoordinatorServices:
 
     # While the job runs ------------------------------------------------------------------------
 
-    def closed(self, entry: Entry, placement: Placement) -> None:
-        """Record a closed round of the coordinator."""
-        waiting = (*placement.standby, *placement.excluded)
-        self.begins(entry.round, placement.active, waiting)
-
     def begins(
-        self, cycle: int, active: Sequence[Arrival], waiting: Sequence[Arrival] = ()
+        self,
+        cycle: int,
+        active: Sequence[Arrival],
+        waiting: Sequence[Arrival] = (),
+        *,
+        goes_on: bool = False,
     ) -> None:
-        """Record that the workers of a cycle start now on the active nodes, by rank."""
-        self.cycle = cycle
-        watch, reporter = self._watch, self._reporter
-        if watch is not None:
-            watch.begin(cycle)
-        if reporter is not None:
-            reporter.report_cycle_start(_snapshot(cycle, active, waiting))
+        """Record that the workers of a cycle start now on the active nodes, by rank.
 
-    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
-        """Record that a cycle goes on that a host before this one saw begin."""
-        cycle = self.cycle = entry.round
+        A cycle that `goes_on` was seen to begin by a host before this one.
+        """
+        self.cycle = cycle
         servers, watch, reporter = self._servers, self._watch, self._reporter
-        if servers is not None:
+        if goes_on and servers is not None:
             servers.expect_nodes()
         if watch is not None:
             watch.begin(cycle)
-        if reporter is not None:
-            reporter.report_cycle_goes_on(_snapshot(cycle, active, ()))
+        if reporter is None:
+            return
+        from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
+
+        report = reporter.report_cycle_goes_on if goes_on else reporter.report_cycle_start
+        report(
+            CycleInfoRoundSnapshot(
+                cycle,
+                [one.host or one.addr for one in active],
+                [one.host or one.addr for one in waiting],
+                [one.infra_rank if one.infra_rank >= 0 else at for at, one in enumerate(active)],
+            )
+        )
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that a cycle is over, also one that began before; it may be repeated."""

@@ -322,9 +322,9 @@ def _rdzv_configs(args: argparse.Namespace, layers: Layers) -> dict[str, Any]:
 def _check_segment(segment: int | None, min_nodes: int, max_nodes: int) -> None:
     if segment is None:
         return
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 
-    validate(PlacementRules(min_nodes, max_nodes, segment=segment))
+    PlacementRules(min_nodes, max_nodes, segment=segment)
 
 
 def check_job_id(job_id: str | None) -> None:

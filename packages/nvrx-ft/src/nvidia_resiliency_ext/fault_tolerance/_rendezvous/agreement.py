@@ -11,7 +11,7 @@ from typing import TypeVar
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from .coordinator import CoordinatorRules
-from .placement import PlacementRules, validate
+from .placement import PlacementRules
 from .records import ForeignValueError
 from .restarts import BlameRules, Budget
 
@@ -97,7 +97,6 @@ def rules_from_settings(settings: Mapping[str, str]) -> CoordinatorRules:
             elastic=is_elastic(settings[POLICY], settings[IMPLEMENTATION]),
             use_infra_rank=settings[USE_INFRA_RANK] == "True",
         )
-        validate(placement)
         return CoordinatorRules(
             placement=placement,
             budget=Budget(int(settings[MAX_RESTARTS]), _seconds(settings[WINDOW])),

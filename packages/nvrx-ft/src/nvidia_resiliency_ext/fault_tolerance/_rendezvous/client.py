@@ -70,35 +70,22 @@ def _store_gone(error: StoreLostError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What this node is in the job, and how long it waits. Times are seconds.
+    """What this node is in the job, and how long it waits. Times are seconds."""
 
-    Attributes:
-        arrival: What the coordinator must know of it, but for port, clock and earlier rank.
-        lease_s: Between two signs of life.
-        join_timeout_s: For an open round to close.
-        connect_timeout_s: For the job to appear in the store.
-        must_agree: By flag, what all nodes must have been started with alike.
-        answer_timeout_s: For a call that waits for nobody but the store.
-        master_port: Of rank 0 in every round; None: each has one of its own.
-        domain: Finds the NVLink domain, which may take long.
-        unfit_in: Returns why this node must not take part in a round, or None.
-        grows: Whether a node that comes late opens the next round while there is room.
-        max_nodes: How much room there is.
-        where: Where the nodes meet, in words.
-    """
-
-    arrival: Arrival
-    lease_s: float
-    join_timeout_s: float = 0.0
-    connect_timeout_s: float
+    arrival: Arrival  # What the coordinator must know of it, but for port, clock and earlier rank.
+    lease_s: float  # Between two signs of life.
+    join_timeout_s: float = 0.0  # For an open round to close.
+    connect_timeout_s: float  # For the job to appear in the store.
+    # By flag, what all nodes must have been started with alike.
     must_agree: Mapping[str, str] = field(default_factory=dict)
-    answer_timeout_s: float = 0.0
-    master_port: int | None = None
-    domain: Callable[[], str] = lambda: "none"
+    answer_timeout_s: float = 0.0  # For a call that waits for nobody but the store.
+    master_port: int | None = None  # Of rank 0 in every round; None: each has one of its own.
+    domain: Callable[[], str] = lambda: "none"  # Finds the NVLink domain, which may take long.
+    # Returns why this node must not take part in a round, or None.
     unfit_in: Callable[[int], Cause | None] = lambda _round: None
-    grows: bool = False
-    max_nodes: int = 1
-    where: str = ""
+    grows: bool = False  # Whether a node that comes late opens the next round while there is room.
+    max_nodes: int = 1  # How much room there is.
+    where: str = ""  # Where the nodes meet, in words.
 
 
 class NodeClient:
@@ -126,7 +113,8 @@ class NodeClient:
         self._commands: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._held: collections.deque[_Command] = collections.deque()
         self._watch_number = 0
-        self._confirmed_at: float | None = None
+        self.confirmed_at: float | None = None
+        """When the last lease that the store confirmed was sent (monotonic s); None before."""
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._stores: list[JobStore] = []
@@ -137,14 +125,9 @@ class NodeClient:
         self._worker.start()
 
     @property
-    def confirmed_at(self) -> float | None:
-        """When the last lease that the store confirmed was sent (monotonic s); None before."""
-        return self._confirmed_at
-
-    @property
     def fenced_at(self) -> float | None:
         """When this node must stop unless the store answers until then; None before the first."""
-        confirmed = self._confirmed_at
+        confirmed = self.confirmed_at
         return None if confirmed is None else confirmed + LEASES_TO_FENCE * self._settings.lease_s
 
     def submit(self, command: _Command) -> None:
@@ -214,7 +197,7 @@ class NodeClient:
         if self._ended.is_set():
             return False
         if session is not None:
-            return session.entry is not None and session.entry.is_controlled
+            return session.entry.is_controlled
         is_controlled = self._is_controlled
         return not is_late and (tries < ENTRY_TRIES if is_controlled is None else is_controlled)
 
@@ -239,10 +222,10 @@ class NodeClient:
             store.cut()
 
     def _enter(self, store: JobStore) -> NodeSession:
-        arrival = self._settings.arrival
-        session = NodeSession(store, arrival.node, arrival.host)
+        arrival, timeout_s = self._settings.arrival, self._settings.connect_timeout_s
         different = self._differences(store)
-        entry = session.attach(self._settings.connect_timeout_s)
+        session = NodeSession(store, arrival.node, arrival.host, timeout_s)
+        entry = session.entry
         if different:
             session.send(Kind.MISMATCH, text=different)
             if not _is_first(entry):
@@ -261,8 +244,14 @@ class NodeClient:
         log = DecisionLog(watched)
 
         def hand_over(what: Entry | NvrxError) -> None:
-            order = _Order(lambda session: self._take_watched(session, number, what), at_once=True)
-            self._commands.put(order)
+            def take(session: NodeSession) -> None:
+                if number != self._watch_number:
+                    return  # That store is gone.
+                if isinstance(what, NvrxError):
+                    raise what
+                self._take(session, what)
+
+            self._commands.put(_Order(take, at_once=True))
 
         def watch() -> None:
             known, is_over = seq, False
@@ -287,13 +276,9 @@ class NodeClient:
         """Do what is asked for, one thing after the other, and keep the lease alive.
 
         What the store did not survive is done again when there is another one.
-
-        Raises:
-            StoreLostError: the store is gone.
-            LeaseExpiredError: this node was away for too long.
         """
         # At once where that was not done in this job.
-        confirmed, next_lease = self._confirmed_at, self._clock.monotonic()
+        confirmed, next_lease = self.confirmed_at, self._clock.monotonic()
         if confirmed is not None:
             next_lease = confirmed + self._lease_period()
         while True:
@@ -320,12 +305,7 @@ class NodeClient:
                 self._held.append(order.do)
 
     def _resume(self, session: NodeSession, store: JobStore) -> None:
-        """Go on with another store.
-
-        Raises:
-            StoreLostError: it is gone again.
-            LeaseExpiredError: this node was away for too long.
-        """
+        """Go on with another store."""
         self._check_lease(session)
         self._first_settings(store)
         event = session.resume(store, self._settings.connect_timeout_s)
@@ -337,8 +317,8 @@ class NodeClient:
 
     def _store_is_absent(self) -> None:
         """Record that nobody serves a store: then nobody can have replaced this node either."""
-        if self._confirmed_at is not None:
-            self._confirmed_at = self._clock.monotonic()
+        if self.confirmed_at is not None:
+            self.confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
         """Never renew a lease that has expired, though the store would take it.
@@ -346,8 +326,8 @@ class NodeClient:
         A node that was stopped would else be a spare, or in the way of its replacement, or end,
         by which of its threads comes first.
         """
-        confirmed = self._confirmed_at
-        if confirmed is None or (session.entry and session.entry.phase is Phase.OVER):
+        confirmed = self.confirmed_at
+        if confirmed is None or session.entry.phase is Phase.OVER:
             return
         quiet_s = self._clock.monotonic() - confirmed
         if quiet_s >= LEASES_TO_EXPIRY * self._settings.lease_s:
@@ -363,42 +343,25 @@ class NodeClient:
     def _renew(self, session: NodeSession) -> None:
         sent_at = self._clock.monotonic()
         session.renew_lease()
-        self._confirmed_at = sent_at
+        self.confirmed_at = sent_at
 
     def _differences(self, store: JobStore) -> str:
         """Leave this launcher's settings if it is the first; say how they differ from others'."""
         of_control = store.peek(keys.CONTROL_SETTINGS)
         self._is_controlled = of_control is not None
-        others = [self._first_settings(store)]
+        own, host = self._settings.must_agree, self._settings.arrival.host
+        different = differences(own, host, self._first_settings(store))
         if of_control is not None:
-            others.append(read_settings(of_control))
-        different = [
-            sentence
-            for theirs in others
-            for sentence in differences(
-                self._settings.must_agree, self._settings.arrival.host, theirs
-            )
-        ]
-        if not different:
-            return ""
-        return f"launchers were started differently: {'; '.join(different)}"
+            different += differences(own, host, read_settings(of_control))
+        return f"launchers were started differently: {'; '.join(different)}" if different else ""
 
     def _first_settings(self, store: JobStore) -> dict[str, str]:
         """Leave this launcher's settings if it is the first; return those of the first one.
 
-        Raises:
-            ForeignValueError: this launcher has another token than the job.
+        Raises ForeignValueError: this launcher has another token than the job.
         """
         own = write_settings(self._settings.arrival.host, self._settings.must_agree)
         return read_settings(store.create(keys.SETTINGS, own))
-
-    def _take_watched(self, session: NodeSession, number: int, what: Entry | NvrxError) -> None:
-        """Take a decision, or why there are no more; of an earlier watch the store is gone."""
-        if number != self._watch_number:
-            return
-        if isinstance(what, NvrxError):
-            raise what
-        self._take(session, what)
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
         if self._mismatch and entry.phase is not Phase.OVER and not _is_first(entry):

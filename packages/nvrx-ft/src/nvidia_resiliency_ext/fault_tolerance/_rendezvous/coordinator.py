@@ -90,8 +90,7 @@ class Memory:
 class View:
     """What the store says at one moment, `now` (monotonic s), and what it is judged by.
 
-    `quiet_s` is how long a node's lease did not move; `acknowledged` are nodes that know that the
-    present round is open; `me` is who looks.
+    `quiet_s` is how long a node's lease did not move; `me` is who looks.
     """
 
     rules: CoordinatorRules
@@ -100,7 +99,6 @@ class View:
     entry: Entry
     messages: tuple[NodeMessage, ...] = ()
     quiet_s: Mapping[str, float] = field(default_factory=dict)
-    acknowledged: frozenset[str] = frozenset()
     entry_age_s: float = 0.0
     me: str = ""
 
@@ -194,7 +192,8 @@ def _while_open(view: View) -> Decision:
         and node not in gone
         and view.quiet_s.get(node, limit) < limit
     ]
-    doubtful = [m.host for m in absent if m.node not in view.acknowledged]
+    knows = {n.node for n in view.messages if n.kind is Kind.ACKNOWLEDGED}
+    doubtful = [m.host for m in absent if m.node not in knows]
     if doubtful:
         # It may be cut off and train on: nobody starts beside it before its lease has expired.
         why = f"no sign of life of {', '.join(doubtful)}, active before"

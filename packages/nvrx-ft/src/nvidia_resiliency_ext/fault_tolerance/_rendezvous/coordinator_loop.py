@@ -49,47 +49,39 @@ KEEP_DECISIONS_S = 60.0
 class RoundFollower(Protocol):
     """Who is notified of rounds, in the host's thread: it must not wait."""
 
-    def closed(self, entry: Entry, placement: Placement) -> None:
-        """Record a closed round: its workers start."""
+    def begins(
+        self,
+        cycle: int,
+        active: Sequence[Arrival],
+        waiting: Sequence[Arrival] = (),
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Record a closed round, its nodes by rank; one that `goes_on` had another host before."""
 
-    def goes_on(self, entry: Entry, active: Sequence[Arrival]) -> None:
-        """Record that a round goes on, with these nodes by rank, which another host has closed."""
-
-    def ended(self, round_: int, cause: Cause | None = None) -> None:
+    def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that nobody works in a round any more, and why; it may be repeated."""
 
 
 @dataclass(eq=False)
 class Coordinator:
-    """Decides the rounds of one job until it is over.
+    """Decides the rounds of one job until it is over."""
 
-    Args:
-        store: A connection for this thread alone.
-        rules: What decisions go by.
-        me: Name under which decisions are signed.
-        epoch: Which life of the store this is.
-        is_controlled: Whether the store outlives the nodes.
-        follower: Who is notified of rounds; for records.
-        on_bad_node: Called with a node that is lost, or that failed again and again.
-        denylist: Hosts that are to have no place where that can be.
-        stop: Makes `run` return soon; for a host that goes before the job is over.
-
-    Attributes:
-        entry: The last decision.
-    """
-
-    store: JobStore
+    store: JobStore  # A connection for this thread alone.
     rules: coordinator.CoordinatorRules
     _: KW_ONLY
-    me: str
-    epoch: str
+    me: str  # Signs the decisions.
+    epoch: str  # Which life of the store this is.
     clock: Clock
-    is_controlled: bool = False
-    follower: RoundFollower | None = None
+    is_controlled: bool = False  # Whether the store outlives the nodes.
+    follower: RoundFollower | None = None  # Who is notified of rounds; for records.
+    # Called with a node that is lost, named, or failed again and again.
     on_bad_node: Callable[[Cause], None] = lambda _: None
+    # Hosts that are to have no place where that can be.
     denylist: Denylist = field(default_factory=Denylist)
+    # Makes `run` return soon; for a host that goes before the job is over.
     stop: threading.Event = field(default_factory=threading.Event)
-    entry: Entry = field(init=False)
+    entry: Entry = field(init=False)  # The last decision.
 
     def __post_init__(self) -> None:
         self._log = DecisionLog(self.store)
@@ -121,7 +113,7 @@ class Coordinator:
         )
         self._adopted = collections.deque([(0, self.clock.monotonic())])
         self.entry = self._log.add(first)
-        self._log.announce(self.entry.seq)
+        self.store.put(keys.HEAD, str(self.entry.seq))
 
     def run(self) -> None:
         """Decide until the job is over and everybody knows, or `stop` is set.
@@ -155,10 +147,10 @@ class Coordinator:
         goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
         if before.phase is Phase.CLOSED and not goes_on:
             self._report_end(before.round, entry.cause)
-        self._log.announce(entry.seq)
+        self.store.put(keys.HEAD, str(entry.seq))
         self._adopted.append((entry.seq, now))
         while now - self._adopted[1][1] > _keep_decisions_s(self.rules):
-            self._log.forget(self._adopted.popleft()[0])
+            self.store.delete(keys.log(self._adopted.popleft()[0]))
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
             if entry.round > 0:
@@ -180,7 +172,7 @@ class Coordinator:
     def _record_blame(self, entry: Entry) -> None:
         """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self.rules.blame, self.clock.monotonic()
-        if cause is None or not cause.host or not restarts.is_of_the_node(cause.kind):
+        if cause is None or not cause.host or cause.kind not in restarts.OF_THE_NODE:
             return
         if cause.kind == "node_lost":
             self.on_bad_node(cause)
@@ -200,15 +192,13 @@ class Coordinator:
         new, self._read_to = self.store.lines(keys.messages(round_), self._read_to, _read_message)
         self._messages += new
         for message in new:
-            self._read_clock(message)
-
-    def _read_clock(self, message: NodeMessage) -> None:
-        """Read the clock of a node that has arrived since the last look."""
-        if message.kind is Kind.ARRIVED and message.arrival is not None and message.arrival.clock:
-            not_before, now = self._looked_at + self._wall_ahead_s, self.clock.monotonic()
-            self._clocks[message.node] = agreement.read(
-                message.arrival.clock, not_before, now + self._wall_ahead_s
-            )
+            arrival = message.arrival
+            if message.kind is Kind.ARRIVED and arrival is not None and arrival.clock:
+                # It has arrived since the last look.
+                not_before, now = self._looked_at + self._wall_ahead_s, self.clock.monotonic()
+                self._clocks[message.node] = agreement.read(
+                    arrival.clock, not_before, now + self._wall_ahead_s
+                )
 
     def _read_leases(self) -> None:
         """Look which leases moved; a node is known by its lease from its arrival on."""
@@ -307,7 +297,7 @@ class Coordinator:
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
             if self.follower is not None:
-                self.follower.goes_on(closed, members)
+                self.follower.begins(closed.round, members, goes_on=True)
 
     def _decide(self) -> coordinator.Decision:
         now = self.clock.monotonic()
@@ -327,7 +317,6 @@ class Coordinator:
             entry=self.entry,
             messages=messages,
             quiet_s={node: now - at for node, (_, at) in self._leases.items()},
-            acknowledged=frozenset(n.node for n in messages if n.kind is Kind.ACKNOWLEDGED),
             entry_age_s=now - self._entry_at,
             me=self.me,
         )
@@ -397,7 +386,8 @@ class Coordinator:
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
             if self.follower is not None:
-                self.follower.closed(closed, placement)
+                waiting = (*placement.standby, *placement.excluded)
+                self.follower.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
         """Say of each node that was named how it went, in the round after it was."""

@@ -29,11 +29,8 @@ class NvlinkDomainError(NvrxError, RuntimeError):
 def nvlink_domain(timeout_s: float = 60.0) -> str:
     """Return the domain that this node's GPUs belong to.
 
-    Args:
-        timeout_s: How long `nvidia-smi` may take; with the driver not loaded yet it is slow.
-
-    Raises:
-        NvlinkDomainError: There is none, or `nvidia-smi` is missing, fails or does not end.
+    With the driver not loaded yet `nvidia-smi` is slow. Raises NvlinkDomainError: There is none, or
+    `nvidia-smi` is missing, fails or does not end.
     """
     try:
         status, output = _ask(timeout_s)
@@ -75,10 +72,7 @@ def parse_domain(report: str) -> str:
     """Return the one ClusterUUID in the output of `nvidia-smi -q`.
 
     GPUs outside any fabric show `N/A`, or zeros, which all such nodes of a cluster have in common:
-    neither is a domain.
-
-    Raises:
-        NvlinkDomainError: There is none, or several.
+    neither is a domain. Raises NvlinkDomainError: There is none, or several.
     """
     found: list[str] = _LINE.findall(report)
     domains = sorted({text.lower() for text in found if _UUID.fullmatch(text) and text.strip("0-")})

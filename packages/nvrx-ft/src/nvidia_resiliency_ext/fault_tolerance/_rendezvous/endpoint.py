@@ -10,7 +10,6 @@ import random
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nvidia_resiliency_ext.shared_utils import credentials
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -19,15 +18,7 @@ from nvidia_resiliency_ext.shared_utils.store_sockets import listen_at, reach
 
 DEFAULT_PORT = 29400
 FIRST_PAUSE_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Probing:
-    """How an endpoint is tried: seconds for one try, between two at most, and their spread."""
-
-    timeout_s: float = 5.0
-    longest_pause_s: float = 1.0
-    spread: float = 0.2
+LONGEST_PAUSE_S = 1.0
 
 
 class EndpointError(NvrxError):
@@ -37,10 +28,7 @@ class EndpointError(NvrxError):
 def claim(host: str, port: int, is_host: bool | None) -> socket.socket | None:
     """Listen at the endpoint if it is on this machine; None when another serves it.
 
-    Args:
-        host: Name or address from `--rdzv-endpoint`.
-        port: Its port.
-        is_host: From `--rdzv-conf is_host=...`; None asks whether the address is ours.
+    `is_host` is from `--rdzv-conf is_host=...`; None asks whether the address is ours.
 
     Raises:
         EndpointError: the name resolves nowhere, or this must be the host and cannot be.
@@ -75,12 +63,15 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
     stop: threading.Event,
     refused: Callable[[], None] = lambda: None,
     *,
-    probing: Probing = Probing(),
+    try_s: float = 5.0,
+    longest_pause_s: float = LONGEST_PAUSE_S,
+    spread: float = 0.2,
 ) -> str:
     """Wait until somebody listens at the endpoint; return the address that answered.
 
-    Tries at first every 50 ms, later less often. `refused` is called whenever the machine answers
-    that nobody listens, which is proof that nobody serves a store there.
+    Tries at first every 50 ms, later less often, for `try_s` each; pauses differ by `spread`.
+    `refused` is called whenever the machine answers that nobody listens, which is proof that nobody
+    serves a store there.
 
     Raises:
         EndpointError: nobody did in time.
@@ -89,7 +80,7 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
     pause_s, problem = FIRST_PAUSE_S, "nobody listens"
     while not stop.is_set():
         try:
-            with reach((host, port), probing.timeout_s) as probe:
+            with reach((host, port), try_s) as probe:
                 return str(probe.getpeername()[0])
         except (OSError, ValueError) as error:  # ValueError: no such name can be
             if isinstance(error, ConnectionRefusedError):
@@ -98,9 +89,9 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
         left_s = deadline - clock.monotonic()
         if left_s <= 0:
             break
-        spread = random.uniform(1 - probing.spread, 1 + probing.spread)  # noqa: S311 - spreads load
-        stop.wait(min(left_s, pause_s * spread))
-        pause_s = min(probing.longest_pause_s, 2 * pause_s)
+        factor = random.uniform(1 - spread, 1 + spread)  # noqa: S311 - spreads load
+        stop.wait(min(left_s, pause_s * factor))
+        pause_s = min(longest_pause_s, 2 * pause_s)
     raise EndpointError(
         f"--rdzv-endpoint {host}:{port}{_also(host, port)} is not reachable after {timeout_s:.0f}"
         f" s: {problem}; is the launcher of the first node running, and is the port open?"

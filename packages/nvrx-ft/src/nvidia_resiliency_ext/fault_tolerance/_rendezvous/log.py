@@ -19,27 +19,22 @@ MAX_DIGITS = 18
 
 
 class DecisionLog:
-    """The decisions of one job, over a connection of the calling thread."""
+    """The decisions of one job, over a connection of the calling thread.
+
+    Methods raise ForeignValueError where something else stands at a place in the log.
+    """
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self._was_vain = False
 
     def add(self, entry: records.Entry) -> records.Entry:
-        """Write a decision, and return the one that stands at its place then.
-
-        Raises:
-            ForeignValueError: something else stands there.
-        """
+        """Write a decision, and return the one that stands at its place then."""
         stands = self._store.create(keys.log(entry.seq), records.encode(entry))
         return self._decoded(entry.seq, stands)
 
     def wait_for(self, seq: int, timeout_s: float) -> records.Entry | None:
-        """Wait for a decision; None after `timeout_s`, or earlier when something else woke this.
-
-        Raises:
-            ForeignValueError: something else stands there.
-        """
+        """Wait for a decision; None after `timeout_s`, or earlier when something else woke this."""
         key = keys.log(seq)
         if not self._store.wait_until_set(key, timeout_s):
             return None
@@ -52,35 +47,19 @@ class DecisionLog:
         return None if text is None else self._decoded(seq, text)
 
     def next_after(self, seq: int) -> records.Entry | None:
-        """Return the decision after `seq`, if there is one; it never waits.
-
-        Raises:
-            ForeignValueError: something else stands there.
-        """
+        """Return the decision after `seq`, if there is one; it never waits."""
         # Asked first: to read a missing key would wake in vain all who wait for it.
         text = self._store.peek(keys.log(seq + 1)) if self._store.has(keys.log(seq + 1)) else None
         return None if text is None else self._decoded(seq + 1, text)
 
     def last_known(self) -> records.Entry:
-        """Return the decision that was last announced; the others follow from it.
-
-        Raises:
-            ForeignValueError: somebody else has written over the announcement, or removed it.
-        """
+        """Return the decision that the host announced last; the others follow from it."""
         head = self._store.peek(keys.HEAD) or ""
         number = int(head) if head.isdecimal() and len(head) <= MAX_DIGITS else -1
         entry = self.next_after(number - 1) if number >= 0 else None
         if entry is None:
             raise records.ForeignValueError(f"{keys.HEAD}: {head[:20]!r} is no decision's number")
         return entry
-
-    def announce(self, seq: int) -> None:
-        """Say which decision is the last; the host alone does this."""
-        self._store.put(keys.HEAD, str(seq))
-
-    def forget(self, seq: int) -> None:
-        """Remove a decision that everybody has read; the host alone does this."""
-        self._store.delete(keys.log(seq))
 
     @staticmethod
     def _decoded(seq: int, text: str) -> records.Entry:

@@ -81,9 +81,7 @@ _LONGEST_TEXT: Final = 255
 class PlacementError(NvrxError):
     """The nodes that arrived can never be placed together; the message says what to do.
 
-    Args:
-        message: What is wrong, which nodes, and the remedy.
-        nodes: The identities of these nodes, in order.
+    `nodes` are the identities of these nodes, in order.
     """
 
     def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
@@ -97,8 +95,7 @@ class PlacementError(NvrxError):
 def check_texts(node: Arrival) -> None:
     """Refuse texts that would spoil a log or an order: they come from other nodes.
 
-    Raises:
-        ValueError: A text is no such text, or too long, or unfit for a log.
+    Raises ValueError.
     """
     NodeIdentity.parse(node.node)
     for text in (node.addr, node.domain, node.group or ""):
@@ -108,42 +105,43 @@ def check_texts(node: Arrival) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """What the job wants; the same on all nodes.
+    """What the job wants; the same on all nodes. Raises ValueError: it can never be fulfilled."""
 
-    Attributes:
-        min_nodes: How many nodes train; with `elastic` the fewest.
-        max_nodes: With `elastic` the most; more may arrive and stand by.
-        segment: How many consecutive ranks must share an NVLink domain.
-        group_size: How many nodes a replacement group must have to be used.
-        one_launcher_per_addr: Whether two nodes with one address are an error.
-        elastic: Whether everybody up to `max_nodes` trains.
-        use_infra_rank: Whether infrastructure ranks give the order where all are known.
-    """
+    min_nodes: int  # How many nodes train; with `elastic` the fewest.
+    max_nodes: int  # With `elastic` the most; more may arrive and stand by.
+    segment: int | None = None  # How many consecutive ranks must share an NVLink domain.
+    group_size: int | None = None  # How many nodes a replacement group must have to be used.
+    one_launcher_per_addr: bool = True  # Whether two nodes with one address are an error.
+    elastic: bool = False  # Whether everybody up to `max_nodes` trains.
+    use_infra_rank: bool = True  # Whether infrastructure ranks give the order where all are known.
 
-    min_nodes: int
-    max_nodes: int
-    segment: int | None = None
-    group_size: int | None = None
-    one_launcher_per_addr: bool = True
-    elastic: bool = False
-    use_infra_rank: bool = True
+    def __post_init__(self) -> None:
+        if self.min_nodes < 1:
+            raise ValueError(f"min_nodes must be at least 1, not {self.min_nodes}: see --nnodes")
+        if self.max_nodes < self.min_nodes:
+            raise ValueError(
+                f"max_nodes ({self.max_nodes}) is below min_nodes ({self.min_nodes}):"
+                " give --nnodes as MIN:MAX"
+            )
+        sizes = (("segment", self.segment), ("replacement_group_size", self.group_size))
+        for name, value in sizes:
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}; leave it out for none")
+        if self.segment is not None and self.min_nodes % self.segment:
+            raise ValueError(
+                f"segment ({self.segment}) does not divide min_nodes ({self.min_nodes}):"
+                " change --ft-segment or the first number of --nnodes"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who trains and who stands by.
+    """Who trains and who stands by."""
 
-    Attributes:
-        active: The index is the group rank.
-        standby: Numbered on from there, in this order.
-        excluded: Nodes of unhealthy or incomplete replacement groups; numbered last.
-        why_excluded: What is wrong with these groups.
-    """
-
-    active: tuple[Arrival, ...]
-    standby: tuple[Arrival, ...]
-    excluded: tuple[Arrival, ...]
-    why_excluded: str = ""
+    active: tuple[Arrival, ...]  # The index is the group rank.
+    standby: tuple[Arrival, ...]  # Numbered on from there, in this order.
+    excluded: tuple[Arrival, ...]  # Of unhealthy or incomplete replacement groups; numbered last.
+    why_excluded: str = ""  # What is wrong with these groups.
 
     def without(self, nodes: Collection[Arrival], why: str) -> Placement:
         """Return the same with further nodes that are excluded."""
@@ -160,37 +158,13 @@ class NotEnough:
     reason: str
 
 
-def validate(rules: PlacementRules) -> None:
-    """Check that rules can be fulfilled at all. Raises ValueError."""
-    if rules.min_nodes < 1:
-        raise ValueError(f"min_nodes must be at least 1, not {rules.min_nodes}: see --nnodes")
-    if rules.max_nodes < rules.min_nodes:
-        raise ValueError(
-            f"max_nodes ({rules.max_nodes}) is below min_nodes ({rules.min_nodes}):"
-            " give --nnodes as MIN:MAX"
-        )
-    for name, value in (("segment", rules.segment), ("replacement_group_size", rules.group_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}; leave it out for none")
-    if rules.segment is not None and rules.min_nodes % rules.segment:
-        raise ValueError(
-            f"segment ({rules.segment}) does not divide min_nodes ({rules.min_nodes}):"
-            " change --ft-segment or the first number of --nnodes"
-        )
-
-
 def place(
     nodes: Iterable[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str] = frozenset()
 ) -> Placement | NotEnough:
-    """Return who is active, with which rank; their order does not matter.
+    """Return who is active, with which rank; the order of `nodes` does not matter.
 
-    Args:
-        nodes: The nodes that arrived.
-        rules: What the job wants; `validate` has passed them.
-        unhealthy_groups: Replacement groups that may not be used.
-
-    Raises:
-        PlacementError: Two nodes claim one place, or a node lacks what segments need.
+    `unhealthy_groups` may not be used. Raises PlacementError: Two nodes claim one place, or a node
+    lacks what segments need.
     """
     everybody = sorted(nodes, key=lambda node: NodeIdentity.parse(node.node))
     _refuse_shared(

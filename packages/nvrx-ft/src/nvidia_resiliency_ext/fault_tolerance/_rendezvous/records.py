@@ -103,48 +103,26 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A decision that holds for everybody, with all that a node that joins must know.
+    """A decision that holds for everybody, with all that a node that joins must know."""
 
-    Attributes:
-        seq: Its number; each is created once, by compare-and-set.
-        phase: What the job is in from here on.
-        round: The round that is open or closed.
-        epoch: Which life of the store this is.
-        by: The node that decided.
-        cause: Why a round was opened or the job ended.
-        reason: The word for the end of a job.
-        notify_from: How many must have arrived before a further one wakes the host.
-        active: Nodes with a place, when closed.
-        world_size: Ranks in the job, when closed.
-        master_addr: Address of rank 0, when closed.
-        master_port: Port of rank 0, when closed.
-        restart_ages_s: How long ago each restart was, for a budget with a window.
-        is_leaving: Whether the ranks of the closed round are to save and leave.
-        save_at: At which call of `should_checkpoint` they do, once that is agreed.
-        is_controlled: Whether the store outlives the nodes: it is not in a launcher.
-        clocks: Whose clock is off, in words for everybody's log.
-        hang: How far the nodes are in finding the culprit of a hang (`HangStage`); `cause` says it
-            once that is judged.
-    """
-
-    seq: int
-    phase: Phase
-    round: int
-    epoch: str = ""
-    by: str = ""
-    cause: Cause | None = None
-    reason: str = ""
-    notify_from: int = 1
-    active: int = 0
-    world_size: int = 0
-    master_addr: str = ""
-    master_port: int = 0
-    restart_ages_s: tuple[float, ...] = ()
-    is_controlled: bool = False
-    is_leaving: bool = False
-    save_at: int = 0
-    clocks: str = ""
-    hang: HangStage = HangStage.NONE
+    seq: int  # Its number; each is created once, by compare-and-set.
+    phase: Phase  # What the job is in from here on.
+    round: int  # The round that is open or closed.
+    epoch: str = ""  # Which life of the store this is.
+    by: str = ""  # The node that decided.
+    cause: Cause | None = None  # Why a round was opened or the job ended; what a hang is due to.
+    reason: str = ""  # The word for the end of a job.
+    notify_from: int = 1  # How many must have arrived before a further one wakes the host.
+    active: int = 0  # Nodes with a place, when closed.
+    world_size: int = 0  # Ranks in the job, when closed.
+    master_addr: str = ""  # Address of rank 0, when closed.
+    master_port: int = 0  # Port of rank 0, when closed.
+    restart_ages_s: tuple[float, ...] = ()  # How long ago each was, for a budget with a window.
+    is_controlled: bool = False  # Whether the store outlives the nodes: it is not in a launcher.
+    is_leaving: bool = False  # Whether the ranks of the closed round are to save and leave.
+    save_at: int = 0  # At which call of `should_checkpoint` they do, once that is agreed.
+    clocks: str = ""  # Whose clock is off, in words for everybody's log.
+    hang: HangStage = HangStage.NONE  # How far the nodes are in finding the culprit of a hang.
 
     def __post_init__(self) -> None:
         for name in ("seq", "round", "active", "world_size"):

@@ -58,12 +58,13 @@ class Budget:
 
 Failures = Mapping[str, tuple[float, ...]]
 """By host: when its failures were, in seconds of one monotonic clock."""
-_OF_THE_NODE = frozenset(
+OF_THE_NODE = frozenset(
     {
         "killed", "exited", "exception", "hang_section", "hang_heartbeat", "node_lost",
         "unhealthy", "start",
     }
 )  # fmt: skip
+"""The kinds of causes that count against the host that they name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,6 @@ class BlameRules:
 
     limit: int = 3
     window_s: float = 3600.0
-
-
-def is_of_the_node(kind: str) -> bool:
-    """Return whether a cause of this kind counts against the host that it names."""
-    return kind in _OF_THE_NODE
 
 
 def record_failure(failures: Failures, host: str, now: float, rules: BlameRules) -> Failures:

@@ -7,13 +7,11 @@ A session knows the steps and blocks; it has no thread, and may be driven by a t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
-from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from . import keys
 from .log import DecisionLog
@@ -33,9 +31,6 @@ from .store import JobStore
 # Messages about the round, and not about who is there.
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
 _OF_THE_END = (Kind.LEFT, Kind.UNHEALTHY)
-
-_T = TypeVar("_T")
-
 
 # What a session tells ---------------------------------------------------------------------------
 
@@ -89,16 +84,20 @@ SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
-    """The steps of one node, over a connection of one thread."""
+    """The steps of one node, over a connection of one thread; from its creation the node lives.
 
-    def __init__(self, store: JobStore, node: str, host: str) -> None:
-        self._store = store
-        self._log = DecisionLog(store)
+    Raises:
+        NoJobError: there is no job in the store within `timeout_s`.
+        StoreLostError: the store is gone.
+        ForeignValueError: somebody else has written over where the job stands.
+    """
+
+    def __init__(self, store: JobStore, node: str, host: str, timeout_s: float) -> None:
         self.node = node
         self._host = host
-        self.entry: Entry | None = None
+        self.entry = self._attach(store, timeout_s)
         # What the launcher knows, which may be less; None: whatever comes is new to it.
-        self._notified: Entry | None = None
+        self._notified: Entry | None = self.entry
         self._opened_round = -1
         self._ended_at = -1
         self._arrived_in: int | None = None
@@ -112,19 +111,13 @@ class NodeSession:
         # That it takes part no longer, until it arrives again: this holds for every host.
         self._left: NodeMessage | None = None
 
-    def attach(self, timeout_s: float) -> Entry:
-        """Begin to live, and return where the job stands.
-
-        Raises:
-            NoJobError: there is no job in the store in time.
-            StoreLostError: the store is gone.
-            ForeignValueError: somebody else has written over where the job stands.
-        """
+    def _attach(self, store: JobStore, timeout_s: float) -> Entry:
+        """Begin to live in a store, and return where the job stands."""
+        self.store, self._log = store, DecisionLog(store)
         self.renew_lease()
-        if not self._store.wait_until_set(keys.HEAD, timeout_s):
-            raise self._store.no_job(timeout_s)
-        self.entry = self._notified = entry = self._log.last_known()
-        return entry
+        if not store.wait_until_set(keys.HEAD, timeout_s):
+            raise store.no_job(timeout_s)
+        return self._log.last_known()
 
     @property
     def notified_seq(self) -> int:
@@ -137,16 +130,11 @@ class NodeSession:
         return self._resumes is not None
 
     def resume(self, store: JobStore, timeout_s: float) -> SessionEvent | None:
-        """Go on over a new connection, to the same store or to one that knows nothing yet.
-
-        Raises:
-            StoreLostError: as `attach`.
-        """
+        """Go on over a new connection, to the same store or to one that knows nothing yet."""
         # A store lost while this node reports the previous one leaves this as it was.
-        old, notified = self._resumes or (self._present(), self._notified)
+        old, notified = self._resumes or (self.entry, self._notified)
         self._resumes = old, notified
-        self._store, self._log = store, DecisionLog(store)
-        present = self.attach(timeout_s)
+        present = self.entry = self._notified = self._attach(store, timeout_s)
         if present.epoch == old.epoch:
             self._resumes = None
             self.entry, self._notified = old, notified
@@ -166,11 +154,11 @@ class NodeSession:
 
     def renew_lease(self) -> None:
         """Say that this node lives; when it returns, the store knows."""
-        self._store.count(keys.lease(self.node), 1)
+        self.store.count(keys.lease(self.node), 1)
 
     def acknowledge(self) -> None:
         """Say that this node has seen that a round was opened: it stops its workers."""
-        self._append(NodeMessage(Kind.ACKNOWLEDGED, self.node), self._present().round)
+        self._append(NodeMessage(Kind.ACKNOWLEDGED, self.node), self.entry.round)
 
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when that is closed, so it is a spare.
@@ -178,23 +166,23 @@ class NodeSession:
         Who is in a round is what the host found in its queue when it closed it, and this node
         learns that from its place. The counter only wakes the host at the right time.
         """
-        entry = self._present()
+        entry = self.entry
         self._arrival, self._assignment, self._left = arrival, None, None
         self._arrived_in = entry.round
         self._append(NodeMessage(Kind.ARRIVED, self.node, arrival=arrival), entry.round)
         if entry.phase is not Phase.OPEN:
             return False
-        if self._store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
+        if self.store.count(keys.arrivals(entry.round), 1) >= entry.notify_from:
             self.notify()
         return True
 
     def take(self, entry: Entry) -> SessionEvent | None:
         """Record a decision; return what it means for this node."""
-        present, notified = self._present(), self._notified
+        notified = self._notified
         if notified is not None and entry.seq <= notified.seq:
             return None
         self._notified = entry
-        if entry.seq > present.seq:
+        if entry.seq > self.entry.seq:
             self.entry = entry
         resumes = None if self._resumes is None else self._resumes[0]
         self._resumes = None
@@ -230,7 +218,7 @@ class NodeSession:
         return Opened(dataclasses.replace(entry, cause=cause))
 
     def _read_assignment(self) -> RankAssignment | None:
-        text = self._store.peek(keys.assignment(self.node))
+        text = self.store.peek(keys.assignment(self.node))
         return None if text is None else decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
@@ -254,67 +242,53 @@ class NodeSession:
         """Open the round after `round_`, unless that has happened or the job is over."""
         self._opened_round = max(self._opened_round, round_ + 1)
         while self._is_in(round_):
-            self.entry = self._log.add(self._present().opened(self.node, cause))
+            self.entry = self._log.add(self.entry.opened(self.node, cause))
         self.notify()
 
     def end(self, reason: str, cause: Cause | None) -> None:
-        while (present := self._present()).phase is not Phase.OVER:
-            wanted = present.over(self.node, reason, cause)
+        while self.entry.phase is not Phase.OVER:
+            wanted = self.entry.over(self.node, reason, cause)
             self.entry = self._log.add(wanted)
             if encode(self.entry) == encode(wanted):
                 self._ended_at = wanted.seq
         self.notify()
 
-    def send(self, kind: Kind, **fields: Any) -> None:
-        """Leave a message for the host, with those fields of `NodeMessage`."""
-        self._append(NodeMessage(kind, self.node, **fields), self._present().round)
-        self.notify()
+    def send(self, kind: Kind, *, in_round: int | None = None, **fields: Any) -> None:
+        """Leave a message for the host, with those fields of `NodeMessage`.
+
+        What is said of a round that is not the present closed one means nothing, and is left out.
+        """
+        if in_round is None or self._is_in(in_round):
+            self._append(NodeMessage(kind, self.node, **fields), self.entry.round)
+            self.notify()
 
     def say_goodbye(self) -> None:
         """Send the last message: the job is over, or this node takes no part any more."""
-        if self._present().phase is Phase.OVER:
+        if self.entry.phase is Phase.OVER:
             self.send(Kind.GOODBYE)
         elif self._left is None:
             self.send(Kind.LEFT)
-
-    def hung(self, round_: int, ranks: tuple[RankState, ...], accusation: Cause | None) -> None:
-        """Say what this node's ranks do in a hang, and which limit one of them broke, if any."""
-        if self._is_in(round_):
-            self.send(Kind.HUNG, ranks=ranks, cause=accusation)
-
-    def broken(self, round_: int, state: WorkerState, cause: Cause) -> None:
-        """Say that workers failed in `round_`; what a round before has left means nothing now."""
-        if self._is_in(round_):
-            self.send(Kind.STATE, state=state, cause=cause)
 
     def succeeded(self, round_: int) -> None:
         """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
         if not self._is_in(round_):
             return
         self._append(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
-        if self._store.count(keys.successes(round_), 1) >= self._present().active:
+        if self.store.count(keys.successes(round_), 1) >= self.entry.active:
             self.notify()
 
-    def read(self, reader: Callable[[JobStore], _T]) -> _T:
-        return reader(self._store)
-
     def notify(self) -> None:
-        self._store.put(keys.NOTIFY, "1")
+        self.store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:
         """Return when the store has taken what was sent; it answers no write, but in order."""
-        self._store.has(keys.NOTIFY)
-
-    def _present(self) -> Entry:
-        if self.entry is None:
-            raise RuntimeError("attach first")
-        return self.entry
+        self.store.has(keys.NOTIFY)
 
     def _append(self, message: NodeMessage, round_: int) -> None:
         if message.kind in _OF_THE_END:
             # First: if the store is gone, the next one has to know.
             self._left = message
-        self._store.append_line(keys.messages(round_), encode(message))
+        self.store.append_line(keys.messages(round_), encode(message))
         if message.kind in _OF_A_ROUND:
             if round_ != self._said_in:
                 self._said_in, self._said = round_, {}
@@ -341,5 +315,4 @@ class NodeSession:
             self.notify()
 
     def _is_in(self, round_: int) -> bool:
-        entry = self._present()
-        return entry.phase is Phase.CLOSED and entry.round == round_
+        return self.entry.phase is Phase.CLOSED and self.entry.round == round_

@@ -176,7 +176,7 @@ class JobStore:
     def lines(self, key: str, offset: int, read: Callable[[str], _T]) -> tuple[list[_T], int]:
         """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
 
-        A line that is not this job's, or none for `read`, is named in the log and left out.
+        A line that is not this job's, or none for `read`, is named in the log, once, and left out.
 
         Raises:
             ForeignValueError: there is less than was read before.
@@ -192,7 +192,12 @@ class JobStore:
             try:
                 found.append(read(self._unseal(key, line)))
             except ForeignValueError as error:
-                self.report_foreign(error)
+                text = str(error)
+                if text not in self._reported and len(self._reported) < 32:  # noqa: PLR2004
+                    self._reported.add(text)
+                    logger.warning(
+                        "refused what somebody else wrote into the job's store: %s", text
+                    )
         return found, end
 
     def count(self, key: str, step: int) -> int:
@@ -226,13 +231,6 @@ class JobStore:
 
     def delete(self, key: str) -> None:
         self._call("delete_key", self._name(key))
-
-    def report_foreign(self, error: ForeignValueError) -> None:
-        """Log a refused value, the same once."""
-        text = str(error)
-        if text not in self._reported and len(self._reported) < 32:  # noqa: PLR2004
-            self._reported.add(text)
-            logger.warning("refused what somebody else wrote into the job's store: %s", text)
 
     def _read(self, key: str) -> bytes | None:
         raw = self._call("compare_set", self._name(key), _NOTHING, _NOTHING)
@@ -276,19 +274,11 @@ def connect(
     timeout_s: float,
     patience_s: float = CALL_TIMEOUT_S,
 ) -> JobStore:
-    """Connect to a store that listens.
+    """Connect to the keys behind `prefix` in a store that listens.
 
-    Args:
-        host: Where it listens.
-        port: Its port.
-        prefix: Before all keys of the job.
-        secret: Key of the digests; None takes the one that the host left in the store.
-        timeout_s: How long the host may take to leave it.
-        patience_s: How long the store may take for its first answer.
-
-    Raises:
-        StoreLostError: nothing that is a store answers.
-        NoJobError: it holds no such job.
+    `secret` is the key of the digests; None takes the one that the host leaves in the store within
+    `timeout_s`. The store may take `patience_s` for its first answer. Raises StoreLostError:
+    nothing that is a store answers; NoJobError: it holds no such job.
     """
     client = _connect_client(host, port, patience_s)
     if secret is None:
@@ -304,22 +294,19 @@ def _left_secret(client: StoreClient, prefix: str, timeout_s: float) -> bytes:
     name = prefix + _SECRET
     try:
         client.wait([name], timedelta(seconds=timeout_s))
-        return bytes.fromhex(client.get(name).decode("ascii"))
+        left = client.get(name)
     except WaitExpiredError:
         raise NoJobError(_at(client), prefix, timeout_s) from None
     except OSError as error:
         raise StoreLostError(_first_line(error)) from None
-    except ValueError:
-        raise StoreLostError(_no_key(name)) from None
+    return _parse_secret(name, left)
 
 
 def another_client(client: Any) -> Any:
     """Return a connection of its own to the store of `client`.
 
-    To a PrefixStore it is one of torch's, as only that knows the prefix.
-
-    Raises:
-        StoreLostError: the store is gone, or torch is too old to clone a PrefixStore (before 2.7).
+    To a PrefixStore it is one of torch's, as only that knows the prefix. Raises StoreLostError: the
+    store is gone, or torch is too old to clone a PrefixStore (before 2.7).
     """
     if hasattr(client, "port"):
         return _connect_client(client.host, client.port)
@@ -333,29 +320,28 @@ def another_client(client: Any) -> Any:
 def agree_on_secret(client: Any, prefix: str) -> bytes:
     """Leave a key for digests in a store unless one is there, and return the one that is.
 
-    It keeps other jobs' values apart and guards against nobody who reads the store.
-
-    Raises:
-        StoreLostError: the store is gone, or something else stands there.
+    It keeps other jobs' values apart and guards against nobody who reads the store. Raises
+    StoreLostError: the store is gone, or something else stands there.
     """
     import secrets
 
     name, wanted = prefix + _SECRET, secrets.token_bytes(32).hex()
-    stands: bytes = _guarded(client.compare_set, name, "", wanted)
+    return _parse_secret(name, _guarded(client.compare_set, name, "", wanted))
+
+
+def _parse_secret(name: str, text: bytes) -> bytes:
     try:
-        return bytes.fromhex(stands.decode("ascii"))
+        return bytes.fromhex(text.decode("ascii"))
     except ValueError:
-        raise StoreLostError(_no_key(name)) from None
+        raise StoreLostError(f"{name}: what stands there is no key of a job") from None
 
 
 def serve(listener: socket.socket, host: str, nodes: int) -> Any:
     """Serve a store on a listening socket for as long as the returned object lives.
 
     The socket belongs to the store from here on. Each node holds two connections; the limit of
-    open files is raised if that may be too many, and not further: workers inherit it.
-
-    Raises:
-        StoreLostError: torch cannot serve it.
+    open files is raised if that may be too many, and not further: workers inherit it. Raises
+    StoreLostError: torch cannot serve it.
     """
     store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
@@ -421,10 +407,6 @@ def _is_timeout(error: Exception) -> bool:
     # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
     text = str(error).lower()
     return "timeout" in text or "timed out" in text
-
-
-def _no_key(name: str) -> str:
-    return f"{name}: what stands there is no key of a job"
 
 
 def _at(client: Any) -> str:

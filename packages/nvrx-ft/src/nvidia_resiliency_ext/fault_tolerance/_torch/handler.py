@@ -382,7 +382,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             raise api.RendezvousConnectionError(str(error)) from None
 
     def _read(self, reader: Callable[[JobStore], _T]) -> _T:
-        return self._ask(lambda session: session.read(reader))
+        return self._ask(lambda session: reader(session.store))
 
     def _members(self) -> list[RoundMember]:
         """Return the nodes of the present round; none while one is open."""
@@ -442,7 +442,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
 
         def arrive(session: NodeSession) -> tuple[int, bool]:
             entry = session.entry
-            assert entry is not None
             if entry.phase is Phase.OVER:
                 raise self._over(entry)
             is_in_time = session.arrive(arrival)

@@ -31,7 +31,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSetting
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_token
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, validate
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
@@ -238,7 +238,6 @@ def rules_and_node(
         one_launcher_per_addr=not environment.allows_many_launchers(os.environ),
         **placement,
     )
-    validate(placed_by)
     rules = CoordinatorRules(
         placement=placed_by,
         budget=Budget(_NO_LIMIT),
