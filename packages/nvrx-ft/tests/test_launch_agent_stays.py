@@ -7,7 +7,9 @@ import types
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    CloseRendezvous,
     Event,
+    LeaveRendezvous,
     NodeUnfit,
     Policy,
     RoundClosed,
@@ -54,14 +56,13 @@ class LastRounds:
         self.agent.post(self._events.pop(0))
         self.must_stay = self.must_stay and bool(self._events)
 
-    def leave(self, cause: Cause) -> None:
-        """Take note."""
-        self.left.append(cause)
-
-    def close(self, reason: str, cause: Cause | None = None) -> None:
-        """End the job: nobody needs the store any more."""
-        self.closed.append((reason, cause))
-        self.must_stay = False
+    def tell(self, effect: object) -> None:
+        """Take note; who ends the job has nobody any more who needs the store."""
+        if isinstance(effect, LeaveRendezvous):
+            self.left.append(effect.cause)
+        if isinstance(effect, CloseRendezvous):
+            self.closed.append((effect.reason, effect.cause))
+            self.must_stay = False
 
 
 def test_a_verdict_against_a_restart_ends_the_job_that_others_go_on_with() -> None:

@@ -199,11 +199,9 @@ class Stays:
         self.agent.post(self._events.pop(0))
         self.must_stay = bool(self._events)
 
-    def preempted(self, cause):
-        self.reported.append(cause)
-
-    def close(self, reason, cause):
-        self.reported.append((reason, cause.kind))
+    def tell(self, effect):
+        is_end = isinstance(effect, CloseRendezvous)
+        self.reported.append((effect.reason, effect.cause.kind) if is_end else effect.cause)
 
 
 OVER = RoundClosed("graceful")

@@ -15,7 +15,9 @@ from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    LeaveRendezvous,
     NextRoundOpened,
+    OpenNextRound,
     RoundReady,
     StoreLost,
 )
@@ -130,7 +132,7 @@ def test_dead_workers_of_a_round_that_is_over_open_no_round(
         wait_for(rendezvous, posted, NextRoundOpened)
         decide(store, Entry(3, Phase.CLOSED, 1, active=2, world_size=2))
         wait_until_spare(rendezvous, posted, caplog)
-        rendezvous.open_next(Cause("killed", "rank 0 died"))
+        rendezvous.tell(OpenNextRound(Cause("killed", "rank 0 died")))
         rendezvous.shutdown()
         assert not store.has(keys.log(4))
 
@@ -165,7 +167,7 @@ def test_that_a_node_leaves_is_in_the_queue_before_its_ranks_are_ended(
         rendezvous.join(0)
         assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
         for _ in range(20):
-            rendezvous.leave(cause)
+            rendezvous.tell(LeaveRendezvous(cause))
             lines, _ = store.lines(keys.messages(0), 0, str)
             assert any(cause.what in line for line in lines)
             store.delete(keys.messages(0))

@@ -132,17 +132,15 @@ class NodeAgent:
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
-            machine.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
-            machine.CloseRendezvous: lambda effect: rendezvous.close(effect.reason, effect.cause),
+            machine.OpenNextRound: rendezvous.tell,
+            machine.CloseRendezvous: rendezvous.tell,
             machine.ReportSuccess: self._report_success,
-            machine.ReportBroken: lambda effect: rendezvous.broken(
-                effect.cause, all_gone=effect.all_gone
-            ),
+            machine.ReportBroken: rendezvous.tell,
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            machine.Preempted: lambda effect: rendezvous.preempted(effect.cause),
+            machine.Preempted: rendezvous.tell,
             machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
-            machine.RanksHeld: lambda effect: rendezvous.held(effect.calls),
+            machine.RanksHeld: rendezvous.tell,
             machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
@@ -204,22 +202,24 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self.rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
-        preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
+        leaving = self._node.leaving
+        preempted = machine.Preempted(leaving.cause) if leaving and leaving.is_own else None
         while self.rendezvous.must_stay:
             self.loop.run_once()
             while self._events:
                 event = self._events.popleft()
                 if isinstance(event, _ASKS_TO_GO):
                     what = f"host {self.host}, which serves the job's store, was told to go"
-                    cause = Cause("drained", what, host=self.host)
-                    self.rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
+                    cause = preempted.cause if preempted else Cause("drained", what, host=self.host)
+                    ends = machine.CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause)
+                    self.rendezvous.tell(ends)
                     return
                 if isinstance(event, machine.Preempted):
                     # The job ends with its store: first its ranks save.
-                    preempted = event.cause
-                    self.rendezvous.preempted(preempted)
+                    preempted = event
+                    self.rendezvous.tell(preempted)
                 elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
-                    self.rendezvous.preempted(preempted)
+                    self.rendezvous.tell(preempted)
                 elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
                     self._handle(event)
 
@@ -492,12 +492,12 @@ class NodeAgent:
         )
 
     def _leave(self, effect: machine.LeaveRendezvous) -> None:
-        self.rendezvous.leave(effect.cause)
+        self.rendezvous.tell(effect)
         if effect.cause.kind != "drained":
             self.on_bad_node(effect.cause)
 
-    def _report_success(self, _effect: machine.ReportSuccess) -> None:
-        self.rendezvous.succeeded()
+    def _report_success(self, effect: machine.ReportSuccess) -> None:
+        self.rendezvous.tell(effect)
         at = self.clock.monotonic() + BARRIER_S
         self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")

@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEvent, RoundPorts
+from .rendezvous import Rendezvous, RoundEvent, RoundPorts, Told
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
@@ -102,26 +102,16 @@ class StoreRendezvous(Rendezvous):
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
-    def open_next(self, cause: Cause) -> None:
+    def tell(self, effect: Told) -> None:
+        if isinstance(effect, machine.LeaveRendezvous):
+            self._leave(effect.cause)
+            return
+        if isinstance(effect, machine.CloseRendezvous):
+            self._is_over = True
         round_ = self._round
-        self._client.submit(lambda session: session.open_next(round_, cause))
+        self._client.submit(lambda session: _tell(session, round_, effect))
 
-    def close(self, reason: str, cause: Cause | None = None) -> None:
-        self._is_over = True
-        self._client.submit(lambda session: session.end(reason, cause))
-
-    def succeeded(self) -> None:
-        round_ = self._round
-        self._client.submit(lambda session: session.succeeded(round_))
-
-    def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        round_, state = (
-            self._round,
-            records.WorkerState.FAILED if all_gone else records.WorkerState.UNHEALTHY,
-        )
-        self._client.submit(lambda session: session.broken(round_, state, cause))
-
-    def leave(self, cause: Cause) -> None:
+    def _leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
         kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
@@ -139,12 +129,6 @@ class StoreRendezvous(Rendezvous):
         # This node's ranks are ended next, and those of others fail by that: what comes first in
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
-
-    def preempted(self, cause: Cause) -> None:
-        self._client.submit(lambda session: session.send(records.Kind.PREEMPTED, cause=cause))
-
-    def held(self, calls: int) -> None:
-        self._client.submit(lambda session: session.send(records.Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         round_, states = self._round, tuple(ranks)
@@ -298,6 +282,24 @@ class StoreRendezvous(Rendezvous):
                 self._push(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
                 return
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
+
+
+def _tell(session: NodeSession, round_: int, effect: Told) -> None:
+    """Add to the log of decisions, or to the messages, what was decided in `round_`."""
+    match effect:
+        case machine.OpenNextRound(cause):
+            session.open_next(round_, cause)
+        case machine.CloseRendezvous(reason):
+            session.end(reason, effect.cause)
+        case machine.ReportSuccess():
+            session.succeeded(round_)
+        case machine.ReportBroken(cause, all_gone):
+            failed, unhealthy = records.WorkerState.FAILED, records.WorkerState.UNHEALTHY
+            session.broken(round_, failed if all_gone else unhealthy, cause)
+        case machine.Preempted(cause):
+            session.send(records.Kind.PREEMPTED, cause=cause)
+        case machine.RanksHeld(calls):
+            session.send(records.Kind.HELD, calls=calls)
 
 
 # Not from 0: in containers every launcher may have the same pid, and the same address again when it
