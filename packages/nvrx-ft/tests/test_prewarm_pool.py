@@ -167,7 +167,7 @@ def test_a_worker_that_ends_while_it_imports_makes_room():
 def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
     """Whether the launcher ended it, or it left before its last message was read."""
     plan = plan_from_args(parse_args(["--no-python", "true"]), {})
-    starter = PrewarmStarter(plan, {}, Mock(), SystemClock(), Mock(), list)
+    starter = PrewarmStarter(Mock(plan=plan, base_env={}, clock=SystemClock(), running_pids=list))
     starter._pool = Pool([ACTIVATED], 2, importing={0})
     starter._activated[0] = Mock(receive=Mock(return_value=last_words))
     starter.never_began(0, is_stopped=is_stopped)

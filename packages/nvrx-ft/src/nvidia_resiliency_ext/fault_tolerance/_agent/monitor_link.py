@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, SlotView, Steps, read_slot
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -62,25 +63,18 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
-    Args:
-        start: Starts one for a cycle, with a word for `should_checkpoint`; again when one died.
-        on_ranks_seen: Gets what each local rank does in a hang, as in `HangFound.ranks`, and the
-            report when a limit was broken here: the nodes compare.
+    `start` starts one for a cycle, with a word for `should_checkpoint`; again when one died.
     """
 
+    job: Job
     start: Callable[[int, int], MonitorHandle]
-    loop: EventLoop
-    clock: Clock
     _: KW_ONLY
-    on_first_step: Callable[[int, float], None]  # (local rank, monotonic s)
-    on_stuck: Callable[[int, str], None]  # (local rank, where in the kernel)
-    on_save_acknowledged: Callable[[], None] = lambda: None
-    on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None
     # From the workers' start, said once; None: no limit is set.
     unwatched_after_s: float | None = None
     needs_heartbeats: bool = False  # A client alone is not enough then.
 
     def __post_init__(self) -> None:
+        self.loop, self.clock = self.job.loop, self.job.clock
         self._has_client = False
         self._unwatched: Timer | None = None
         self._save_word = 0
@@ -261,7 +255,7 @@ class SharedMonitor:
     def _handle_message(self, message: object) -> None:
         if isinstance(message, messages.FirstStep):
             self.unwatched_after_s = None
-            self.on_first_step(message.local_rank, message.t)
+            self.job.first_step(message.local_rank, message.t)
         elif isinstance(message, messages.RankJoined):
             self._has_client = True
             if not self.needs_heartbeats:
@@ -269,13 +263,13 @@ class SharedMonitor:
         elif isinstance(message, messages.HangFound):
             self._take_report(message.report)
         elif isinstance(message, messages.RanksSeen):
-            self.on_ranks_seen(message.ranks, {})
+            self.job.agent.ranks_seen(message.ranks, {})
         elif isinstance(message, messages.Save):
             self._acknowledged_word = message.word
-            self.on_save_acknowledged()
+            self.job.controller.acknowledged()
         elif isinstance(message, messages.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
-            self.on_stuck(message.local_rank, where)
+            self.job.agent.rank_stuck(message.local_rank, where)
         elif isinstance(message, messages.CycleChanged):
             self._forget_answer()
             if message.cycle != self._cycle:
@@ -286,7 +280,7 @@ class SharedMonitor:
         if report["cycle"] != self._cycle:
             return
         if report.get("is_held"):
-            self.on_ranks_seen(report["ranks"], report)
+            self.job.agent.ranks_seen(report["ranks"], report)
         elif not self._hang.get("culprits"):
             self._hang = report
 

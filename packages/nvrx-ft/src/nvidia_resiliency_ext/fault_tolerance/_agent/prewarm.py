@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
@@ -25,9 +23,11 @@ from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     Starter,
     WorkerSpec,
 )
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
+
+if TYPE_CHECKING:
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -41,24 +41,15 @@ BEGIN_LIMIT_S = 5.0
 class PrewarmStarter(Starter):
     """Makes workers for each cycle and keeps prewarmed workers for the next one."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        base_env: Mapping[str, str],
-        loop: EventLoop,
-        clock: Clock,
-        reporter: EventReporter,
-        running_pids: Callable[[], list[int]],
-    ) -> None:
+    def __init__(self, job: Job) -> None:
+        plan = job.plan
         super().__init__(die_with_parent=plan.fault_tol_cfg.orphan_workers == "kill")
+        self._job = job
         self._plan = plan
-        self._base_env = base_env
-        self._loop = loop
-        self._clock = clock
-        self._reporter = reporter
-        self._output = plan.output
-        self._is_piped = plan.logs.applog_prefix is not None
-        self._running_pids = running_pids
+        self._base_env = job.base_env
+        self._loop = job.loop
+        self._clock = job.clock
+        self._reporter = job.reporter
         self._mode = plan.fault_tol_cfg.prewarm
         self._imports = conditions.import_list(plan.fault_tol_cfg.prewarm_import)
         self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
@@ -132,7 +123,7 @@ class PrewarmStarter(Starter):
             if slot in self._ready and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
                 self._carry_out(self._pool.renew(slot, self._clock.monotonic()))
-        wanted = conditions.wants_prewarming(self._running_pids())
+        wanted = conditions.wants_prewarming(self._job.running_pids())
         self._carry_out(self._pool.want(wanted, self._clock.monotonic()))
 
     def _carry_out(self, effects: pools.Effects) -> None:
@@ -174,14 +165,14 @@ class PrewarmStarter(Starter):
     # One prewarmed worker ----------------------------------------------------------------------
 
     def _start_prewarm(self, slot: int) -> None:
-        output = worker_output(self._output, "", slot)
+        output = worker_output(self._plan.output, "", slot)
         try:
             standby = prewarmed.PrewarmedWorker.start(
                 self._plan.command,
                 self._base_env,
                 slot,
                 paths=(output.stdout.path, output.stderr.path),
-                is_piped=self._is_piped,
+                is_piped=self._plan.logs.applog_prefix is not None,
                 imports=self._imports,
             )
         except (ChildStartError, prewarmed.PrewarmError) as error:
