@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's loop on one node: hands what happens to `decide`, and does what it says.
 
-It owns the order of things, not the things: processes, rendezvous, monitor and records are
-given to it. One thread; every wait is in the event loop.
+It owns the order of things, not the things: rendezvous, monitor and records are the job's. One
+thread; every wait is in the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     Failure,
     cause_of,
@@ -31,22 +30,15 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     root_cause,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers import workers
-from nvidia_resiliency_ext.fault_tolerance._workers.output import Tee
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
 from . import decide
-from .preemption import PreemptionController
-from .rendezvous import Rendezvous
 from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
-    from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
-
-    from .monitor_link import MonitorPerRank, SharedMonitor
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -75,40 +67,26 @@ class Result:
         return root_cause(self.failures)
 
 
-@dataclass(eq=False, kw_only=True)
 class NodeAgent:
     """Runs the cycles of one node until `decide` says that it is over. It owns the worker group."""
 
-    policy: machine.Policy
-    loop: EventLoop
-    clock: Clock
-    rendezvous: Rendezvous
-    admission: AdmissionCheck
-    on_bad_node: Callable[[Cause], None]
-    starter: workers.Starter
-    specs: Callable[[machine.Assignment, float | None], list[workers.WorkerSpec]]
-    monitor: SharedMonitor | MonitorPerRank
-    tracker: TrainingProgressTracker
-    reporter: EventReporter
-    tee: Tee
-    controller: PreemptionController
-    host: str
-    reports_leftovers: bool
-    start_failure_limit: int = 0
-    budget: RefillingBudget | None = None
-
-    def __post_init__(self) -> None:
-        rendezvous, controller = self.rendezvous, self.controller
-        self._node = machine.Node(self.policy)
-        self._start_failures = StartFailures(self.start_failure_limit)
+    def __init__(self, job: Job, policy: machine.Policy) -> None:
+        config, rendezvous, controller = job.plan.fault_tol_cfg, job.rendezvous, job.controller
+        self.job, self.host = job, job.paths.host
+        self.loop, self.clock, self.reporter = job.loop, job.clock, job.reporter
+        self.rendezvous, self.admission, self.monitor = rendezvous, job.admission, job.monitor
+        self._node = machine.Node(policy)
+        self._start_failures = StartFailures(config.start_failure_limit)
+        window_s = config.restart_budget_window
+        self._budget = None if window_s is None else RefillingBudget(policy.max_restarts, window_s)
         self.workers = workers.WorkerGroup(
             self.loop,
             self.clock,
-            self.tee,
+            job.tee,
             exited=self._worker_exited,
             stopped=lambda given_up: self.post(machine.GroupStopped(given_up)),
             started_again=self._started_again,
-            reports_leftovers=self.reports_leftovers,
+            reports_leftovers=config.check_remaining_processes,
         )
         self._events: collections.deque[machine.Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
@@ -383,9 +361,9 @@ class NodeAgent:
     def _makes_no_progress(self) -> bool:
         iteration = self.monitor.last_iteration()
         if iteration is not None:
-            self.tracker.update_iteration(iteration)
-        self.tracker.analyze_previous_cycle()
-        return self.tracker.should_terminate_early()
+            self.job.tracker.update_iteration(iteration)
+        self.job.tracker.analyze_previous_cycle()
+        return self.job.tracker.should_terminate_early()
 
     # Effects -------------------------------------------------------------------------------
 
@@ -410,9 +388,9 @@ class NodeAgent:
 
     def _start_workers(self, effect: machine.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
-        if self.budget is not None:
+        if self._budget is not None:
             now = self.clock.monotonic()
-            self.budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
+            self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._report_budget()
         self.reporter.round_joined(assignment)
         self._failures = []
@@ -422,14 +400,14 @@ class NodeAgent:
 
     def _start_now(self, assignment: machine.Assignment) -> None:
         try:
-            specs = self.specs(assignment, self._cycle_start_time)
+            specs = self.job.specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
             self._error_outputs = _error_outputs(specs)
             self._errors = {}
             self._others_until = None
-            self.controller.cycle_begins()
+            self.job.controller.cycle_begins()
             self.monitor.prepare(assignment.cycle)
-            self.workers.start(specs, self.starter)
+            self.workers.start(specs, self.job.prewarm)
         except (NvrxError, OSError) as error:
             self.post(machine.StartFailed(Cause("start", str(error), host=self.host)))
             return
@@ -438,10 +416,10 @@ class NodeAgent:
         self.reporter.workers_started(self.workers.started)
 
     def _report_budget(self) -> None:
-        assert self.budget is not None
+        assert self._budget is not None
         now = self.clock.monotonic()
-        self.post(machine.BudgetChanged(self.budget.left(now)))
-        at = self.budget.next_change(now)
+        self.post(machine.BudgetChanged(self._budget.left(now)))
+        at = self._budget.next_change(now)
         if self._refill is not None:
             self._refill.cancel()
         self._refill = None if at is None else self.loop.call_at(at, self._report_budget)
@@ -494,7 +472,7 @@ class NodeAgent:
     def _leave(self, effect: machine.LeaveRendezvous) -> None:
         self.rendezvous.tell(effect)
         if effect.cause.kind != "drained":
-            self.on_bad_node(effect.cause)
+            self.job.bad_node(effect.cause)
 
     def _report_success(self, effect: machine.ReportSuccess) -> None:
         self.rendezvous.tell(effect)

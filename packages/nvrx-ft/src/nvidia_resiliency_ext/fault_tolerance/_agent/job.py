@@ -35,7 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle,
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist, RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
@@ -136,7 +136,7 @@ class Job:
             host=self.paths.host,
             clock=self.clock,
         )
-        self._admission = make_admission_check(
+        self.admission = make_admission_check(
             plan,
             self.environ,
             host=self.paths.host,
@@ -145,25 +145,25 @@ class Job:
             clock=self.clock,
             reporter=self.reporter,
         )
-        stack.callback(self._admission.close)
-        self._admission.prepare()
+        stack.callback(self.admission.close)
+        self.admission.prepare()
         self._build_environment(endpoint)
         stack.callback(_sweep, self.paths.run_id)
-        self._prewarm = PrewarmStarter(self)
-        stack.callback(self._prewarm.close)
-        self._prewarm.hold_first_cycle()
+        self.prewarm = PrewarmStarter(self)
+        stack.callback(self.prewarm.close)
+        self.prewarm.hold_first_cycle()
         self._follow_attribution()
-        self._rendezvous = self._build_rendezvous(endpoint)
-        stack.callback(self._rendezvous.shutdown)
+        self.rendezvous = self._build_rendezvous(endpoint)
+        stack.callback(self.rendezvous.shutdown)
         self.monitor = self._build_monitor()
         mailbox = Mailbox(self.paths.launcher_socket, self.loop, self._receive_mail)
         stack.callback(mailbox.close)
-        self._tee = Tee(self._look_at_output)
-        stack.callback(self._tee.close)
+        self.tee = Tee(self._look_at_output)
+        stack.callback(self.tee.close)
         self.controller = PreemptionController(self)
         self.agent = self._build_agent()
         stack.callback(self.agent.workers.close)
-        stack.callback(self._prewarm.close)
+        stack.callback(self.prewarm.close)
         self._watch()
         self._keep_file_timers()
 
@@ -329,6 +329,11 @@ class Job:
 
     def _build_agent(self) -> NodeAgent:
         plan, config = self.plan, self.plan.fault_tol_cfg
+        self.tracker = TrainingProgressTracker(
+            min_progress_iterations=config.min_progress_iterations,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+            checkpoint_iteration_file=config.checkpoint_iteration_file,
+        )
         policy = Policy(
             plan.max_restarts,
             plan.workers_stop_timeout,
@@ -339,36 +344,12 @@ class Job:
             min_healthy=plan.restart_policy == "min-healthy",
             host=self.paths.host,
         )
-        window_s = config.restart_budget_window
-        budget = None if window_s is None else RefillingBudget(plan.max_restarts, window_s)
-        return NodeAgent(
-            policy=policy,
-            loop=self.loop,
-            clock=self.clock,
-            rendezvous=self._rendezvous,
-            admission=self._admission,
-            on_bad_node=self.bad_node,
-            starter=self._prewarm,
-            specs=self._specs,
-            monitor=self.monitor,
-            tracker=TrainingProgressTracker(
-                min_progress_iterations=config.min_progress_iterations,
-                max_no_progress_cycles=config.max_no_progress_cycles,
-                checkpoint_iteration_file=config.checkpoint_iteration_file,
-            ),
-            reporter=self.reporter,
-            tee=self._tee,
-            controller=self.controller,
-            host=self.paths.host,
-            reports_leftovers=config.check_remaining_processes,
-            start_failure_limit=config.start_failure_limit,
-            budget=budget,
-        )
+        return NodeAgent(self, policy)
 
     def _watch(self) -> None:
         self.loop.watch(self._signals.fileno(), self._receive_signals)
-        if self._tee.fileno() >= 0:
-            self.loop.watch(self._tee.fileno(), self._look_at_output)
+        if self.tee.fileno() >= 0:
+            self.loop.watch(self.tee.fileno(), self._look_at_output)
 
     # What arrives ----------------------------------------------------------------------------
 
@@ -391,14 +372,14 @@ class Job:
     def _look_at_output(self) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
-        wait_s = self._tee.look()
+        wait_s = self.tee.look()
         if wait_s is not None:
             at = self.clock.monotonic() + wait_s
             self._next_look = self.loop.call_at(at, self._look_at_output)
 
     def first_step(self, local_rank: int, at: float) -> None:
         self.reporter.first_step(local_rank, at)
-        self._prewarm.good_step()
+        self.prewarm.good_step()
 
     # What these call is made later.
 
@@ -470,7 +451,7 @@ class Job:
             text = text.partition("\n\n")[0]
         logger.info("what happened (set --log-dir to keep the record for nvrx-report):\n%s", text)
 
-    def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+    def specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
         self.cycles.begin(assignment)
         if self.plan.max_nodes == 1 and self.services is not None:
             here = Arrival("", self.paths.host, infra_rank=0)
