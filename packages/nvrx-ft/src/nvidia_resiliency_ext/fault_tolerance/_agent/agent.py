@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
-from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
@@ -214,7 +214,7 @@ class NodeAgent:
     def _handle(self, event: machine.Event) -> None:
         before = self._node.phase
         if before is machine.Phase.RUNNING and isinstance(event, machine.RanksAsked):
-            self.monitor.examine()
+            self.monitor.send(messages.Examine())
         if before is machine.Phase.RUNNING and isinstance(event, machine.HangEvaluated):
             event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
@@ -235,7 +235,7 @@ class NodeAgent:
         offset, cause = self._assignment.rank_offset, judged.cause
         ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
         local_ranks = [rank - offset for rank in ranks if rank - offset in self.workers.started]
-        self.monitor.sentence(local_ranks)
+        self.monitor.send(messages.Sentence(local_ranks))
         is_here = cause.rank is not None and cause.rank - offset in local_ranks
         if is_here:
             killed = ExitStatus(None, signal.SIGKILL)
@@ -431,7 +431,7 @@ class NodeAgent:
         # Under min-healthy each node judges alone: what it ends, the others may go on without.
         is_alone = self._node.policy.min_healthy
         self.monitor.workers_changed(
-            WorkersChanged(
+            messages.WorkersChanged(
                 self._node.cycle,
                 [started[local_rank].child.pid for local_rank in local_ranks],
                 [self._error_files.get(local_rank, "") for local_rank in local_ranks],

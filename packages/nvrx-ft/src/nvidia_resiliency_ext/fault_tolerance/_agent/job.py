@@ -32,6 +32,7 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import make_admissi
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import open_bad_node_hook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
@@ -152,7 +153,9 @@ class Job:
         self.prewarm = PrewarmStarter(self)
         stack.callback(self.prewarm.close)
         self.prewarm.hold_first_cycle()
-        self._follow_attribution()
+        if self.services is not None:
+            self.services.follow_attribution(self._attribution_stops, self.denylist.add)
+            stack.callback(self.services.end_attribution)
         self.rendezvous = self._build_rendezvous(endpoint)
         stack.callback(self.rendezvous.shutdown)
         self.monitor = self._build_monitor()
@@ -164,7 +167,9 @@ class Job:
         self.agent = self._build_agent()
         stack.callback(self.agent.workers.close)
         stack.callback(self.prewarm.close)
-        self._watch()
+        self.loop.watch(self._signals.fileno(), self._receive_signals)
+        if self.tee.fileno() >= 0:
+            self.loop.watch(self.tee.fileno(), self._look_at_output)
         self._keep_file_timers()
 
     def _keep_file_timers(self) -> None:
@@ -280,12 +285,6 @@ class Job:
         if timer_path is not None:
             self.base_env[_env.TIMER_FILE] = timer_path
 
-    def _follow_attribution(self) -> None:
-        services = self.services
-        if services is not None:
-            services.follow_attribution(self._attribution_stops, self.denylist.add)
-            self._stack.callback(services.end_attribution)
-
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
         cause = Cause(ATTRIBUTION, what, host=self.paths.host, detected_by="attribution")
@@ -346,11 +345,6 @@ class Job:
         )
         return NodeAgent(self, policy)
 
-    def _watch(self) -> None:
-        self.loop.watch(self._signals.fileno(), self._receive_signals)
-        if self.tee.fileno() >= 0:
-            self.loop.watch(self.tee.fileno(), self._look_at_output)
-
     # What arrives ----------------------------------------------------------------------------
 
     def _receive_signals(self) -> None:
@@ -387,7 +381,7 @@ class Job:
         self.agent.post(event)
 
     def lease_held(self, until: float) -> None:
-        self.monitor.lease_held(until)
+        self.monitor.send(LeaseHeld(until))
 
     def running_pids(self) -> list[int]:
         return self.agent.workers.running_pids

@@ -82,7 +82,7 @@ class SharedMonitor:
         self._prepared_at = 0.0
         self._cycle = 0
         self._workers: messages.WorkersChanged | None = None
-        self._lease_until: float | None = None
+        self._lease: messages.LeaseHeld | None = None
         self._hang: dict[str, Any] = {}
         self._closing = False
         self._has_listened = False
@@ -158,23 +158,16 @@ class SharedMonitor:
             " send_heartbeat() or start_section() and end_section() in each step"
         )
 
-    def lease_held(self, until: float) -> None:
-        """Tell the monitor how long this node may train; it sees to that without us, too."""
-        self._lease_until = until
-        self._handle.send(messages.LeaseHeld(until))
+    def send(self, message: messages.LeaseHeld | messages.Examine | messages.Sentence) -> None:
+        """Tell the monitor something; it sees without us, too, to how long this node may train."""
+        if isinstance(message, messages.LeaseHeld):
+            self._lease = message
+        self._handle.send(message)
 
     def hang_report(self) -> dict[str, Any]:
         """Return the report of a hang in this cycle, or {}; it was sent before the kill."""
         self._receive()
         return self._hang
-
-    def examine(self) -> None:
-        """Ask what each rank does, for a hang on another node."""
-        self._handle.send(messages.Examine())
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """Have the ranks ended that all nodes together have found to blame for a hang."""
-        self._handle.send(messages.Sentence(local_ranks))
 
     def last_iteration(self) -> int | None:
         """Return the highest iteration that any local rank has reported in this cycle."""
@@ -317,8 +310,8 @@ class SharedMonitor:
         self._is_missed = False
         if self._workers is not None:
             self._handle.send(dataclasses.replace(self._workers, cycle=self._cycle))
-        if self._lease_until is not None:
-            self._handle.send(messages.LeaseHeld(self._lease_until))
+        if self._lease is not None:
+            self._handle.send(self._lease)
         if self._save_word:
             self._handle.send(messages.Save(self._save_word))
 
@@ -356,15 +349,10 @@ class MonitorPerRank:
         for monitor in self._monitors:
             monitor.workers_changed(alone)
 
-    def examine(self) -> None:
-        """No monitor here has more than one rank to compare."""
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """No monitor here waits for it."""
-
-    def lease_held(self, until: float) -> None:
-        for monitor in self._monitors:
-            monitor.lease_held(until)
+    def send(self, message: messages.LeaseHeld | messages.Examine | messages.Sentence) -> None:
+        """Tell all of a lease; none has more than one rank to compare in a hang."""
+        for monitor in self._monitors if isinstance(message, messages.LeaseHeld) else ():
+            monitor.send(message)
 
     def hang_report(self) -> dict[str, Any]:
         """Return the report of a monitor that names a culprit, else of any that found a hang."""
