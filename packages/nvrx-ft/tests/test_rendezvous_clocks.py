@@ -8,6 +8,7 @@ import dataclasses
 import time
 import types
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from rendezvous_store import Served, arrival, hosted, rules
@@ -103,9 +104,8 @@ def joined(
         domain=lambda: "none",
         must_agree={},
     )
-    made = StoreRendezvous(
-        settings, lambda _: served.connect(), loop=loop, clock=clock, post=posted.append
-    )
+    job = Mock(loop=loop, clock=clock, post=posted.append)
+    made = StoreRendezvous(job, settings, lambda _: served.connect())
     made.join(0)
     return made
 

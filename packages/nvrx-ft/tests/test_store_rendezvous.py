@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,11 +77,9 @@ def a_job(
     posted: list[RoundEvent] = []
     with contextlib.closing(EventLoop(SystemClock())) as loop:
         rendezvous = StoreRendezvous(
+            Mock(loop=loop, clock=clock, post=posted.append),
             settings,
             lambda _: connect(*at, "job:", SECRET, LIMIT_S),
-            loop=loop,
-            clock=clock,
-            post=posted.append,
         )
         try:
             yield rendezvous, store, posted

@@ -217,14 +217,8 @@ class Job:
         return services
 
     def _build_rendezvous(self, endpoint: StoreEndpoint | None) -> Rendezvous:
-        plan = self.plan
         if endpoint is None:
-            return LocalRendezvous(
-                nproc=plan.nproc_per_node,
-                master_addr=plan.local_addr or plan.master_addr,
-                master_port=plan.master_port,
-                post=self.post,
-            )
+            return LocalRendezvous(self)
         from .many_nodes import make_rendezvous
 
         return make_rendezvous(self, endpoint)

@@ -288,16 +288,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
         settings.domain()
         return connector(refused)
 
-    return StoreRendezvous(
-        settings,
-        connect_when_ready,
-        loop=job.loop,
-        clock=job.clock,
-        post=job.post,
-        host=host,
-        stop=stop,
-        on_lease=job.lease_held,
-    )
+    return StoreRendezvous(job, settings, connect_when_ready, host, stop)
 
 
 LATE_ANSWER_S = 5.0

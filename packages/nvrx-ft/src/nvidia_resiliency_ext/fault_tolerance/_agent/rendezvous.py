@@ -6,12 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+
+if TYPE_CHECKING:
+    from .job import Job
 
 RoundEvent = (
     machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
@@ -85,19 +89,10 @@ class Rendezvous:
 class LocalRendezvous(Rendezvous):
     """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`."""
 
-    def __init__(
-        self,
-        *,
-        nproc: int,
-        master_addr: str,
-        master_port: int | None,
-        post: Callable[[RoundEvent], None],
-    ) -> None:
-        self._nproc = nproc
-        self._master_addr = master_addr
-        self._post = post
+    def __init__(self, job: Job) -> None:
+        self._plan, self._post = job.plan, job.post
         self._closed: str | None = None
-        self._ports = RoundPorts(master_port)
+        self._ports = RoundPorts(job.plan.master_port)
 
     def join(self, cycle: int) -> None:
         """Complete the round at once."""
@@ -116,11 +111,11 @@ class LocalRendezvous(Rendezvous):
             group_rank=0,
             group_world_size=1,
             rank_offset=0,
-            world_size=self._nproc,
-            master_addr=self._master_addr,
+            world_size=self._plan.nproc_per_node,
+            master_addr=self._plan.local_addr or self._plan.master_addr,
             master_port=port,
         )
-        self._post(machine.RoundReady(assignment, tuple(range(self._nproc))))
+        self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
     def tell(self, effect: Told) -> None:
         """Decide what nobody else is to be asked about."""

@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
@@ -33,14 +32,15 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 from .rendezvous import Rendezvous, RoundEvent, RoundPorts, Told
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
+
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -51,26 +51,24 @@ SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
 
 
-@dataclass(eq=False)
 class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
     `connect` makes a connection to the job's store; it is called in a thread, with what to call
-    whenever it is certain that nobody serves one.
+    whenever it is certain that nobody serves one. `stop` ends its waiting. `host` decides the
+    rounds, where it is here.
     """
 
-    settings: NodeSettings
-    connect: Callable[[Callable[[], None]], JobStore]
-    _: KW_ONLY
-    loop: EventLoop
-    clock: Clock
-    post: Callable[[RoundEvent], None]
-    host: CoordinatorThread | None = None  # When it is here.
-    stop: threading.Event | None = None  # Ends the waiting of `connect`.
-    # Gets how long this node may train (monotonic s).
-    on_lease: Callable[[float], None] = lambda _: None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        job: Job,
+        settings: NodeSettings,
+        connect: Callable[[Callable[[], None]], JobStore],
+        host: CoordinatorThread | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.job, self.settings, self.host, self.stop = job, settings, host, stop
+        self.loop, self.clock = job.loop, job.clock
         # The one that this node has workers in. Those of a node that was stopped for a while may
         # be found dead when the others have long begun another round: that one did not fail.
         self._round = 0
@@ -79,8 +77,8 @@ class StoreRendezvous(Rendezvous):
         self._is_lost = False
         self._is_shut = False
         self._join_deadline: Timer | None = None
-        self._ports = RoundPorts(self.settings.master_port)
-        self._client = NodeClient(self.settings, self.connect, self._push, self.clock)
+        self._ports = RoundPorts(settings.master_port)
+        self._client = NodeClient(settings, connect, self._push, self.clock)
         # A clock that is set meanwhile must not move this node's times against its record.
         self._wall_ahead_s = self.clock.wall() - self.clock.monotonic()
         self._said_of_clocks = ""
@@ -186,7 +184,7 @@ class StoreRendezvous(Rendezvous):
     def _receive(self, event: SessionEvent | RoundEvent) -> None:
         happened = None if self._is_shut else self._event(event)
         if happened is not None:
-            self.post(happened)
+            self.job.post(happened)
 
     def _event(  # noqa: PLR0911 - one for each kind
         self, event: SessionEvent | RoundEvent
@@ -272,7 +270,7 @@ class StoreRendezvous(Rendezvous):
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
-                self.on_lease(confirmed + keys.LEASES_TO_KILL * lease_s)
+                self.job.lease_held(confirmed + keys.LEASES_TO_KILL * lease_s)
             if fenced_at is not None and now >= fenced_at:
                 self._is_lost = True
                 what = (
