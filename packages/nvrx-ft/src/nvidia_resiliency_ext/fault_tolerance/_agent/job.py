@@ -123,9 +123,7 @@ class Job:
         self._is_store_host = endpoint is None or endpoint.is_here
         self.paths = make_run_paths(plan, self.environ, stack)
         self.services = self._build_services(address)
-        self.cycles = CycleRecords(
-            plan, self.environ, self.paths, address, is_host=self._is_store_host
-        )
+        self.cycles = CycleRecords(self, address, is_host=self._is_store_host)
         stack.callback(self.cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()

@@ -31,7 +31,8 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
     from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelAddress
-    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+
+    from .job import Job
 
 
 logger = logging.getLogger("nvrx")
@@ -133,23 +134,13 @@ class CycleRecords:
     The job's log servers are at `server_address`, as this node reaches it; `is_host`: it runs them.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        paths: RunPaths,
-        server_address: str,
-        *,
-        is_host: bool,
-    ) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._paths = paths
+    def __init__(self, job: Job, server_address: str, *, is_host: bool) -> None:
+        self._plan, self._environ, self._paths = job.plan, job.environ, job.paths
         self._server_address = server_address
         self._token: services.TokenFile = services.token_file(
-            environ, plan.fault_tol_cfg.rdzv_token_file, paths.run_dir.path
+            job.environ, job.plan.fault_tol_cfg.rdzv_token_file, job.paths.run_dir.path
         )
-        self.asks_for_log_server = plan.logs.server is not None and not is_host
+        self.asks_for_log_server = job.plan.logs.server is not None and not is_host
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None
