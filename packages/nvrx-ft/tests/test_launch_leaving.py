@@ -188,6 +188,7 @@ class Stays:
         job = Mock(loop=loop, rendezvous=self, paths=types.SimpleNamespace(host="a"))
         job.plan.fault_tol_cfg = FaultToleranceConfig()
         self.agent = NodeAgent(job, SERVES)
+        self.agent._node = Node(SERVES, Phase.FINISHED)
 
     def turn(self):
         self.agent.post(self._events.pop(0))

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
@@ -46,8 +45,6 @@ PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
 UNCAUGHT_EXCEPTION = 1
 """Python's exit code after an uncaught exception."""
-# A launcher that stays for the others' sake is asked by these to go at once.
-_ASKS_TO_GO = (machine.Signalled, machine.GraceOver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,26 +177,10 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self.rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
-        leaving = self._node.leaving
-        preempted = machine.Preempted(leaving.cause) if leaving and leaving.is_own else None
         while self.rendezvous.must_stay:
             self.loop.run_once()
-            while self._events:
-                event = self._events.popleft()
-                if isinstance(event, _ASKS_TO_GO):
-                    what = f"host {self.host}, which serves the job's store, was told to go"
-                    cause = preempted.cause if preempted else Cause("drained", what, host=self.host)
-                    ends = machine.CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause)
-                    self.rendezvous.tell(ends)
-                    return
-                if isinstance(event, machine.Preempted):
-                    # The job ends with its store: first its ranks save.
-                    preempted = event
-                    self.rendezvous.tell(preempted)
-                elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
-                    self.rendezvous.tell(preempted)
-                elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
-                    self._handle(event)
+            while self._settle():
+                pass
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
@@ -221,7 +202,7 @@ class NodeAgent:
         if before is machine.Phase.RUNNING and self._node.phase is not machine.Phase.RUNNING:
             self._record_progress()
             self._record_end()
-        if isinstance(event, machine.NodeUnfit):
+        if isinstance(event, machine.NodeUnfit) and before is machine.Phase.JOINING:
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
         if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):

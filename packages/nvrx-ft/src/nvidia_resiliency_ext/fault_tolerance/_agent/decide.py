@@ -422,6 +422,21 @@ def _left(node: Node, reason: str) -> tuple[Effect, ...]:
     return (LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
 
 
+def _tells_again(node: Node, _event: machine.NextRoundOpened) -> Decision:
+    """The ranks of this round have not been told yet that the node with their store must go."""
+    if node.leaving is None or not node.must_go:
+        return node, ()
+    return node, (machine.Preempted(node.leaving.cause),)
+
+
+def _ends_for_all(node: Node, _event: machine.Signalled | machine.GraceOver) -> Decision:
+    what = f"host {node.policy.host}, which serves the job's store, was told to go"
+    cause = Cause("drained", what, host=node.policy.host)
+    if node.leaving is not None and node.must_go:
+        cause = node.leaving.cause
+    return node, (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+
+
 def _finished(node: Node) -> Node:
     return dataclasses.replace(node, phase=Phase.FINISHED)
 
@@ -477,7 +492,14 @@ _BY_PHASE: Mapping[Phase, _Handlers] = {
         machine.Preempted: _preempted,
         machine.GraceOver: _grace_over_without_ranks,
     },
-    Phase.FINISHED: {machine.RoundClosed: _over_without_workers},
+    # Its own part is over, but it may serve the others' store until theirs is.
+    Phase.FINISHED: {
+        machine.RoundClosed: _over_without_workers,
+        machine.NextRoundOpened: _tells_again,
+        machine.Signalled: _ends_for_all,
+        machine.Preempted: _preempted,
+        machine.GraceOver: _ends_for_all,
+    },
 }
 # While workers are being stopped, and only for a restart.
 _BEFORE_A_RESTART: _Handlers = {
