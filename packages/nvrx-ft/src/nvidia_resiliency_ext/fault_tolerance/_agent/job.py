@@ -38,7 +38,11 @@ from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
-from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
+from nvidia_resiliency_ext.fault_tolerance._report.failures import (
+    FailureLog,
+    failure_table,
+    hand_up_error_file,
+)
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     NO_HANDLER,
     TorchEvents,
@@ -378,16 +382,6 @@ class Job:
     def running_pids(self) -> list[int]:
         return self.agent.workers.running_pids
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that ran here in the last cycle, by local rank; none of a spare."""
-        return self.agent.ranks
-
-    @property
-    def run_dir(self) -> str:
-        """The private directory of this launch, which is removed with it."""
-        return self.paths.run_dir.path
-
     # The run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:
@@ -497,6 +491,12 @@ class Job:
 
     # The end ---------------------------------------------------------------------------------
 
+    def show_failures(self, result: Result) -> None:
+        """Print the failure report of a job that failed for good; its directory is about to go."""
+        if result.exit_code != 0 and result.failures:
+            name, run_dir = self.plan.command.entry, self.paths.run_dir.path
+            write_err(failure_table(name, result.failures, run_dir) + "\n")
+
     def _remove_stale_directories(self) -> None:
         """Remove what launches left behind that were killed together with their monitor."""
         try:
@@ -514,11 +514,3 @@ def _sweep(run_id: str) -> None:
     left = sweep(run_id, (), spared={os.getpid()})
     if left:
         logger.error("processes of this job that could not be ended: %s", left)
-
-
-def show_failures(name: str, result: Result, run_dir: str) -> None:
-    """Print the failure report of a job that failed for good, whose `run_dir` is about to go."""
-    from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
-
-    if result.exit_code != 0 and result.failures:
-        write_err(failure_table(name, result.failures, run_dir) + "\n")
