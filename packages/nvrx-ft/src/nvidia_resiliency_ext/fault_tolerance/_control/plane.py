@@ -216,16 +216,13 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
     while not stop.is_set():
         text = store.wait_for(keys.SETTINGS, LOOK_S)
         if text is not None:
-            return _rules_from(agreement.read_settings(text))
+            settings = agreement.read_settings(text)
+            try:
+                return agreement.rules_from_settings(settings)
+            except ConfigError as error:
+                # Nobody gave them to this program.
+                raise NvrxError(str(error)) from None
     return None
-
-
-def _rules_from(settings: Mapping[str, str]) -> CoordinatorRules:
-    try:
-        return agreement.rules_from_settings(settings)
-    except ConfigError as error:
-        # Nobody gave them to this program.
-        raise NvrxError(str(error)) from None
 
 
 EXIT_FAILURE = 1
