@@ -167,7 +167,7 @@ class PrewarmStarter(Starter):
     def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._plan.output, "", slot)
         try:
-            standby = prewarmed.PrewarmedWorker.start(
+            standby = prewarmed.PrewarmedWorker(
                 self._plan.command,
                 self._base_env,
                 slot,
