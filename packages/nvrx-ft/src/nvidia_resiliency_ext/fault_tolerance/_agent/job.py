@@ -68,7 +68,7 @@ from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
-from .run_files import CycleRecords, cycle_info_environment, make_run_paths
+from .run_files import CycleRecords, RunPaths, cycle_info_environment
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
@@ -125,7 +125,7 @@ class Job:
         endpoint = self._find_endpoint()
         address = "127.0.0.1" if endpoint is None else endpoint.host
         self._is_store_host = endpoint is None or endpoint.is_here
-        self.paths = make_run_paths(plan, self.environ, stack)
+        self.paths = RunPaths(plan, self.environ, stack)
         self.services = self._build_services(address)
         self.cycles = CycleRecords(self, address, is_host=self._is_store_host)
         stack.callback(self.cycles.close)
