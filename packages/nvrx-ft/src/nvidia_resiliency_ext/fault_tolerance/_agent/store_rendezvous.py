@@ -90,12 +90,8 @@ class StoreRendezvous(Rendezvous):
 
     def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
         self._ports.end_round()
-        arrival = dataclasses.replace(
-            self.settings.arrival,
-            master_port=self._ports.offered,
-            previous_rank=self._previous_rank,
-        )
-        self._client.submit(lambda session: self._arrive(session, arrival))
+        port, rank = self._ports.offered, self._previous_rank
+        self._client.submit(lambda session: self._arrive(session, port, rank))
         self._cancel_join_deadline()
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
@@ -157,10 +153,12 @@ class StoreRendezvous(Rendezvous):
 
     # What the threads tell ---------------------------------------------------------------------
 
-    def _arrive(self, session: NodeSession, arrival: records.Arrival) -> None:
+    def _arrive(self, session: NodeSession, port: int, previous_rank: int | None) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
-            arrival,
+            self.settings.arrival,
+            master_port=port,
+            previous_rank=previous_rank,
             domain=self.settings.domain(),
             clock=round(self.clock.monotonic() + self._wall_ahead_s, 3),
         )
