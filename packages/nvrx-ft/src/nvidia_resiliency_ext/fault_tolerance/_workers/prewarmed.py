@@ -92,6 +92,7 @@ class PrewarmedWorker:
         slot: Local rank that it stands by for.
         env: The environment that it was started with, as the worker will see it.
         child: The process; the worker group's after `release`.
+        ready: What it said when its imports were done; None before.
     """
 
     def __init__(  # noqa: PLR0913 - what a process is started with
@@ -154,6 +155,7 @@ class PrewarmedWorker:
         self._outputs = tuple(kept)
         self._files = [file_stamp(os.path.realpath(self.child.argv[0]))]
         self._is_activated = False
+        self.ready: Ready | None = None
 
     def fileno(self) -> int:
         """Return the socket, readable when `receive` has something to say."""
@@ -187,6 +189,8 @@ class PrewarmedWorker:
             message = _MESSAGES[kind](**fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return Failed(f"it sent an unreadable message ({type(error).__name__})")
+        if isinstance(message, Ready):
+            self.ready = message
         if not isinstance(message, Begun):
             self._log_output()
         return message
