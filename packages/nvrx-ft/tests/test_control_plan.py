@@ -258,9 +258,15 @@ def test_it_ends_with_its_store_though_the_thread_of_that_takes_its_time(
     monkeypatch.setattr(program.CoordinatorThread, "_serve", lambda _thread: None)
     monkeypatch.setattr(program.CoordinatorThread, "run", lingers)
     listener = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(program.ControlPlane, "_listen", lambda _control: listener)
+    monkeypatch.setattr(program, "claim", lambda *_, **__: listener)
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        control._signalled([15])
+
     with program.ControlPlane(made(), os.environ) as control:
-        control._loop.call_at(time.monotonic() + 30, lambda: control._signalled([15]))
+        control._loop.call_at(time.monotonic() + 30, give_up)
         control.run()
         released.set()
-    assert not control._is_stopped
+    assert not late.is_set()

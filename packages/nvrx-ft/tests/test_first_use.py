@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -224,11 +225,8 @@ def monitor():
     def make(after_s, **options):
         handle = Handle(ends[0])
         link = SharedMonitor(
+            Mock(loop=loop, clock=SystemClock()),
             lambda _cycle, _word: handle,
-            loop,
-            SystemClock(),
-            on_first_step=lambda *_: None,
-            on_stuck=lambda *_: None,
             unwatched_after_s=after_s,
             **options,
         )

@@ -218,7 +218,8 @@ def test_a_node_does_what_the_host_says_of_log_servers(  # noqa: PLR0913, PLR091
     monkeypatch.setattr(FunnelSink, "try_again", lambda _: done.append("again"))
     place = types.SimpleNamespace(host="n1", run_dir=types.SimpleNamespace(path=str(tmp_path)))
     environ = {"NVRX_LOG_FUNNEL_TOKEN_FILE": "/given"} if is_given else {}
-    records = CycleRecords(launch, environ, place, "c", is_host=False)
+    job: Any = types.SimpleNamespace(plan=launch, environ=environ, paths=place)
+    records = CycleRecords(job, "c", is_host=False)
     assert records.asks_for_log_server
     for one in said:
         records.log_server_said(one)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launcher whose own part is over, and that stays because the others' store is in its process."""
 
-import dataclasses
 import types
 
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    CloseRendezvous,
     Event,
+    LeaveRendezvous,
     NodeUnfit,
     Policy,
     RoundClosed,
     StopRequested,
 )
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 
 POLICY = Policy(2, 15.0, 1800.0, 93, many_nodes=True, is_store_host=True, host="node1")
 UNFIT = Cause("unhealthy", "a GPU is gone", host="node1")
@@ -30,38 +32,33 @@ class LastRounds:
         self.closed: list[tuple[str, Cause | None]] = []
         self.left: list[Cause] = []
         self._events = [NodeUnfit(UNFIT), *events]
-        parts = dict.fromkeys(field.name for field in dataclasses.fields(NodeAgent))
         nothing = types.SimpleNamespace(fault=lambda *_, **__: None, cycle_ended=lambda _: None)
-        self.agent = NodeAgent(
-            **parts
-            | {
-                "policy": POLICY,
-                "host": "node1",
-                "loop": types.SimpleNamespace(
-                    run_once=self._turn, watch=None, call_at=lambda *_: None
-                ),
-                "clock": types.SimpleNamespace(monotonic=lambda: 0.0),
-                "admission": types.SimpleNamespace(admit=lambda *_: None),
-                "monitor": types.SimpleNamespace(last_iteration=lambda: None),
-                "reporter": nothing,
-                "controller": types.SimpleNamespace(),
-                "on_bad_node": lambda _: None,
-                "rendezvous": self,
-            }
+        job = types.SimpleNamespace(
+            plan=types.SimpleNamespace(fault_tol_cfg=FaultToleranceConfig()),
+            paths=types.SimpleNamespace(host="node1"),
+            loop=types.SimpleNamespace(run_once=self._turn, watch=None, call_at=lambda *_: None),
+            clock=types.SimpleNamespace(monotonic=lambda: 0.0),
+            admission=types.SimpleNamespace(admit=lambda *_: None),
+            monitor=types.SimpleNamespace(last_iteration=lambda: None),
+            reporter=nothing,
+            controller=types.SimpleNamespace(),
+            bad_node=lambda _: None,
+            rendezvous=self,
+            tee=None,
         )
+        self.agent = NodeAgent(job, POLICY)  # type: ignore[arg-type]
 
     def _turn(self) -> None:
         self.agent.post(self._events.pop(0))
         self.must_stay = self.must_stay and bool(self._events)
 
-    def leave(self, cause: Cause) -> None:
-        """Take note."""
-        self.left.append(cause)
-
-    def close(self, reason: str, cause: Cause | None = None) -> None:
-        """End the job: nobody needs the store any more."""
-        self.closed.append((reason, cause))
-        self.must_stay = False
+    def tell(self, effect: object) -> None:
+        """Take note; who ends the job has nobody any more who needs the store."""
+        if isinstance(effect, LeaveRendezvous):
+            self.left.append(effect.cause)
+        if isinstance(effect, CloseRendezvous):
+            self.closed.append((effect.reason, effect.cause))
+            self.must_stay = False
 
 
 def test_a_verdict_against_a_restart_ends_the_job_that_others_go_on_with() -> None:

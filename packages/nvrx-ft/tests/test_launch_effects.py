@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import sys
+from unittest.mock import Mock
 
 import ports
 import pytest
@@ -85,6 +86,12 @@ def test_fixed_port_in_use_is_an_error_with_the_remedy():
             PortReservation(port)
 
 
+def rounds_of(posted, port):
+    """Return the rounds of a node with two ranks; what happens is added to `posted`."""
+    plan = Mock(nproc_per_node=2, local_addr=None, master_addr="127.0.0.1", master_port=port)
+    return LocalRendezvous(Mock(plan=plan, post=posted.append))
+
+
 def test_each_round_has_a_fresh_port_unless_fixed():
     """MASTER_PORT changes with the cycle; a fixed one stays."""
 
@@ -95,12 +102,11 @@ def test_each_round_has_a_fresh_port_unless_fixed():
         return ready.assignment.master_port
 
     posted = []
-    own = {"nproc": 2, "master_addr": "127.0.0.1", "post": posted.append}
-    free = LocalRendezvous(**own, master_port=None)
+    free = rounds_of(posted, None)
     assert len({port_of(free, cycle) for cycle in range(3)}) == 3
     free.shutdown()
     with ports.claimed() as port:
-        fixed = LocalRendezvous(**own, master_port=port)
+        fixed = rounds_of(posted, port)
         assert [port_of(fixed, cycle) for cycle in range(3)] == [port] * 3
         fixed.shutdown()
 
@@ -108,7 +114,7 @@ def test_each_round_has_a_fresh_port_unless_fixed():
 def test_no_port_for_a_round_closes_the_rendezvous():
     """A launcher without a free descriptor ends the job with the reason, no traceback."""
     posted = []
-    rounds = LocalRendezvous(nproc=2, master_addr="127.0.0.1", master_port=None, post=posted.append)
+    rounds = rounds_of(posted, None)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

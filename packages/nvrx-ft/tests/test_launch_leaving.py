@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Announced preemption: what a node does about it, and what the store host decides."""
 
-import dataclasses
 import signal
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,6 +48,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     WorkerState,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
 GOES = Cause("preempted", "host a must go: SIGUSR1 was received", host="a")
@@ -184,26 +185,18 @@ class Stays:
     def __init__(self, *events):
         self.reported, self.must_stay, self._events = [], True, list(events)
         loop = types.SimpleNamespace(run_once=self.turn)
-        parts = dict.fromkeys((field.name for field in dataclasses.fields(NodeAgent)), None)
-        controller = types.SimpleNamespace(ask=None, release=None)
-        parts |= {
-            "policy": SERVES,
-            "loop": loop,
-            "rendezvous": self,
-            "controller": controller,
-            "host": "a",
-        }
-        self.agent = NodeAgent(**parts | {"reports_leftovers": False})
+        job = Mock(loop=loop, rendezvous=self, paths=types.SimpleNamespace(host="a"))
+        job.plan.fault_tol_cfg = FaultToleranceConfig()
+        self.agent = NodeAgent(job, SERVES)
+        self.agent._node = Node(SERVES, Phase.FINISHED)
 
     def turn(self):
         self.agent.post(self._events.pop(0))
         self.must_stay = bool(self._events)
 
-    def preempted(self, cause):
-        self.reported.append(cause)
-
-    def close(self, reason, cause):
-        self.reported.append((reason, cause.kind))
+    def tell(self, effect):
+        is_end = isinstance(effect, CloseRendezvous)
+        self.reported.append((effect.reason, effect.cause.kind) if is_end else effect.cause)
 
 
 OVER = RoundClosed("graceful")

@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,11 +67,8 @@ def test_no_restart_depends_on_a_monitor() -> None:
         return handles[-1]
 
     monitor = SharedMonitor(
+        Mock(loop=loop, clock=clock),
         start,  # type: ignore[arg-type]
-        loop,
-        clock,
-        on_first_step=lambda _rank, _at: None,
-        on_stuck=lambda _rank, _where: None,
     )
     monitor.prepare(0)
     handles[0].is_over = is_refused = True
@@ -104,11 +102,8 @@ def test_a_launch_without_a_monitor_does_not_begin(loop: EventLoop) -> None:
 
     with pytest.raises(OSError, match="temporarily"):
         SharedMonitor(
+            Mock(loop=loop, clock=SystemClock()),
             start,  # type: ignore[arg-type]
-            loop,
-            SystemClock(),
-            on_first_step=lambda _rank, _at: None,
-            on_stuck=lambda _rank, _where: None,
         )
 
 
@@ -129,13 +124,9 @@ def test_a_hang_of_the_last_cycle_is_none_of_this_one(
     handle: TalkingHandle, loop: EventLoop
 ) -> None:
     """A report that comes after the restart is dropped; one that names a culprit is kept."""
-    clock = SystemClock()
     monitor = SharedMonitor(
+        Mock(loop=loop, clock=SystemClock()),
         lambda _cycle, _word: handle,  # type: ignore[arg-type, return-value]
-        loop,
-        clock,
-        on_first_step=lambda _rank, _at: None,
-        on_stuck=lambda _rank, _where: None,
     )
     monitor.prepare(0)
     handle.said = [messages.HangFound(report(0, 0, [0]))]

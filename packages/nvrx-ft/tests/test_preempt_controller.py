@@ -3,6 +3,7 @@
 
 import contextlib
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,25 +19,28 @@ USR1 = signal.SIGUSR1
 class Controller:
     """A controller with a clock that the test moves, and what it has posted."""
 
-    def __init__(self, loop, clock, *, link=None, pids=(), **more):
+    def __init__(self, loop, clock, *, link=None, pids=(), end=None):
         self.clock, self.loop = clock, loop
         self.posted = []
+        deadline = None if end is None else str(end)
+        config = {"preempt_signal": USR1, "preempt_grace": 60.0, "preempt_deadline": deadline}
         self._controller = PreemptionController(
-            loop,
-            clock,
-            post=self.posted.append,
-            monitor=link,
-            running_pids=lambda: pids,
-            **{"host": "a", "signum": USR1, "grace_s": 60.0, "end": None, **more},
+            SimpleNamespace(
+                plan=SimpleNamespace(fault_tol_cfg=SimpleNamespace(**config)),
+                environ={},
+                loop=loop,
+                clock=clock,
+                post=self.posted.append,
+                monitor=link,
+                running_pids=lambda: pids,
+                paths=SimpleNamespace(host="a"),
+            )
         )
         self.ask, self.acknowledged = self._controller.ask, self._controller.acknowledged
 
     def signal(self):
         """Deliver the signal; return whether it counts as an announcement."""
-        if not self._controller.is_announcement(USR1):
-            return False
-        self._controller.announced(USR1)
-        return True
+        return self._controller.announced(USR1)
 
     def pass_time(self, seconds):
         """Let time pass, and what is due happen."""

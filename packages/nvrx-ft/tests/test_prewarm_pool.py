@@ -12,49 +12,89 @@ from nvidia_resiliency_ext.fault_tolerance._agent.prewarm import PrewarmStarter
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers import prewarmed
-from nvidia_resiliency_ext.fault_tolerance._workers.pool import (
-    Disable,
-    EndPrewarm,
-    Pool,
-    SlotState,
-    StartPrewarm,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers.pool import Pool, SlotState
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+
+
+@dataclasses.dataclass(frozen=True)
+class StartPrewarm:
+    """The pool has a prewarmed worker started."""
+
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EndPrewarm:
+    """The pool has a prewarmed worker ended."""
+
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Disable:
+    """The pool has given up for now."""
+
+    reason: str
+
+
+class Crew:
+    """Records what a pool has done, and has its time; copied with the pool."""
+
+    def __init__(self):
+        self.done, self.now = [], 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def start(self, slot):
+        self.done.append(StartPrewarm(slot))
+
+    def end(self, slot):
+        self.done.append(EndPrewarm(slot))
+
+
+def pool_of(slots, cores):
+    """Return the pool of a node before its first cycle."""
+    crew = Crew()
+    return Pool([SlotState.EMPTY] * slots, max(1, cores // 2), crew, crew.start, crew.end)
 
 
 class Event:
     """A call of one of the pool's methods."""
 
-    def __init__(self, method, *args, is_timed=True):
-        self.method, self.args, self.is_timed = method, args, is_timed
+    def __init__(self, method, *args):
+        self.method, self.args = method, args
 
     def __repr__(self):
         return f"{self.method}{self.args}"
 
 
-def event_of(method, *, is_timed=True):
+def event_of(method):
     """Return what makes an event of the arguments."""
-    return lambda *args: Event(method, *args, is_timed=is_timed)
+    return lambda *args: Event(method, *args)
 
 
 PREPARE, TICK = Event("prepare"), Event("tick")
-RANKS_STARTING = Event("start_ranks", is_timed=False)
+RANKS_STARTING = Event("start_ranks")
 RANKS_STARTED, GOOD_STEP = Event("ranks_started"), Event("good_step")
 PrewarmReady, PrewarmFailed, Gone = event_of("ready"), event_of("fail"), event_of("activate")
-Begun, Ended, Stale, Wanted = (event_of(name) for name in ("begin", "end", "renew", "want"))
-Refused, Idle = event_of("refuse", is_timed=False), event_of("idle", is_timed=False)
+Begun, Ended, Stale, Wanted = (event_of(name) for name in ("begin", "gone", "renew", "want"))
+Refused, Idle = event_of("refuse"), event_of("idle")
 Memory = event_of("free_bytes")
 
 
 def step(pool, event, now):
-    """Return another pool, after an event, and the effects."""
+    """Return another pool, after an event, and what it has done."""
     pool = copy.deepcopy(pool)
     if event.method == "free_bytes":
         pool.free_bytes = event.args[0]
         return pool, ()
-    times = (now,) if event.is_timed else ()
-    return pool, tuple(getattr(pool, event.method)(*event.args, *times) or ())
+    was_disabled = pool.disabled
+    pool.clock.now, pool.clock.done = now, []
+    getattr(pool, event.method)(*event.args)
+    is_new = pool.disabled is not None and was_disabled is None
+    return pool, (*([Disable(pool.disabled)] if is_new else []), *pool.clock.done)
 
 
 EMPTY, WARMING, READY = SlotState.EMPTY, SlotState.WARMING, SlotState.READY
@@ -73,14 +113,14 @@ def after(pool, *events, now=0.0):
 
 def running(slots=4, cores=4):
     """Return a pool whose first cycle was started at time 0 from standbys."""
-    pool = Pool.of(slots, cores)
+    pool = pool_of(slots, cores)
     pool, _ = after(pool, PREPARE, RANKS_STARTING, *(Gone(s) for s in range(slots)))
     return after(pool, RANKS_STARTED, *(Begun(s) for s in range(slots)))[0]
 
 
 def test_first_cycle_starts_all_at_once():
     """Before the first cycle all standbys are started together, whatever the cores."""
-    pool, effects = step(Pool.of(4, 2), PREPARE, 0.0)
+    pool, effects = step(pool_of(4, 2), PREPARE, 0.0)
     assert effects == tuple(StartPrewarm(slot) for slot in range(4))
     assert pool.slots == [WARMING] * 4
 
@@ -137,7 +177,7 @@ def test_never_while_ranks_start():
 
 def test_not_while_workers_import():
     """Workers that were told to go early keep the processors, until their first step is near."""
-    pool = Pool.of(2, 4)
+    pool = pool_of(2, 4)
     pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
     assert after(pool, (TICK, 30.0), (Begun(0), 40.0), (TICK, 90.0))[1] == []
     pool, effects = after(pool, (Begun(0), 30.0), (Begun(1), 40.0), (TICK, 99.0))
@@ -148,7 +188,7 @@ def test_not_while_workers_import():
 
 def test_a_worker_that_ends_while_it_imports_makes_room():
     """While the node waits for the next cycle its slot is filled, and nothing counts as failed."""
-    pool = Pool.of(1, 4)
+    pool = pool_of(1, 4)
     pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), RANKS_STARTED)
     assert after(pool, (TICK, 5000.0))[1] == []
     pool, effects = after(pool, (Ended(0), 5000.0))
@@ -167,8 +207,9 @@ def test_a_worker_that_ends_while_it_imports_makes_room():
 def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
     """Whether the launcher ended it, or it left before its last message was read."""
     plan = plan_from_args(parse_args(["--no-python", "true"]), {})
-    starter = PrewarmStarter(plan, {}, Mock(), SystemClock(), Mock(), list)
-    starter._pool = Pool([ACTIVATED], 2, importing={0})
+    starter = PrewarmStarter(Mock(plan=plan, base_env={}, clock=SystemClock(), running_pids=list))
+    starter._pool = pool_of(1, 4)
+    starter._pool.slots, starter._pool.importing = [ACTIVATED], {0}
     starter._activated[0] = Mock(receive=Mock(return_value=last_words))
     starter.never_began(0, is_stopped=is_stopped)
     assert (starter._pool.slots, starter._pool.importing) == ([EMPTY], set())
@@ -176,7 +217,7 @@ def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
 
 def test_workers_that_start_cold_are_left_alone_as_long():
     """After a fault before any standby was ready, cold workers import undisturbed."""
-    pool = Pool.of(2, 4)
+    pool = pool_of(2, 4)
     pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
     pool, _ = after(pool, (Begun(0), 4.0), (Begun(1), 4.0), (GOOD_STEP, 8.0))
     pool = dataclasses.replace(pool, slots=[ACTIVATED, ACTIVATED])
@@ -187,7 +228,7 @@ def test_workers_that_start_cold_are_left_alone_as_long():
 
 def test_a_step_before_the_last_worker_begins():
     """When a rank works already, the fill waits for the last import and no longer."""
-    pool = Pool.of(2, 4)
+    pool = pool_of(2, 4)
     pool, _ = after(pool, PREPARE, RANKS_STARTING, Gone(0), Gone(1), RANKS_STARTED)
     pool, effects = after(pool, (Begun(0), 5.0), (GOOD_STEP, 6.0))
     assert effects == []
@@ -198,8 +239,8 @@ TABLE = [
     (WARMING, PrewarmReady(0, 5), READY, ()),
     (READY, PrewarmReady(0, 5), READY, ()),
     (EMPTY, PrewarmReady(0, 5), EMPTY, ()),
-    (WARMING, PrewarmFailed(0, "x"), FAILED, ()),
-    (READY, PrewarmFailed(0, "x"), FAILED, ()),
+    (WARMING, PrewarmFailed(0, "x"), FAILED, (EndPrewarm(0),)),
+    (READY, PrewarmFailed(0, "x"), FAILED, (EndPrewarm(0),)),
     (ACTIVATED, PrewarmFailed(0, "x"), FAILED, ()),
     (EMPTY, PrewarmFailed(0, "x"), EMPTY, ()),
     (ACTIVATED, Ended(0), EMPTY, ()),
@@ -220,7 +261,7 @@ TABLE = [
 @pytest.mark.parametrize(("state", "event", "expected", "effects"), TABLE)
 def test_table(state, event, expected, effects):
     """Each state and event lead to the state and effects of the table."""
-    pool = dataclasses.replace(Pool.of(1, 2), slots=[state], is_starting=True)
+    pool = dataclasses.replace(pool_of(1, 2), slots=[state], is_starting=True)
     pool, found = step(pool, event, 1.0)
     assert (pool.slots[0], found) == (expected, effects)
 
@@ -237,6 +278,22 @@ def test_second_failure_within_a_minute_disables_until_a_good_step():
     assert not any(state in (WARMING, READY) for state in pool.slots)
     assert step(pool, TICK, 500.0)[1] == ()
     assert step(pool, GOOD_STEP, 500.0)[1] == (StartPrewarm(0), StartPrewarm(1))
+
+
+def test_what_cannot_be_started_is_given_up_before_the_rest_is_tried():
+    """Two starts that fail at once disable the pool: no other slot gets a process."""
+    pool = pool_of(4, 4)
+    tried = []
+
+    def start(slot):
+        tried.append(slot)
+        pool.fail(slot, "no memory")
+
+    pool.start = start
+    pool.prepare()
+    assert tried == [0, 1]
+    assert pool.disabled is not None
+    assert pool.slots == [FAILED, FAILED, EMPTY, EMPTY]
 
 
 def test_failures_far_apart_do_not_disable():
@@ -290,7 +347,7 @@ def test_random_walks_keep_the_rules(seed):
     """Whatever happens, standbys start only in free slots, within the width, when allowed."""
     rng = random.Random(seed)
     slots = rng.randint(1, 6)
-    pool, now, alive, prepared = Pool.of(slots, rng.randint(1, 8)), 0.0, set(), False
+    pool, now, alive, prepared = pool_of(slots, rng.randint(1, 8)), 0.0, set(), False
     for _ in range(150):
         now += rng.choice((0.0, 0.1, 1.0, 3.0, 70.0))
         slot = rng.randrange(slots)
@@ -305,7 +362,7 @@ def test_random_walks_keep_the_rules(seed):
                 Ended(slot),
             )
         )
-        if event.method in ("fail", "activate"):
+        if event.method == "activate":
             alive.discard(slot)
         before = pool
         pool, effects = step(pool, event, now)

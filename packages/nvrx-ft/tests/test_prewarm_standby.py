@@ -48,9 +48,7 @@ def held(tmp_path):
         command = command_of(path)
         if wrapper is not None:
             command = dataclasses.replace(command, numa=[wrapper])
-        standby = PrewarmedWorker.start(
-            command, {**env, **changes}, 0, paths=("x", "x"), imports=imports
-        )
+        standby = PrewarmedWorker(command, {**env, **changes}, 0, paths=("x", "x"), imports=imports)
         started.append(standby)
         return standby
 
@@ -187,7 +185,7 @@ def test_dies_with_the_launcher(tmp_path):
         from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import PrewarmedWorker
         command = WorkerCommand((sys.executable, {str(path)!r}), {str(path)!r}, False, True)
         env = {{"PATH": os.environ["PATH"], "PYTHONPATH": {str(tmp_path)!r}}}
-        standby = PrewarmedWorker.start(command, env, 0, imports=("sleeping",))
+        standby = PrewarmedWorker(command, env, 0, imports=("sleeping",))
         print(standby.child.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
@@ -390,7 +388,7 @@ def test_without_files_in_memory_it_cannot_be_started(tmp_path, held, monkeypatc
     monkeypatch.setattr(os, "memfd_create", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(PrewarmError, match=r"cannot be prepared: .*not implemented"):
-        PrewarmedWorker.start(command_of(script(tmp_path, "")), {}, 0, paths=streams, imports=())
+        PrewarmedWorker(command_of(script(tmp_path, "")), {}, 0, paths=streams, imports=())
     assert os.listdir("/proc/self/fd") == before
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import types
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from rendezvous_store import Served, arrival, hosted, rules
@@ -18,6 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import Preempted, Round
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import Reading, off_by, read
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
@@ -101,9 +104,8 @@ def joined(
         domain=lambda: "none",
         must_agree={},
     )
-    made = StoreRendezvous(
-        settings, lambda _: served.connect(), loop=loop, clock=clock, post=posted.append
-    )
+    job = Mock(loop=loop, clock=clock, post=posted.append)
+    made = StoreRendezvous(job, settings, lambda _: served.connect())
     made.join(0)
     return made
 
@@ -164,16 +166,16 @@ def test_a_deadline_is_announced_the_grace_time_before() -> None:
         announced.append(clock.monotonic())
 
     with contextlib.closing(EventLoop(clock)) as loop:
+        config = FaultToleranceConfig(preempt_deadline="+820", preempt_grace=120.0)
         PreemptionController(
-            loop,
-            clock,
-            post=post,
-            monitor=None,  # type: ignore[arg-type]
-            running_pids=list,
-            host="a",
-            signum=None,
-            grace_s=120.0,
-            end=clock.wall() + 820.0,
+            types.SimpleNamespace(  # type: ignore[arg-type]
+                plan=types.SimpleNamespace(fault_tol_cfg=config),
+                environ={},
+                loop=loop,
+                clock=clock,
+                post=post,
+                paths=types.SimpleNamespace(host="a"),
+            )
         )
         began = clock.monotonic()
         while not announced and clock.monotonic() < began + 3600.0:

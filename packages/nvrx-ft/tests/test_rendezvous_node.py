@@ -8,6 +8,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
@@ -387,11 +388,9 @@ class Launched:
         self.loop = EventLoop(SystemClock())
         self.posted: list[RoundEvent] = []
         self.rendezvous = StoreRendezvous(
+            Mock(loop=self.loop, clock=SystemClock(), post=self.posted.append),
             settings(index, **fields),
             lambda _: served.connect(),
-            loop=self.loop,
-            clock=SystemClock(),
-            post=self.posted.append,
         )
 
     def next(self, within_s: float = DEADLINE_S) -> str:

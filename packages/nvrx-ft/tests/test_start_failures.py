@@ -34,6 +34,7 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     cause_of,
     failure_table,
 )
+from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 
@@ -199,16 +200,14 @@ def agent(tmp_path):
     """Return an agent that runs two ranks, the first of which has just failed at its start."""
     clock, output = ManualClock(), tmp_path / "stderr.log"
     output.write_text(f"{TOP}{MISSING}\n")
-    given = dict.fromkeys(field.name for field in dataclasses.fields(NodeAgent))
     quiet = mock.MagicMock()
     quiet.steps_of_rank0.return_value = Steps(None, 0, 0.0)
     quiet.hang_report.return_value = {}
     quiet.should_terminate_early.return_value = False
     parts = ("rendezvous", "admission", "monitor", "tracker", "reporter", "controller", "loop")
-    given |= dict.fromkeys(parts, quiet)
-    given |= {"policy": Policy(2, 15.0, 15.0, 93), "clock": clock, "start_failure_limit": 2}
-    it = NodeAgent(**given)
-    it.monitor = quiet
+    job = mock.MagicMock(clock=clock, **dict.fromkeys(parts, quiet))
+    job.plan.fault_tol_cfg = FaultToleranceConfig(start_failure_limit=2)
+    it = NodeAgent(job, Policy(2, 15.0, 15.0, 93))
     it.workers = mock.MagicMock(started={0: mock.MagicMock(), 1: mock.MagicMock()})
     it._assignment = Assignment(0, 0, 1, 0, 2, "h", 1)
     it._node = dataclasses.replace(it._node, phase=Phase.RUNNING, running=frozenset({0, 1}))

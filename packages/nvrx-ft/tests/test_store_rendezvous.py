@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +16,9 @@ from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    LeaveRendezvous,
     NextRoundOpened,
+    OpenNextRound,
     RoundReady,
     StoreLost,
 )
@@ -74,11 +77,9 @@ def a_job(
     posted: list[RoundEvent] = []
     with contextlib.closing(EventLoop(SystemClock())) as loop:
         rendezvous = StoreRendezvous(
+            Mock(loop=loop, clock=clock, post=posted.append),
             settings,
             lambda _: connect(*at, "job:", SECRET, LIMIT_S),
-            loop=loop,
-            clock=clock,
-            post=posted.append,
         )
         try:
             yield rendezvous, store, posted
@@ -130,7 +131,7 @@ def test_dead_workers_of_a_round_that_is_over_open_no_round(
         wait_for(rendezvous, posted, NextRoundOpened)
         decide(store, Entry(3, Phase.CLOSED, 1, active=2, world_size=2))
         wait_until_spare(rendezvous, posted, caplog)
-        rendezvous.open_next(Cause("killed", "rank 0 died"))
+        rendezvous.tell(OpenNextRound(Cause("killed", "rank 0 died")))
         rendezvous.shutdown()
         assert not store.has(keys.log(4))
 
@@ -165,7 +166,7 @@ def test_that_a_node_leaves_is_in_the_queue_before_its_ranks_are_ended(
         rendezvous.join(0)
         assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
         for _ in range(20):
-            rendezvous.leave(cause)
+            rendezvous.tell(LeaveRendezvous(cause))
             lines, _ = store.lines(keys.messages(0), 0, str)
             assert any(cause.what in line for line in lines)
             store.delete(keys.messages(0))

@@ -104,7 +104,7 @@ def run_cold(setting, *args, program=PROBE):
 
 def run_warm(setting, *args, program=PROBE, before_go=None):
     """Run the program in a standby that was told to go."""
-    standby = standbys.PrewarmedWorker.start(
+    standby = standbys.PrewarmedWorker(
         setting.command(*args, program=program),
         setting.env(),
         0,

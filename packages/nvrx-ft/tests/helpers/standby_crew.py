@@ -58,7 +58,7 @@ def hold(folder, world, *, wait=True):
     standbys = []
     try:
         for slot in range(world):
-            standbys.append(PrewarmedWorker.start(command, shared_env(), slot))  # noqa: PERF401 - ended below
+            standbys.append(PrewarmedWorker(command, shared_env(), slot))  # noqa: PERF401 - ended below
         ready = [conformance.receive(s, TIMEOUT_S) for s in standbys] if wait else []
         if not all(isinstance(event, Ready) and event.problem is None for event in ready):
             raise AssertionError(ready)  # noqa: TRY301 - the standbys are ended below

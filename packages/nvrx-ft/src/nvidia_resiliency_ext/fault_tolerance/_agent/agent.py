@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's loop on one node: hands what happens to `decide`, and does what it says.
 
-It owns the order of things, not the things: processes, rendezvous, monitor and records are
-given to it. One thread; every wait is in the event loop.
+It owns the order of things, not the things: rendezvous, monitor and records are the job's. One
+thread; every wait is in the event loop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_FAILURE
+from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
-from nvidia_resiliency_ext.fault_tolerance._monitor.messages import WorkersChanged
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     Failure,
     cause_of,
@@ -31,22 +29,15 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     root_cause,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers import workers
-from nvidia_resiliency_ext.fault_tolerance._workers.output import Tee
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
 from . import decide
-from .preemption import PreemptionController
-from .rendezvous import Rendezvous
 from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
-    from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
-
-    from .monitor_link import MonitorPerRank, SharedMonitor
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -54,8 +45,6 @@ PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
 UNCAUGHT_EXCEPTION = 1
 """Python's exit code after an uncaught exception."""
-# A launcher that stays for the others' sake is asked by these to go at once.
-_ASKS_TO_GO = (machine.Signalled, machine.GraceOver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,40 +64,26 @@ class Result:
         return root_cause(self.failures)
 
 
-@dataclass(eq=False, kw_only=True)
 class NodeAgent:
     """Runs the cycles of one node until `decide` says that it is over. It owns the worker group."""
 
-    policy: machine.Policy
-    loop: EventLoop
-    clock: Clock
-    rendezvous: Rendezvous
-    admission: AdmissionCheck
-    on_bad_node: Callable[[Cause], None]
-    starter: workers.Starter
-    specs: Callable[[machine.Assignment, float | None], list[workers.WorkerSpec]]
-    monitor: SharedMonitor | MonitorPerRank
-    tracker: TrainingProgressTracker
-    reporter: EventReporter
-    tee: Tee
-    controller: PreemptionController
-    host: str
-    reports_leftovers: bool
-    start_failure_limit: int = 0
-    budget: RefillingBudget | None = None
-
-    def __post_init__(self) -> None:
-        rendezvous, controller = self.rendezvous, self.controller
-        self._node = machine.Node(self.policy)
-        self._start_failures = StartFailures(self.start_failure_limit)
+    def __init__(self, job: Job, policy: machine.Policy) -> None:
+        config, rendezvous, controller = job.plan.fault_tol_cfg, job.rendezvous, job.controller
+        self.job, self.host = job, job.paths.host
+        self.loop, self.clock, self.reporter = job.loop, job.clock, job.reporter
+        self.rendezvous, self.admission, self.monitor = rendezvous, job.admission, job.monitor
+        self._node = machine.Node(policy)
+        self._start_failures = StartFailures(config.start_failure_limit)
+        window_s = config.restart_budget_window
+        self._budget = None if window_s is None else RefillingBudget(policy.max_restarts, window_s)
         self.workers = workers.WorkerGroup(
             self.loop,
             self.clock,
-            self.tee,
+            job.tee,
             exited=self._worker_exited,
             stopped=lambda given_up: self.post(machine.GroupStopped(given_up)),
             started_again=self._started_again,
-            reports_leftovers=self.reports_leftovers,
+            reports_leftovers=config.check_remaining_processes,
         )
         self._events: collections.deque[machine.Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
@@ -132,17 +107,15 @@ class NodeAgent:
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
-            machine.OpenNextRound: lambda effect: rendezvous.open_next(effect.cause),
-            machine.CloseRendezvous: lambda effect: rendezvous.close(effect.reason, effect.cause),
+            machine.OpenNextRound: rendezvous.tell,
+            machine.CloseRendezvous: rendezvous.tell,
             machine.ReportSuccess: self._report_success,
-            machine.ReportBroken: lambda effect: rendezvous.broken(
-                effect.cause, all_gone=effect.all_gone
-            ),
+            machine.ReportBroken: rendezvous.tell,
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            machine.Preempted: lambda effect: rendezvous.preempted(effect.cause),
+            machine.Preempted: rendezvous.tell,
             machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
-            machine.RanksHeld: lambda effect: rendezvous.held(effect.calls),
+            machine.RanksHeld: rendezvous.tell,
             machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
@@ -204,24 +177,10 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self.rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
-        preempted = self._node.leaving.cause if self._node.leaving and self._node.must_go else None
         while self.rendezvous.must_stay:
             self.loop.run_once()
-            while self._events:
-                event = self._events.popleft()
-                if isinstance(event, _ASKS_TO_GO):
-                    what = f"host {self.host}, which serves the job's store, was told to go"
-                    cause = Cause("drained", what, host=self.host)
-                    self.rendezvous.close(RDZV_SHUTDOWN_REASON_FAILURE, preempted or cause)
-                    return
-                if isinstance(event, machine.Preempted):
-                    # The job ends with its store: first its ranks save.
-                    preempted = event.cause
-                    self.rendezvous.preempted(preempted)
-                elif isinstance(event, machine.NextRoundOpened) and preempted is not None:
-                    self.rendezvous.preempted(preempted)
-                elif isinstance(event, (machine.StopRequested, machine.RoundClosed)):
-                    self._handle(event)
+            while self._settle():
+                pass
 
     def _settle(self) -> bool:
         """Decide one thing that is waiting; exits first, they are the causes."""
@@ -236,14 +195,14 @@ class NodeAgent:
     def _handle(self, event: machine.Event) -> None:
         before = self._node.phase
         if before is machine.Phase.RUNNING and isinstance(event, machine.RanksAsked):
-            self.monitor.examine()
+            self.monitor.send(messages.Examine())
         if before is machine.Phase.RUNNING and isinstance(event, machine.HangEvaluated):
             event = self._obey(event)
         self._node, effects = decide.decide(self._node, event)
         if before is machine.Phase.RUNNING and self._node.phase is not machine.Phase.RUNNING:
             self._record_progress()
             self._record_end()
-        if isinstance(event, machine.NodeUnfit):
+        if isinstance(event, machine.NodeUnfit) and before is machine.Phase.JOINING:
             # What its workers did before is not why it leaves.
             self._is_unfit, self._failures = True, []
         if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):
@@ -257,7 +216,7 @@ class NodeAgent:
         offset, cause = self._assignment.rank_offset, judged.cause
         ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
         local_ranks = [rank - offset for rank in ranks if rank - offset in self.workers.started]
-        self.monitor.sentence(local_ranks)
+        self.monitor.send(messages.Sentence(local_ranks))
         is_here = cause.rank is not None and cause.rank - offset in local_ranks
         if is_here:
             killed = ExitStatus(None, signal.SIGKILL)
@@ -383,9 +342,9 @@ class NodeAgent:
     def _makes_no_progress(self) -> bool:
         iteration = self.monitor.last_iteration()
         if iteration is not None:
-            self.tracker.update_iteration(iteration)
-        self.tracker.analyze_previous_cycle()
-        return self.tracker.should_terminate_early()
+            self.job.tracker.update_iteration(iteration)
+        self.job.tracker.analyze_previous_cycle()
+        return self.job.tracker.should_terminate_early()
 
     # Effects -------------------------------------------------------------------------------
 
@@ -410,9 +369,9 @@ class NodeAgent:
 
     def _start_workers(self, effect: machine.StartWorkers) -> None:
         assignment = self._assignment = effect.assignment
-        if self.budget is not None:
+        if self._budget is not None:
             now = self.clock.monotonic()
-            self.budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
+            self._budget.round_begins(assignment.cycle, assignment.restart_ages_s, now)
             self._report_budget()
         self.reporter.round_joined(assignment)
         self._failures = []
@@ -422,14 +381,14 @@ class NodeAgent:
 
     def _start_now(self, assignment: machine.Assignment) -> None:
         try:
-            specs = self.specs(assignment, self._cycle_start_time)
+            specs = self.job.specs(assignment, self._cycle_start_time)
             self._error_files = {spec.local_rank: spec.output.error_file for spec in specs}
             self._error_outputs = _error_outputs(specs)
             self._errors = {}
             self._others_until = None
-            self.controller.cycle_begins()
+            self.job.controller.cycle_begins()
             self.monitor.prepare(assignment.cycle)
-            self.workers.start(specs, self.starter)
+            self.workers.start(specs, self.job.prewarm)
         except (NvrxError, OSError) as error:
             self.post(machine.StartFailed(Cause("start", str(error), host=self.host)))
             return
@@ -438,10 +397,10 @@ class NodeAgent:
         self.reporter.workers_started(self.workers.started)
 
     def _report_budget(self) -> None:
-        assert self.budget is not None
+        assert self._budget is not None
         now = self.clock.monotonic()
-        self.post(machine.BudgetChanged(self.budget.left(now)))
-        at = self.budget.next_change(now)
+        self.post(machine.BudgetChanged(self._budget.left(now)))
+        at = self._budget.next_change(now)
         if self._refill is not None:
             self._refill.cancel()
         self._refill = None if at is None else self.loop.call_at(at, self._report_budget)
@@ -453,7 +412,7 @@ class NodeAgent:
         # Under min-healthy each node judges alone: what it ends, the others may go on without.
         is_alone = self._node.policy.min_healthy
         self.monitor.workers_changed(
-            WorkersChanged(
+            messages.WorkersChanged(
                 self._node.cycle,
                 [started[local_rank].child.pid for local_rank in local_ranks],
                 [self._error_files.get(local_rank, "") for local_rank in local_ranks],
@@ -492,12 +451,12 @@ class NodeAgent:
         )
 
     def _leave(self, effect: machine.LeaveRendezvous) -> None:
-        self.rendezvous.leave(effect.cause)
+        self.rendezvous.tell(effect)
         if effect.cause.kind != "drained":
-            self.on_bad_node(effect.cause)
+            self.job.bad_node.report(effect.cause)
 
-    def _report_success(self, _effect: machine.ReportSuccess) -> None:
-        self.rendezvous.succeeded()
+    def _report_success(self, effect: machine.ReportSuccess) -> None:
+        self.rendezvous.tell(effect)
         at = self.clock.monotonic() + BARRIER_S
         self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")

@@ -2,52 +2,19 @@
 """What a node does about what happens to it: the launcher's decisions, and no effects.
 
 `decide(node, event) -> (node, effects)` is a pure function. The loop in `agent.py` feeds it
-events and performs the effects; nothing here reads a clock, a file or a process.
-
-    phase      event                     next       effects
-    JOINING    RoundReady                RUNNING    StartWorkers
-    JOINING    RoundClosed               FINISHED   Finish
-    JOINING    Signalled                 FINISHED   CloseRendezvous, Finish
-    JOINING    JoinTimedOut              FINISHED   [CloseRendezvous], Finish(1)
-    JOINING    NodeUnfit                 FINISHED   ReportFault, LeaveRendezvous, Finish(1)
-    JOINING    NextRoundOpened           JOINING    Join          (a spare tries again)
-    JOINING    NextRoundOpened           FINISHED   [LeaveRendezvous | CloseRendezvous], Finish(1)
-                                                    (a rank has asked for it)
-    JOINING    Preempted                 FINISHED   LeaveRendezvous, Finish
-    JOINING    Preempted (rdzv. host)    JOINING    Preempted (ranks save first)
-    JOINING    GraceOver                 FINISHED   CloseRendezvous, Finish
-    RUNNING    WorkerExited (0, last)    FINISHED   CloseRendezvous, Finish(0)   (one node)
-    RUNNING    WorkerExited (0, last)    WAITING    ReportSuccess (others may still work)
-    RUNNING    WorkerExited (failed)     STOPPING   ReportFault, [OpenNextRound], StopWorkers
-    RUNNING    NextRoundOpened           STOPPING   StopWorkers
-    RUNNING    StartFailed               STOPPING   ReportFault, StopWorkers
-    RUNNING    Signalled                 STOPPING   StopWorkers (the same signal)
-    RUNNING    WorkerStuck               STOPPING   ReportFault, [OpenNextRound], StopWorkers
-    RUNNING    HangEvaluated             STOPPING   ReportFault, [OpenNextRound], StopWorkers
-    RUNNING    RoundClosed               STOPPING   StopWorkers
-    RUNNING    Preempted                 RUNNING    Preempted     (told to the others)
-    RUNNING    RoundLeaves               RUNNING    RoundLeaves   (at some node's request)
-    RUNNING    GraceOver                 STOPPING   StopWorkers
-    with ranks RanksHeld, SaveAgreed     the same   the event: ranks are held in a call
-    any        StopRequested             STOPPING   CloseRendezvous, StopWorkers, then Finish(93)
-    any        StoreLost                 STOPPING   StopWorkers, then Finish(1)
-    WAITING    RoundClosed               FINISHED   Finish
-    WAITING    NextRoundOpened           JOINING    Join          (a peer failed: all again)
-    WAITING    NextRoundOpened           FINISHED   as in JOINING, where a rank has asked for it
-    WAITING    BarrierTimedOut           FINISHED   Finish(0)
-    STOPPING   Signalled (SIGINT again)  STOPPING   KillWorkers
-    STOPPING   Signalled (first)         STOPPING   StopWorkers; no restart follows
-    STOPPING   GroupStopped              JOINING    Join          (a restart was decided)
-    STOPPING   GroupStopped              FINISHED   Finish        (otherwise)
-    FINISHED   StopRequested             FINISHED   CloseRendezvous, Finish(93) (it serves a store)
-    FINISHED   RoundClosed (no restart)  FINISHED   Finish(93) (likewise)
+events and performs the effects; nothing here reads a clock, a file or a process. The tables at the
+end say which event matters in which phase.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
@@ -58,44 +25,15 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     EXIT_FAILURE,
     EXIT_OK,
-    BarrierTimedOut,
-    BudgetChanged,
     CloseRendezvous,
     Effect,
-    Event,
     Finish,
-    GraceOver,
-    GroupStopped,
-    HangEvaluated,
-    Join,
-    JoinTimedOut,
-    KillWorkers,
     LeaveRendezvous,
-    Leaving,
-    NextRoundOpened,
     Node,
-    NodeUnfit,
-    OpenNextRound,
     Outcome,
     Phase,
-    Preempted,
-    RanksHeld,
-    ReportBroken,
     ReportFault,
-    ReportSuccess,
-    RequestReceived,
-    RoundClosed,
-    RoundLeaves,
-    RoundReady,
-    SaveAgreed,
-    Signalled,
-    StartFailed,
-    StartWorkers,
-    StopRequested,
     StopWorkers,
-    StoreLost,
-    WorkerExited,
-    WorkerStuck,
     restarts_left,
 )
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
@@ -103,21 +41,18 @@ from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 Decision = tuple[Node, tuple[Effect, ...]]
 
 
-def decide(node: Node, event: Event) -> Decision:
+def decide(node: Node, event: machine.Event) -> Decision:
     """Return the next state and what is to be done; events that no longer matter do nothing."""
-    if isinstance(event, RequestReceived):
-        return _record_request(node, event)
-    if isinstance(event, StopRequested):
-        return _no_restart(node, event)
-    if isinstance(event, BudgetChanged):
-        return dataclasses.replace(node, budget=event.left), ()
-    if isinstance(event, (RanksHeld, SaveAgreed)):
-        # Ranks that are held in a call may not even see that they are to stop.
-        return node, (event,) if node.phase in (Phase.RUNNING, Phase.STOPPING) else ()
-    return _BY_PHASE[node.phase](node, event)
+    handler = _IN_ANY_PHASE.get(type(event)) or _BY_PHASE[node.phase].get(type(event))
+    if handler is None and node.phase is Phase.STOPPING and node.outcome is Outcome.RESTART:
+        handler = _BEFORE_A_RESTART.get(type(event))
+    return (node, ()) if handler is None else handler(node, event)
 
 
-def _no_restart(node: Node, event: StopRequested) -> Decision:
+# In any phase ---------------------------------------------------------------------------------
+
+
+def _no_restart(node: Node, event: machine.StopRequested) -> Decision:
     """End the job for everybody, whatever this node does at the moment."""
     ends = CloseRendezvous(event.reason, event.cause)
     if node.phase in (Phase.JOINING, Phase.WAITING, Phase.FINISHED):
@@ -133,70 +68,106 @@ def _no_restart(node: Node, event: StopRequested) -> Decision:
     return node, ()
 
 
-def _record_request(node: Node, event: RequestReceived) -> Decision:
+def _budget_changed(node: Node, event: machine.BudgetChanged) -> Decision:
+    return dataclasses.replace(node, budget=event.left), ()
+
+
+def _record_request(node: Node, event: machine.RequestReceived) -> Decision:
     if node.phase is Phase.FINISHED:
         return node, ()
     noted = (*node.requests, (event.request, event.description))
     return dataclasses.replace(node, requests=noted), ()
 
 
-def _while_joining(node: Node, event: Event) -> Decision:
-    if isinstance(event, RoundReady):
-        started = dataclasses.replace(
-            node,
-            phase=Phase.RUNNING,
-            cycle=event.assignment.cycle,
-            running=frozenset(event.local_ranks),
-            unclean=frozenset(),
-            outcome=None,
-            cause=None,
-            group_world_size=event.assignment.group_world_size,
-            leaving=node.leaving if node.must_go else None,
-        )
-        return started, (StartWorkers(event.assignment),)
-    if isinstance(event, (Preempted, GraceOver)):
-        return _goes_while_joining(node, event)
-    if isinstance(event, RoundClosed):
-        return _finished(node), (_finish_over(node, event),)
-    if isinstance(event, NextRoundOpened):
-        return _asked(node, event) if node.requests else (node, _joins(node, event.cause))
-    if isinstance(event, (StoreLost, JoinTimedOut)):
-        return _alone(node, event)
-    if isinstance(event, NodeUnfit):
-        cause = event.cause
-        report = ReportFault(cause, Outcome.LEAVE, 0)
-        leaves = LeaveRendezvous(cause)
-        return _finished(node), (report, leaves, Finish(EXIT_FAILURE, cause.what))
-    if isinstance(event, Signalled):
-        name = signal.Signals(event.signum).name
-        return _finished(node), (*_goes(node, name), Finish(EXIT_FAILURE, name))
-    return node, ()
+def _pass_on(node: Node, event: machine.RanksHeld | machine.SaveAgreed) -> Decision:
+    """Act on ranks that are held in a call: they may not even see that they are to stop."""
+    return node, (event,)
 
 
-def _goes_while_joining(node: Node, event: Preempted | GraceOver) -> Decision:
-    """This node has nothing to save, but the job ends with its store, and others may have ranks."""
-    if isinstance(event, GraceOver):
-        return _gone(node) if node.must_go else (node, ())
-    if node.policy.serves_others:
-        return _preempted(node, event)
-    return _gone(dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True)))
+# Joining and waiting --------------------------------------------------------------------------
+
+
+def _start(node: Node, event: machine.RoundReady) -> Decision:
+    started = dataclasses.replace(
+        node,
+        phase=Phase.RUNNING,
+        cycle=event.assignment.cycle,
+        running=frozenset(event.local_ranks),
+        unclean=frozenset(),
+        outcome=None,
+        cause=None,
+        group_world_size=event.assignment.group_world_size,
+        leaving=node.leaving if node.must_go else None,
+    )
+    return started, (machine.StartWorkers(event.assignment),)
+
+
+def _over_without_workers(node: Node, event: machine.RoundClosed) -> Decision:
+    """The job is over for all; a node that only serves their store has finished before."""
+    if node.phase is Phase.FINISHED and not event.no_restart:
+        return node, ()
+    return _finished(node), (_finish_over(node, event),)
+
+
+def _finish_over(node: Node, over: machine.RoundClosed) -> Finish:
+    """Return how this launcher leaves a job that is over for everybody."""
+    what = over.cause.what if over.cause is not None else over.reason
+    if over.no_restart:
+        return Finish(node.policy.no_restart_exit_code, f"no restart: {what}", over.reason)
+    is_graceful = over.reason == RDZV_SHUTDOWN_REASON_GRACEFUL
+    return Finish(EXIT_OK if is_graceful else EXIT_FAILURE, what)
+
+
+def _joins_another(node: Node, event: machine.NextRoundOpened) -> Decision:
+    """A spare tries again, and so does a node whose workers had ended when a peer failed."""
+    if node.must_go and node.phase is Phase.WAITING:
+        return _gone(node)
+    if node.requests:
+        report = ReportFault(event.cause, Outcome.LEAVE, 0)
+        return _finished(node), (report, *_as_requested(node))
+    if node.phase is Phase.JOINING:
+        return node, _joins(node, event.cause)
+    joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
+    report = ReportFault(event.cause, Outcome.RESTART, restarts_left(node))
+    return joining, (report, machine.Join(node.cycle + 1, event.cause))
 
 
 def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
     """Return how this node joins the next round, which does not know yet that it must go."""
-    joins = Join(node.cycle + 1, cause)
+    joins = machine.Join(node.cycle + 1, cause)
     if node.leaving is not None and node.must_go:
-        return joins, Preempted(node.leaving.cause)
+        return joins, machine.Preempted(node.leaving.cause)
     return (joins,)
 
 
-def _alone(node: Node, event: StoreLost | JoinTimedOut) -> Decision:
+def _alone(node: Node, event: machine.StoreLost | machine.JoinTimedOut) -> Decision:
     """Leave, as nobody is there; without its rendezvous host there is no job to come to later."""
     ends: tuple[Effect, ...] = ()
-    if isinstance(event, JoinTimedOut) and node.policy.is_store_host:
+    if isinstance(event, machine.JoinTimedOut) and node.policy.is_store_host:
         cause = Cause("join_timeout", event.what, host=node.policy.host, detected_by="rendezvous")
         ends = (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
     return _finished(node), (*ends, Finish(EXIT_FAILURE, event.what))
+
+
+def _others_late(node: Node, event: machine.StoreLost | machine.BarrierTimedOut) -> Decision:
+    late = "the other nodes did not end in time"
+    what = event.what if isinstance(event, machine.StoreLost) else late
+    code = EXIT_FAILURE if node.unclean else EXIT_OK
+    return _finished(node), (Finish(code, f"all workers of this node ended; {what}"),)
+
+
+def _unfit(node: Node, event: machine.NodeUnfit) -> Decision:
+    cause = event.cause
+    report = ReportFault(cause, Outcome.LEAVE, 0)
+    return _finished(node), (report, LeaveRendezvous(cause), Finish(EXIT_FAILURE, cause.what))
+
+
+def _ended_without_workers(node: Node, event: machine.Signalled) -> Decision:
+    name = signal.Signals(event.signum).name
+    finish = Finish(EXIT_FAILURE if node.unclean else EXIT_OK, f"ended by {name}")
+    if node.phase is Phase.JOINING:
+        finish = Finish(EXIT_FAILURE, name)
+    return _finished(node), (*_goes(node, name), finish)
 
 
 def _goes(node: Node, name: str) -> tuple[Effect, ...]:
@@ -212,95 +183,40 @@ def _goes(node: Node, name: str) -> tuple[Effect, ...]:
     return (LeaveRendezvous(cause),)
 
 
-def _finish_over(node: Node, over: RoundClosed) -> Finish:
-    """Return how this launcher leaves a job that is over for everybody."""
-    what = over.cause.what if over.cause is not None else over.reason
-    if over.no_restart:
-        return Finish(node.policy.no_restart_exit_code, f"no restart: {what}", over.reason)
-    if over.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
-        return Finish(EXIT_OK, what)
-    return Finish(EXIT_FAILURE, what)
+# Preemption -----------------------------------------------------------------------------------
 
 
-def _while_waiting(node: Node, event: Event) -> Decision:
-    if isinstance(event, RoundClosed):
-        return _finished(node), (_finish_over(node, event),)
-    if isinstance(event, Preempted):
-        return _preempted(node, event)
-    if node.must_go and isinstance(event, (NextRoundOpened, GraceOver)):
-        return _gone(node)
-    if isinstance(event, NextRoundOpened) and node.requests:
-        return _asked(node, event)
-    if isinstance(event, NextRoundOpened):
-        joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
-        left = restarts_left(node)
-        report = ReportFault(event.cause, Outcome.RESTART, left)
-        return joining, (report, Join(node.cycle + 1, event.cause))
-    if isinstance(event, (StoreLost, BarrierTimedOut)):
-        code = EXIT_FAILURE if node.unclean else EXIT_OK
-        what = event.what if isinstance(event, StoreLost) else "the other nodes did not end in time"
-        return _finished(node), (Finish(code, f"all workers of this node ended; {what}"),)
-    if isinstance(event, Signalled):
-        code = EXIT_FAILURE if node.unclean else EXIT_OK
-        name = signal.Signals(event.signum).name
-        return _finished(node), (*_goes(node, name), Finish(code, f"ended by {name}"))
-    return node, ()
-
-
-def _while_running(  # noqa: PLR0911 - one for each kind of event
-    node: Node, event: Event
-) -> Decision:
-    if isinstance(event, WorkerExited):
-        return _exited(node, event)
-    if isinstance(event, (WorkerStuck, StartFailed)):
-        return _machine_fails(node, event)
-    if isinstance(event, Preempted):
-        return _preempted(node, event)
-    if isinstance(event, RoundLeaves):
-        leaving = node.leaving or Leaving(event.cause, is_own=False)
-        return dataclasses.replace(node, leaving=leaving), (event,)
-    if isinstance(event, GraceOver):
-        return _out_of_time(node)
-    if isinstance(event, NextRoundOpened):
-        return _restarts(node, event)
-    if isinstance(event, HangEvaluated):
-        return _hung(node, event)
-    if isinstance(event, RoundClosed):
-        return _over(node, event)
-    if isinstance(event, StoreLost):
-        return _lost(node, event)
-    if isinstance(event, Signalled):
-        return _signalled(node, event.signum)
-    return node, ()
-
-
-def _hung(node: Node, event: HangEvaluated) -> Decision:
-    if node.must_go:
-        return _out_of_time(node)
-    return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
-
-
-def _restarts(node: Node, event: NextRoundOpened) -> Decision:
-    if node.must_go:
-        return _out_of_time(node)
-    if event.no_restart:
-        return _stop(node, event.cause, Outcome.NO_RESTART)
-    return _fault(node, event.cause, no_progress=event.no_progress, opens=False)
-
-
-def _preempted(node: Node, event: Preempted) -> Decision:
+def _preempted(node: Node, event: machine.Preempted) -> Decision:
     """Preempt this node: its workers may save first."""
     if node.must_go:
         return node, ()
-    return dataclasses.replace(node, leaving=Leaving(event.cause, is_own=True)), (event,)
+    leaving = machine.Leaving(event.cause, is_own=True)
+    return dataclasses.replace(node, leaving=leaving), (event,)
 
 
-def _out_of_time(node: Node) -> Decision:
+def _preempted_without_ranks(node: Node, event: machine.Preempted) -> Decision:
+    """This node has nothing to save, but the job ends with its store, and others may have ranks."""
+    if node.policy.serves_others:
+        return _preempted(node, event)
+    leaving = dataclasses.replace(node, leaving=machine.Leaving(event.cause, is_own=True))
+    return _out_of_time(leaving) if node.phase is Phase.STOPPING else _gone(leaving)
+
+
+def _round_leaves(node: Node, event: machine.RoundLeaves) -> Decision:
+    leaving = node.leaving or machine.Leaving(event.cause, is_own=False)
+    return dataclasses.replace(node, leaving=leaving), (event,)
+
+
+def _grace_over_without_ranks(node: Node, _event: machine.GraceOver) -> Decision:
+    if not node.must_go:
+        return node, ()
+    return _out_of_time(node) if node.phase is Phase.STOPPING else _gone(node)
+
+
+def _out_of_time(node: Node, _event: machine.GraceOver | None = None) -> Decision:
     """Stop workers that are still there although this node must go."""
-    stopping = dataclasses.replace(
-        node, phase=Phase.STOPPING, outcome=Outcome.SIGNALLED, stop_signal=signal.SIGTERM
-    )
-    return stopping, (StopWorkers(signal.SIGTERM, node.policy.stop_grace_s),)
+    stopping = dataclasses.replace(node, stop_signal=signal.SIGTERM)
+    return _stop(stopping, node.cause, Outcome.SIGNALLED)
 
 
 def _gone(node: Node) -> Decision:
@@ -311,63 +227,42 @@ def _gone(node: Node) -> Decision:
     return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.cause.what))
 
 
-def _machine_fails(node: Node, event: WorkerStuck | StartFailed) -> Decision:
-    if node.policy.many_nodes:
-        return _leave(node, event.cause)
-    if isinstance(event, WorkerStuck):
-        return _fault(node, event.cause, no_progress=False, opens=True)
-    # Starting failed for a reason of this machine; the same start would fail again.
-    node, stop = _stop(node, event.cause, Outcome.FAIL)
-    return node, (ReportFault(event.cause, Outcome.FAIL, 0), *stop)
+# While workers run ----------------------------------------------------------------------------
 
 
-def _over(node: Node, event: RoundClosed) -> Decision:
-    """The job is over for everybody while workers still run here."""
-    cause = event.cause or Cause("over", f"the job is over: {event.reason}")
-    node, stop = _stop(dataclasses.replace(node, over=event), cause, Outcome.OVER)
-    if event.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
-        return node, stop
-    return node, (ReportFault(cause, Outcome.OVER, 0), *stop)
-
-
-def _leave(node: Node, cause: Cause) -> Decision:
-    """This machine cannot go on: it leaves, and the others may restart without it."""
-    node, stop = _stop(node, cause, Outcome.LEAVE)
-    return node, (ReportFault(cause, Outcome.LEAVE, 0), LeaveRendezvous(cause), *stop)
-
-
-def _lost(node: Node, event: StoreLost) -> Decision:
-    cause = Cause("store_lost", event.what, host=node.policy.host, detected_by="lease")
-    stopping = dataclasses.replace(node, phase=Phase.STOPPING, outcome=Outcome.LEAVE, cause=cause)
-    grace_s = min(event.stop_within_s, node.policy.stop_grace_s)
-    report = ReportFault(cause, Outcome.LEAVE, 0)
-    return stopping, (report, StopWorkers(signal.SIGTERM, grace_s))
-
-
-def _exited(node: Node, event: WorkerExited) -> Decision:
+def _exited(node: Node, event: machine.WorkerExited) -> Decision:
     node = _without(node, event)
-    if event.cause is not None and node.must_go:
-        node, stop = _out_of_time(dataclasses.replace(node, cause=event.cause))
-        return node, (ReportFault(event.cause, Outcome.SIGNALLED, 0), *stop)
-    if event.cause is not None and node.policy.min_healthy and node.group_world_size > 1:
-        return _tolerated(node, event.cause)
-    if event.cause is not None and event.is_hopeless:
-        node, stop = _stop(node, event.cause, Outcome.FAIL)
-        return node, (ReportFault(event.cause, Outcome.FAIL, restarts_left(node)), *stop)
-    if event.cause is not None:
-        return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
+    cause = event.cause
+    if cause is not None and node.must_go:
+        node, stop = _out_of_time(dataclasses.replace(node, cause=cause))
+        return node, (ReportFault(cause, Outcome.SIGNALLED, 0), *stop)
+    if cause is not None and node.policy.min_healthy and node.group_world_size > 1:
+        return _tolerated(node, cause)
+    if cause is not None and event.is_hopeless:
+        node, stop = _stop(node, cause, Outcome.FAIL)
+        return node, (ReportFault(cause, Outcome.FAIL, restarts_left(node)), *stop)
+    if cause is not None:
+        return _fault(node, cause, no_progress=event.no_progress, opens=True)
     if node.running:
         return node, ()
     if node.group_world_size > 1:
         waiting = dataclasses.replace(node, phase=Phase.WAITING)
         if node.unclean and node.cause is not None:
-            return waiting, (ReportBroken(node.cause, all_gone=True),)
-        return waiting, (ReportSuccess(),)
-    done = _finished(node)
+            return waiting, (machine.ReportBroken(node.cause, all_gone=True),)
+        return waiting, (machine.ReportSuccess(),)
     why = f", after: {node.leaving.cause.what}" if node.leaving is not None else ""
-    return done, (
+    return _finished(node), (
         CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
         Finish(EXIT_OK, f"all workers succeeded{why}"),
+    )
+
+
+def _without(node: Node, event: machine.WorkerExited) -> Node:
+    clean = event.status.code == 0 and event.cause is None
+    return dataclasses.replace(
+        node,
+        running=node.running - {event.local_rank},
+        unclean=node.unclean if clean else node.unclean | {event.local_rank},
     )
 
 
@@ -378,46 +273,44 @@ def _tolerated(node: Node, cause: Cause) -> Decision:
     report: tuple[Effect, ...] = (ReportFault(cause, Outcome.TOLERATED, restarts_left(node)),)
     if not node.running:
         waiting = dataclasses.replace(node, phase=Phase.WAITING)
-        return waiting, (*report, ReportBroken(cause, all_gone=True))
-    return node, (*report, ReportBroken(cause, all_gone=False)) if first else report
+        return waiting, (*report, machine.ReportBroken(cause, all_gone=True))
+    return node, (*report, machine.ReportBroken(cause, all_gone=False)) if first else report
 
 
-def _while_stopping(node: Node, event: Event) -> Decision:
-    if isinstance(event, WorkerExited):
-        return _without(node, event), ()
-    if isinstance(event, Signalled):
-        if node.stop_signal is not None:
-            again = event.signum == signal.SIGINT
-            return node, (KillWorkers(),) if again else ()
-        return _signalled(node, event.signum)
-    if isinstance(event, GroupStopped):
-        return _after_stop(node, event)
-    return _no_more_restart(node, event) if node.outcome is Outcome.RESTART else (node, ())
-
-
-def _no_more_restart(node: Node, event: Event) -> Decision:
-    """Record what makes the restart impossible for which workers are being stopped."""
-    if isinstance(event, StoreLost):
-        return _lost(node, event)
-    if isinstance(event, RoundClosed):
-        return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
-    if isinstance(event, Preempted):
-        if node.policy.serves_others:
-            return _preempted(node, event)
-        leaving = Leaving(event.cause, is_own=True)
-        return _out_of_time(dataclasses.replace(node, leaving=leaving))
-    if isinstance(event, GraceOver) and node.must_go:
+def _restarts(node: Node, event: machine.NextRoundOpened | machine.HangEvaluated) -> Decision:
+    """Stop for a restart that another node has opened, or for a hang, which opens one."""
+    if node.must_go:
         return _out_of_time(node)
-    return node, ()
+    if isinstance(event, machine.HangEvaluated):
+        return _fault(node, event.cause, no_progress=event.no_progress, opens=True)
+    return _fault(node, event.cause, no_progress=False, opens=False)
 
 
-def _without(node: Node, event: WorkerExited) -> Node:
-    clean = event.status.code == 0 and event.cause is None
-    return dataclasses.replace(
-        node,
-        running=node.running - {event.local_rank},
-        unclean=node.unclean if clean else node.unclean | {event.local_rank},
-    )
+def _machine_fails(node: Node, event: machine.WorkerStuck | machine.StartFailed) -> Decision:
+    if node.policy.many_nodes:  # The others may restart without this one.
+        node, stop = _stop(node, event.cause, Outcome.LEAVE)
+        report = ReportFault(event.cause, Outcome.LEAVE, 0)
+        return node, (report, LeaveRendezvous(event.cause), *stop)
+    if isinstance(event, machine.WorkerStuck):
+        return _fault(node, event.cause, no_progress=False, opens=True)
+    # Starting failed for a reason of this machine; the same start would fail again.
+    node, stop = _stop(node, event.cause, Outcome.FAIL)
+    return node, (ReportFault(event.cause, Outcome.FAIL, 0), *stop)
+
+
+def _over(node: Node, event: machine.RoundClosed) -> Decision:
+    """The job is over for everybody while workers still run here."""
+    cause = event.cause or Cause("over", f"the job is over: {event.reason}")
+    node, stop = _stop(dataclasses.replace(node, over=event), cause, Outcome.OVER)
+    if event.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
+        return node, stop
+    return node, (ReportFault(cause, Outcome.OVER, 0), *stop)
+
+
+def _lost(node: Node, event: machine.StoreLost) -> Decision:
+    cause = Cause("store_lost", event.what, host=node.policy.host, detected_by="lease")
+    node, stop = _stop(node, cause, Outcome.LEAVE, within_s=event.stop_within_s)
+    return node, (ReportFault(cause, Outcome.LEAVE, 0), *stop)
 
 
 def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decision:
@@ -431,35 +324,51 @@ def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decis
     node, stop = _stop(node, cause, outcome)
     before: tuple[Effect, ...] = (ReportFault(cause, outcome, left),)
     if outcome is Outcome.RESTART and opens:
-        before += (OpenNextRound(cause),)
-    elif outcome is Outcome.NO_RESTART and opens:
+        before += (machine.OpenNextRound(cause),)
+    elif outcome is Outcome.NO_RESTART:
         before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_NO_PROGRESS, cause),)
     elif opens and node.policy.many_nodes:
         before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
     return node, before + stop
 
 
-def _stop(node: Node, cause: Cause, outcome: Outcome) -> Decision:
+def _stop(
+    node: Node, cause: Cause | None, outcome: Outcome, *, within_s: float = math.inf
+) -> Decision:
     stopping = dataclasses.replace(node, phase=Phase.STOPPING, outcome=outcome, cause=cause)
-    return stopping, (StopWorkers(signal.SIGTERM, node.policy.stop_grace_s),)
+    grace_s = min(within_s, node.policy.stop_grace_s)
+    return stopping, (StopWorkers(signal.SIGTERM, grace_s),)
 
 
-def _signalled(node: Node, signum: int) -> Decision:
+def _signalled(node: Node, event: machine.Signalled) -> Decision:
+    if node.stop_signal is not None:
+        return node, (machine.KillWorkers(),) if event.signum == signal.SIGINT else ()
     # A stop that was to end the job for good keeps its reason and its exit code.
     final = node.outcome in (Outcome.NO_RESTART, Outcome.FAIL)
     goes: tuple[Effect, ...] = ()
     if node.policy.many_nodes and node.phase is Phase.RUNNING:
-        goes = _goes(node, signal.Signals(signum).name)
+        goes = _goes(node, signal.Signals(event.signum).name)
     stopping = dataclasses.replace(
         node,
         phase=Phase.STOPPING,
         outcome=node.outcome if final else Outcome.SIGNALLED,
-        stop_signal=signum,
+        stop_signal=event.signum,
     )
-    return stopping, (*goes, StopWorkers(signum, node.policy.signal_grace_s))
+    return stopping, (*goes, StopWorkers(event.signum, node.policy.signal_grace_s))
 
 
-def _after_stop(node: Node, event: GroupStopped) -> Decision:
+# While workers stop ---------------------------------------------------------------------------
+
+
+def _exited_while_stopping(node: Node, event: machine.WorkerExited) -> Decision:
+    return _without(node, event), ()
+
+
+def _over_before_a_restart(node: Node, event: machine.RoundClosed) -> Decision:
+    return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
+
+
+def _after_stop(node: Node, event: machine.GroupStopped) -> Decision:
     finished = _finished(node)
     if node.outcome is Outcome.SIGNALLED:
         return finished, _after_signal(node, clean=not node.unclean and not event.unkillable)
@@ -495,12 +404,6 @@ def _after_signal(node: Node, *, clean: bool) -> tuple[Effect, ...]:
     return *_goes(node, name), Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
 
 
-def _asked(node: Node, event: NextRoundOpened) -> Decision:
-    """Do what ranks asked for before this node joins the round that was opened."""
-    report = ReportFault(event.cause, Outcome.LEAVE, 0)
-    return _finished(node), (report, *_as_requested(node))
-
-
 def _as_requested(node: Node) -> tuple[Effect, ...]:
     # Shutting down is asked for all nodes, excluding for this one: the former includes the latter.
     asked = dict(reversed(node.requests))
@@ -519,21 +422,89 @@ def _left(node: Node, reason: str) -> tuple[Effect, ...]:
     return (LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
 
 
-def _while_finished(node: Node, event: Event) -> Decision:
-    """Its own part is over, but it may serve the others' store until theirs is."""
-    if isinstance(event, RoundClosed) and event.no_restart:
-        return node, (_finish_over(node, event),)
-    return node, ()
+def _tells_again(node: Node, _event: machine.NextRoundOpened) -> Decision:
+    """The ranks of this round have not been told yet that the node with their store must go."""
+    if node.leaving is None or not node.must_go:
+        return node, ()
+    return node, (machine.Preempted(node.leaving.cause),)
+
+
+def _ends_for_all(node: Node, _event: machine.Signalled | machine.GraceOver) -> Decision:
+    what = f"host {node.policy.host}, which serves the job's store, was told to go"
+    cause = Cause("drained", what, host=node.policy.host)
+    if node.leaving is not None and node.must_go:
+        cause = node.leaving.cause
+    return node, (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
 
 
 def _finished(node: Node) -> Node:
     return dataclasses.replace(node, phase=Phase.FINISHED)
 
 
-_BY_PHASE = {
-    Phase.JOINING: _while_joining,
-    Phase.RUNNING: _while_running,
-    Phase.STOPPING: _while_stopping,
-    Phase.WAITING: _while_waiting,
-    Phase.FINISHED: _while_finished,
+# The handlers of events. What a table does not name changes nothing in its phase.
+_Handlers = Mapping[type, Callable[[Node, Any], Decision]]
+
+_IN_ANY_PHASE: _Handlers = {
+    machine.StopRequested: _no_restart,
+    machine.BudgetChanged: _budget_changed,
+    machine.RequestReceived: _record_request,
+}
+_BY_PHASE: Mapping[Phase, _Handlers] = {
+    Phase.JOINING: {
+        machine.RoundReady: _start,
+        machine.RoundClosed: _over_without_workers,
+        machine.NextRoundOpened: _joins_another,
+        machine.StoreLost: _alone,
+        machine.JoinTimedOut: _alone,
+        machine.NodeUnfit: _unfit,
+        machine.Signalled: _ended_without_workers,
+        machine.Preempted: _preempted_without_ranks,
+        machine.GraceOver: _grace_over_without_ranks,
+    },
+    Phase.RUNNING: {
+        machine.WorkerExited: _exited,
+        machine.WorkerStuck: _machine_fails,
+        machine.StartFailed: _machine_fails,
+        machine.NextRoundOpened: _restarts,
+        machine.HangEvaluated: _restarts,
+        machine.RoundClosed: _over,
+        machine.StoreLost: _lost,
+        machine.Signalled: _signalled,
+        machine.Preempted: _preempted,
+        machine.RoundLeaves: _round_leaves,
+        machine.RanksHeld: _pass_on,
+        machine.SaveAgreed: _pass_on,
+        machine.GraceOver: _out_of_time,
+    },
+    Phase.STOPPING: {
+        machine.WorkerExited: _exited_while_stopping,
+        machine.Signalled: _signalled,
+        machine.RanksHeld: _pass_on,
+        machine.SaveAgreed: _pass_on,
+        machine.GroupStopped: _after_stop,
+    },
+    Phase.WAITING: {
+        machine.RoundClosed: _over_without_workers,
+        machine.NextRoundOpened: _joins_another,
+        machine.StoreLost: _others_late,
+        machine.BarrierTimedOut: _others_late,
+        machine.Signalled: _ended_without_workers,
+        machine.Preempted: _preempted,
+        machine.GraceOver: _grace_over_without_ranks,
+    },
+    # Its own part is over, but it may serve the others' store until theirs is.
+    Phase.FINISHED: {
+        machine.RoundClosed: _over_without_workers,
+        machine.NextRoundOpened: _tells_again,
+        machine.Signalled: _ends_for_all,
+        machine.Preempted: _preempted,
+        machine.GraceOver: _ends_for_all,
+    },
+}
+# While workers are being stopped, and only for a restart.
+_BEFORE_A_RESTART: _Handlers = {
+    machine.StoreLost: _lost,
+    machine.RoundClosed: _over_before_a_restart,
+    machine.Preempted: _preempted_without_ranks,
+    machine.GraceOver: _grace_over_without_ranks,
 }

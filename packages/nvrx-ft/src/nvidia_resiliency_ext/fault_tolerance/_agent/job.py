@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
@@ -32,12 +32,17 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionChe
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist, RefillingBudget
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
-from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog, hand_up_error_file
+from nvidia_resiliency_ext.fault_tolerance._report.failures import (
+    FailureLog,
+    failure_table,
+    hand_up_error_file,
+)
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
     NO_HANDLER,
     TorchEvents,
@@ -60,10 +65,10 @@ from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 from .agent import NodeAgent, Result
 from .environment import cycle_variables, rank_variables, shared_variables
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
-from .preemption import PreemptionController, end_of_job
+from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous, Rendezvous
-from .run_files import CycleRecords, cycle_info_environment, make_run_paths
+from .run_files import CycleRecords, RunPaths, cycle_info_environment
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
@@ -76,18 +81,20 @@ CLEAN_UP_DELAY_S = 0.25
 class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
+    Parts that are built from many others read these from its public attributes.
+
     Everything it starts is ended when the context is left, in whatever state it is.
     Raises ConfigError where the plan asks for what cannot be done here, and NvrxError on a machine
     that cannot run the job: a port in use, no room, no descriptors. Nothing is left behind.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._clock = SystemClock()
+        self.plan = plan
+        self.environ = environ
+        self.clock = SystemClock()
         self._stack = contextlib.ExitStack()
         self._next_look: Timer | None = None
-        self._denylist = Denylist()
+        self.denylist = Denylist()
 
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
         """Start what the workers need: directory, standbys, monitor, sockets."""
@@ -106,90 +113,90 @@ class Job:
     # Assembly; each part is taken down in the reverse order ----------------------------------
 
     def _build(self) -> None:
-        plan, stack = self._plan, self._stack
-        self._infra_rank = self._ask_infra_rank()
+        plan, stack = self.plan, self._stack
+        self.infra_rank = self._ask_infra_rank()
         announcing = plan.fault_tol_cfg.preempt_signal
         extra = () if announcing is None else (announcing,)
         self._signals = SignalQueue(dict.fromkeys((*plan.signals, *extra)))
         stack.callback(self._signals.close)
         stack.enter_context(self._signals.installed())
-        self._loop = EventLoop(self._clock)
-        stack.callback(self._loop.close)
+        self.loop = EventLoop(self.clock)
+        stack.callback(self.loop.close)
         endpoint = self._find_endpoint()
         address = "127.0.0.1" if endpoint is None else endpoint.host
         self._is_store_host = endpoint is None or endpoint.is_here
-        self._paths = make_run_paths(plan, self._environ, stack)
-        self._services = self._build_services(address)
-        self._cycles = CycleRecords(
-            plan, self._environ, self._paths, address, is_host=self._is_store_host
-        )
-        stack.callback(self._cycles.close)
+        self.paths = RunPaths(plan, self.environ, stack)
+        self.services = self._build_services(address)
+        self.cycles = CycleRecords(self, address, is_host=self._is_store_host)
+        stack.callback(self.cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
-        self._bad_node = BadNodeHook(
+        self.bad_node = BadNodeHook(
             plan.fault_tol_cfg.bad_node_hook,
-            self._environ,
+            self.environ,
             job=plan.run_id,
-            host=self._paths.host,
-            clock=self._clock,
+            host=self.paths.host,
+            clock=self.clock,
         )
-        stack.callback(self._bad_node.close)
-        self._admission = AdmissionCheck(
+        stack.callback(self.bad_node.close)
+        self.admission = AdmissionCheck(
             plan,
-            self._environ,
-            host=self._paths.host,
-            infra_rank=self._infra_rank,
-            loop=self._loop,
-            clock=self._clock,
-            reporter=self._reporter,
+            self.environ,
+            host=self.paths.host,
+            infra_rank=self.infra_rank,
+            loop=self.loop,
+            clock=self.clock,
+            reporter=self.reporter,
         )
-        stack.callback(self._admission.close)
-        self._admission.prepare()
+        stack.callback(self.admission.close)
+        self.admission.prepare()
         self._build_environment(endpoint)
-        stack.callback(_sweep, self._paths.run_id)
-        self._prewarm = PrewarmStarter(
-            plan, self._base_env, self._loop, self._clock, self._reporter, self._running_pids
-        )
-        stack.callback(self._prewarm.close)
-        self._prewarm.hold_first_cycle()
-        self._follow_attribution()
-        self._rendezvous = self._build_rendezvous(endpoint)
-        stack.callback(self._rendezvous.shutdown)
-        self._monitor = self._build_monitor()
-        mailbox = Mailbox(self._paths.launcher_socket, self._loop, self._receive_mail)
+        stack.callback(_sweep, self.paths.run_id)
+        self.prewarm = PrewarmStarter(self)
+        stack.callback(self.prewarm.close)
+        self.prewarm.hold_first_cycle()
+        if self.services is not None:
+            self.services.follow_attribution(self._attribution_stops, self.denylist.add)
+            stack.callback(self.services.end_attribution)
+        self.rendezvous = self._build_rendezvous(endpoint)
+        stack.callback(self.rendezvous.shutdown)
+        self.monitor = self._build_monitor()
+        mailbox = Mailbox(self.paths.launcher_socket, self.loop, self._receive_mail)
         stack.callback(mailbox.close)
-        self._tee = Tee(self._look_at_output)
-        stack.callback(self._tee.close)
-        self._controller = self._build_controller()
-        self._agent = self._build_agent()
-        stack.callback(self._agent.workers.close)
-        stack.callback(self._prewarm.close)
-        self._watch()
+        self.tee = Tee(self._look_at_output)
+        stack.callback(self.tee.close)
+        self.controller = PreemptionController(self)
+        self.agent = self._build_agent()
+        stack.callback(self.agent.workers.close)
+        stack.callback(self.prewarm.close)
+        self.loop.watch(self._signals.fileno(), self._receive_signals)
+        if self.tee.fileno() >= 0:
+            self.loop.watch(self.tee.fileno(), self._look_at_output)
         self._keep_file_timers()
 
     def _keep_file_timers(self) -> None:
-        path = self._base_env.get(_env.TIMER_FILE)
-        if path is None or self._environ.get(_env.ENABLE_FILE_TIMER) != "1":
+        path = self.base_env.get(_env.TIMER_FILE)
+        if path is None or self.environ.get(_env.ENABLE_FILE_TIMER) != "1":
             return
         from nvidia_resiliency_ext.fault_tolerance._workers.file_timers import FileTimers
 
-        timers = FileTimers(path, self._loop, self._clock, self._running_pids)
+        timers = FileTimers(path, self.loop, self.clock, self.running_pids)
         self._stack.callback(timers.close)
 
     def _ask_infra_rank(self) -> int:
         try:
-            rank = infrastructure_rank(self._environ)
+            rank = infrastructure_rank(self.environ)
         except (ValueError, RuntimeError) as error:
             raise NvrxError(str(error)) from None
-        return self._plan.node_rank if rank < 0 and self._plan.node_rank is not None else rank
+        return self.plan.node_rank if rank < 0 and self.plan.node_rank is not None else rank
 
     def _find_endpoint(self) -> StoreEndpoint | None:
-        if self._plan.max_nodes == 1:
+        if self.plan.max_nodes == 1:
             return None
         from .many_nodes import find_endpoint, rules_of
 
-        rules_of(self._plan, self._environ)
-        endpoint = find_endpoint(self._plan)
+        rules_of(self.plan, self.environ)
+        endpoint = find_endpoint(self.plan)
         if endpoint.listener is not None:
             self._stack.callback(endpoint.listener.close)
         return endpoint
@@ -199,127 +206,86 @@ class Job:
         if not self._is_store_host:
             return None
         services = CoordinatorServices(
-            self._plan,
-            self._environ,
-            self._loop,
-            self._clock,
+            self.plan,
+            self.environ,
+            self.loop,
+            self.clock,
             address=address,
-            host=self._paths.host,
-            run_dir=self._paths.run_dir.path,
-            is_shared=self._plan.max_nodes > 1,
+            host=self.paths.host,
+            run_dir=self.paths.run_dir.path,
+            is_shared=self.plan.max_nodes > 1,
         )
         self._stack.callback(services.close)
         return services
 
     def _build_rendezvous(self, endpoint: StoreEndpoint | None) -> Rendezvous:
-        plan = self._plan
         if endpoint is None:
-            return LocalRendezvous(
-                nproc=plan.nproc_per_node,
-                master_addr=plan.local_addr or plan.master_addr,
-                master_port=plan.master_port,
-                post=self._post,
-            )
+            return LocalRendezvous(self)
         from .many_nodes import make_rendezvous
 
-        return make_rendezvous(
-            plan,
-            self._environ,
-            endpoint,
-            host_name=self._paths.host,
-            infra_rank=self._infra_rank,
-            loop=self._loop,
-            clock=self._clock,
-            post=self._post,
-            on_lease=self._lease_held,
-            records=self._cycles,
-            services=self._services,
-            on_bad_node=self._bad_node.report,
-            denylist=self._denylist,
-        )
+        return make_rendezvous(self, endpoint)
 
     def _build_record(self) -> None:
-        paths = self._paths
+        paths = self.paths
         self._event_log = events.EventLog.create(
             paths.record_dir,
             src="launcher",
-            job_id=self._plan.run_id,
+            job_id=self.plan.run_id,
             launch_id=paths.run_id,
             host=paths.host,
         )
         self._stack.callback(self._event_log.close)
         failures = FailureLog(paths.record_dir)
-        self._reporter = EventReporter(
+        self.reporter = EventReporter(
             self._event_log,
             failures,
-            self._clock,
+            self.clock,
             host=paths.host,
             shows_stacks=paths.record_is_temporary,
             on_cycle_ended=self._cycle_ended,
         )
 
     def _build_torch_events(self) -> TorchEvents | None:
-        plan = self._plan
+        plan = self.plan
         if plan.event_log_handler == NO_HANDLER:
             return None
         job = {"run_id": plan.run_id, "role": plan.role, "entry": plan.command.entry}
-        torch_events = TorchEvents(plan.event_log_handler, self._clock, **job)
+        torch_events = TorchEvents(plan.event_log_handler, self.clock, **job)
         self._stack.callback(torch_events.close)
-        self._reporter.on_started = torch_events.started
+        self.reporter.on_started = torch_events.started
         return torch_events
 
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
-        plan, paths = self._plan, self._paths
         store = None if endpoint is None else endpoint.address
-        self._base_env = {
-            **shared_variables(plan, paths, self._environ, store),
+        self.base_env = {
+            **shared_variables(self.plan, self.paths, self.environ, store),
             **self._event_log.environment(),
-            **cycle_info_environment(plan),
+            **cycle_info_environment(self.plan),
         }
-        timer_path = timer_file(self._environ, paths.run_dir.path)
+        timer_path = timer_file(self.environ, self.paths.run_dir.path)
         if timer_path is not None:
-            self._base_env[_env.TIMER_FILE] = timer_path
-
-    def _follow_attribution(self) -> None:
-        services = self._services
-        if services is not None:
-            services.follow_attribution(self._attribution_stops, self._denylist.add)
-            self._stack.callback(services.end_attribution)
+            self.base_env[_env.TIMER_FILE] = timer_path
 
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
-        cause = Cause(ATTRIBUTION, what, host=self._paths.host, detected_by="attribution")
-        self._agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
-
-    def _build_controller(self) -> PreemptionController:
-        config = self._plan.fault_tol_cfg
-        return PreemptionController(
-            self._loop,
-            self._clock,
-            post=self._post,
-            monitor=self._monitor,
-            running_pids=self._running_pids,
-            host=self._paths.host,
-            signum=config.preempt_signal,
-            grace_s=config.preempt_grace,
-            end=end_of_job(config.preempt_deadline, self._environ, self._clock.wall()),
-        )
+        cause = Cause(ATTRIBUTION, what, host=self.paths.host, detected_by="attribution")
+        self.agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank:
-        if not self._plan.monitors_enabled:
+        if not self.plan.monitors_enabled:
             return MonitorPerRank([])
-        local_ranks = list(range(self._plan.nproc_per_node))
-        if self._plan.fault_tol_cfg.monitor_mode == "per-rank":
+        local_ranks = list(range(self.plan.nproc_per_node))
+        if self.plan.fault_tol_cfg.monitor_mode == "per-rank":
             return MonitorPerRank([self._monitor_of([rank]) for rank in local_ranks])
         return self._monitor_of(local_ranks)
 
     def _monitor_of(self, local_ranks: list[int]) -> SharedMonitor:
         """Start a monitor; it is closed after workers and standbys, because it sweeps."""
-        paths = self._paths
+        paths = self.paths
 
         def start(cycle: int, save_word: int) -> MonitorHandle:
             return MonitorHandle.launch(
-                self._plan.fault_tol_cfg.to_dict(),
+                self.plan.fault_tol_cfg.to_dict(),
                 [paths.monitor_sockets[rank] for rank in local_ranks],
                 local_ranks=local_ranks,
                 run_id=paths.run_id,
@@ -329,25 +295,25 @@ class Job:
                 host=paths.host,
                 is_restarter_logger=0 in local_ranks,
                 save_word=save_word,
-                env={**self._environ, **self._event_log.environment()},
+                env={**self.environ, **self._event_log.environment()},
             )
 
         monitor = SharedMonitor(
+            self,
             start,
-            self._loop,
-            self._clock,
-            on_first_step=self._first_step,
-            on_stuck=self._rank_stuck,
-            on_save_acknowledged=self._save_acknowledged,
-            on_ranks_seen=self._ranks_seen,
-            unwatched_after_s=longest_limit_s(self._plan.fault_tol_cfg),
-            needs_heartbeats=needs_heartbeats(self._plan.fault_tol_cfg),
+            unwatched_after_s=longest_limit_s(self.plan.fault_tol_cfg),
+            needs_heartbeats=needs_heartbeats(self.plan.fault_tol_cfg),
         )
         self._stack.callback(monitor.close)
         return monitor
 
     def _build_agent(self) -> NodeAgent:
-        plan, config = self._plan, self._plan.fault_tol_cfg
+        plan, config = self.plan, self.plan.fault_tol_cfg
+        self.tracker = TrainingProgressTracker(
+            min_progress_iterations=config.min_progress_iterations,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+            checkpoint_iteration_file=config.checkpoint_iteration_file,
+        )
         policy = Policy(
             plan.max_restarts,
             plan.workers_stop_timeout,
@@ -356,108 +322,58 @@ class Job:
             many_nodes=plan.max_nodes > 1,
             is_store_host=self._is_store_host,
             min_healthy=plan.restart_policy == "min-healthy",
-            host=self._paths.host,
+            host=self.paths.host,
         )
-        window_s = config.restart_budget_window
-        budget = None if window_s is None else RefillingBudget(plan.max_restarts, window_s)
-        return NodeAgent(
-            policy=policy,
-            loop=self._loop,
-            clock=self._clock,
-            rendezvous=self._rendezvous,
-            admission=self._admission,
-            on_bad_node=self._bad_node.report,
-            starter=self._prewarm,
-            specs=self._specs,
-            monitor=self._monitor,
-            tracker=TrainingProgressTracker(
-                min_progress_iterations=config.min_progress_iterations,
-                max_no_progress_cycles=config.max_no_progress_cycles,
-                checkpoint_iteration_file=config.checkpoint_iteration_file,
-            ),
-            reporter=self._reporter,
-            tee=self._tee,
-            controller=self._controller,
-            host=self._paths.host,
-            reports_leftovers=config.check_remaining_processes,
-            start_failure_limit=config.start_failure_limit,
-            budget=budget,
-        )
-
-    def _watch(self) -> None:
-        self._loop.watch(self._signals.fileno(), self._receive_signals)
-        if self._tee.fileno() >= 0:
-            self._loop.watch(self._tee.fileno(), self._look_at_output)
+        return NodeAgent(self, policy)
 
     # What arrives ----------------------------------------------------------------------------
 
     def _receive_signals(self) -> None:
         for signum in self._signals.receive():
             logger.warning("received %s", signal.Signals(signum).name)
-            if self._controller.is_announcement(signum):
-                self._controller.announced(signum)
-            else:
-                self._agent.post(Signalled(signum))
+            if not self.controller.announced(signum):
+                self.agent.post(Signalled(signum))
 
     def _receive_mail(self, message: object) -> None:
         event = request_event(message)
         if event is not None:
-            self._agent.post(event)
+            self.agent.post(event)
 
     def _cycle_ended(self, cause: Cause | None) -> None:
         """Record that a cycle is over here; of many nodes, the host knows when it is for all."""
-        if self._plan.max_nodes == 1 and self._services is not None:
-            self._services.ended(self._services.cycle, cause)
+        if self.plan.max_nodes == 1 and self.services is not None:
+            self.services.ended(self.services.cycle, cause)
 
     def _look_at_output(self) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
-        wait_s = self._tee.look()
+        wait_s = self.tee.look()
         if wait_s is not None:
-            at = self._clock.monotonic() + wait_s
-            self._next_look = self._loop.call_at(at, self._look_at_output)
+            at = self.clock.monotonic() + wait_s
+            self._next_look = self.loop.call_at(at, self._look_at_output)
 
-    def _first_step(self, local_rank: int, at: float) -> None:
-        self._reporter.first_step(local_rank, at)
-        self._prewarm.good_step()
+    def first_step(self, local_rank: int, at: float) -> None:
+        self.reporter.first_step(local_rank, at)
+        self.prewarm.good_step()
 
     # What these call is made later.
 
-    def _post(self, event: Event) -> None:
-        self._agent.post(event)
+    def post(self, event: Event) -> None:
+        self.agent.post(event)
 
-    def _save_acknowledged(self) -> None:
-        self._controller.acknowledged()
+    def lease_held(self, until: float) -> None:
+        self.monitor.send(LeaseHeld(until))
 
-    def _rank_stuck(self, local_rank: int, why: str) -> None:
-        self._agent.rank_stuck(local_rank, why)
-
-    def _ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
-        self._agent.ranks_seen(ranks, report)
-
-    def _lease_held(self, until: float) -> None:
-        self._monitor.lease_held(until)
-
-    def _running_pids(self) -> list[int]:
-        return self._agent.workers.running_pids
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that ran here in the last cycle, by local rank; none of a spare."""
-        return self._agent.ranks
-
-    @property
-    def run_dir(self) -> str:
-        """The private directory of this launch, which is removed with it."""
-        return self._paths.run_dir.path
+    def running_pids(self) -> list[int]:
+        return self.agent.workers.running_pids
 
     # The run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Run the job to its end and return how it ended here."""
-        plan = self._plan
+        plan = self.plan
         try:
-            self._reporter.job_started(
+            self.reporter.job_started(
                 argv=plan.command.argv,
                 nnodes=f"{plan.min_nodes}:{plan.max_nodes}",
                 nproc=plan.nproc_per_node,
@@ -466,16 +382,16 @@ class Job:
         except (OSError, ImportError) as problem:
             # The first event loads code: a machine without descriptors shows here at the latest.
             raise NvrxError(f"the launch cannot be prepared: {problem}") from problem
-        later = self._clock.monotonic() + CLEAN_UP_DELAY_S
-        self._loop.call_at(later, self._remove_stale_directories)
-        result = self._agent.run()
-        self._reporter.job_ended(result.reason, result.exit_code)
+        later = self.clock.monotonic() + CLEAN_UP_DELAY_S
+        self.loop.call_at(later, self._remove_stale_directories)
+        result = self.agent.run()
+        self.reporter.job_ended(result.reason, result.exit_code)
         if self._torch_events is not None:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
             error = result.root_cause.error
-            hand_up_error_file((error.path or None) if error else None, self._environ)
-        if self._reporter.faults and self._paths.record_is_temporary:
+            hand_up_error_file((error.path or None) if error else None, self.environ)
+        if self.reporter.faults and self.paths.record_is_temporary:
             self._log_summary(has_failed=result.exit_code != 0)
         return result
 
@@ -500,21 +416,21 @@ class Job:
             text = text.partition("\n\n")[0]
         logger.info("what happened (set --log-dir to keep the record for nvrx-report):\n%s", text)
 
-    def _specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
-        self._cycles.begin(assignment)
-        if self._plan.max_nodes == 1 and self._services is not None:
-            here = Arrival("", self._paths.host, infra_rank=0)
-            self._services.begins(assignment.cycle, [here])
-        times = cycle_variables(self._clock.wall(), cycle_start_time, self._infra_rank)
-        env = {**self._base_env, **times}
+    def specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+        self.cycles.begin(assignment)
+        if self.plan.max_nodes == 1 and self.services is not None:
+            here = Arrival("", self.paths.host, infra_rank=0)
+            self.services.begins(assignment.cycle, [here])
+        times = cycle_variables(self.clock.wall(), cycle_start_time, self.infra_rank)
+        env = {**self.base_env, **times}
         has_space = self._has_space(assignment.cycle)
         specs = [
             self._spec(assignment, local_rank, env, has_space=has_space)
-            for local_rank in range(self._plan.nproc_per_node)
+            for local_rank in range(self.plan.nproc_per_node)
         ]
-        if self._plan.output_specs is None:
+        if self.plan.output_specs is None:
             return specs
-        decided = self._plan.output_specs.outputs(
+        decided = self.plan.output_specs.outputs(
             [spec.env for spec in specs], [spec.output.error_file for spec in specs]
         )
         return [
@@ -524,7 +440,7 @@ class Job:
 
     def _has_space(self, cycle: int) -> bool:
         """Return whether workers can write their files; a full disk must not end every cycle."""
-        paths = self._paths
+        paths = self.paths
         if paths.files is paths.spare_files:
             return True
         problem = paths.files.missing_space()
@@ -538,14 +454,14 @@ class Job:
     def _spec(
         self, assignment: Assignment, local_rank: int, env: Mapping[str, str], *, has_space: bool
     ) -> WorkerSpec:
-        plan, paths = self._plan, self._paths
+        plan, paths = self.plan, self.paths
         rank = assignment.rank_offset + local_rank
         files = paths.files if has_space else paths.spare_files
         directory = files.worker_directory(assignment.cycle, local_rank)
         output = worker_output(paths.output, directory, local_rank)
         if paths.output.writes_files and not has_space:
             output = console_output(directory)
-        output = self._cycles.output(output, rank)
+        output = self.cycles.output(output, rank)
         variables = rank_variables(plan, paths, assignment, local_rank, output.error_file)
         return WorkerSpec(
             local_rank=local_rank,
@@ -557,6 +473,12 @@ class Job:
         )
 
     # The end ---------------------------------------------------------------------------------
+
+    def show_failures(self, result: Result) -> None:
+        """Print the failure report of a job that failed for good; its directory is about to go."""
+        if result.exit_code != 0 and result.failures:
+            name, run_dir = self.plan.command.entry, self.paths.run_dir.path
+            write_err(failure_table(name, result.failures, run_dir) + "\n")
 
     def _remove_stale_directories(self) -> None:
         """Remove what launches left behind that were killed together with their monitor."""
@@ -575,11 +497,3 @@ def _sweep(run_id: str) -> None:
     left = sweep(run_id, (), spared={os.getpid()})
     if left:
         logger.error("processes of this job that could not be ended: %s", left)
-
-
-def show_failures(name: str, result: Result, run_dir: str) -> None:
-    """Print the failure report of a job that failed for good, whose `run_dir` is about to go."""
-    from nvidia_resiliency_ext.fault_tolerance._report.failures import failure_table
-
-    if result.exit_code != 0 and result.failures:
-        write_err(failure_table(name, result.failures, run_dir) + "\n")

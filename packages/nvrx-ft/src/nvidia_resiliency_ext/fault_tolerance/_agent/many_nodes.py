@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     default_replacement_group_size,
     replacement_group_id,
@@ -42,7 +41,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget, Denylist
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     CALL_TIMEOUT_S,
     JobStore,
@@ -57,15 +56,13 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .rendezvous import RoundEvent
 from .run_files import CycleRecords
 from .store_rendezvous import StoreRendezvous, node_identity, own_address
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -210,27 +207,13 @@ def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     return {**agreed, **agreed_on_logs(plan.logs)}
 
 
-def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its own
-    plan: LaunchPlan,
-    environ: Mapping[str, str],
-    endpoint: StoreEndpoint,
-    *,
-    host_name: str,
-    infra_rank: int,
-    loop: EventLoop,
-    clock: Clock,
-    post: Callable[[RoundEvent], None],
-    on_lease: Callable[[float], None],
-    records: CycleRecords,
-    services: CoordinatorServices | None,
-    on_bad_node: Callable[[Cause], None],
-    denylist: Denylist,
-) -> StoreRendezvous:
-    """Start this node's part of the rendezvous, and the store where it is to be: with `services`.
+def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
+    """Start this node's part of a job's rendezvous, and the store with its services if it is here.
 
     Raises:
         ConfigError: the settings are unusable.
     """
+    plan, environ, services = job.plan, job.environ, job.services
     rules, config = rules_of(plan, environ), plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
     secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
@@ -263,10 +246,10 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
             ),
             lambda *_: rules,
             me=node,
-            clock=clock,
+            clock=job.clock,
             services=services,
-            on_bad_node=on_bad_node,
-            denylist=denylist,
+            on_bad_node=job.bad_node.report,
+            denylist=job.denylist,
         )
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
@@ -279,8 +262,8 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         arrival=Arrival(
             node=node,
             addr=addr,
-            host=host_name,
-            infra_rank=infra_rank,
+            host=job.paths.host,
+            infra_rank=job.infra_rank,
             group=replacement_group_id(environ) if rules.placement.group_size else None,
             nproc=plan.nproc_per_node,
         ),
@@ -289,31 +272,22 @@ def make_rendezvous(  # noqa: PLR0913 - named, and each of them a fact of its ow
         join_timeout_s=join_s,
         connect_timeout_s=limit_s,
         domain=own_domain if rules.placement.segment else lambda: "none",
-        unfit_in=lambda round_: injected_failure(round_, infra_rank, host_name, environ),
+        unfit_in=lambda round_: injected_failure(round_, job.infra_rank, job.paths.host, environ),
         must_agree=must_agree(plan, rules),
         where=endpoint.where,
     )
 
     stop = threading.Event()
     wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
-    connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, clock, stop)
-    connector.begin = lambda store: _fetch_log_token(store, records, wait_s)
+    connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, job.clock, stop)
+    connector.begin = lambda store: _fetch_log_token(store, job.cycles, wait_s)
 
     def connect_when_ready(refused: Callable[[], None]) -> JobStore:
         # Asked before the first lease, which it would keep waiting.
         settings.domain()
         return connector(refused)
 
-    return StoreRendezvous(
-        settings,
-        connect_when_ready,
-        loop=loop,
-        clock=clock,
-        post=post,
-        host=host,
-        stop=stop,
-        on_lease=on_lease,
-    )
+    return StoreRendezvous(job, settings, connect_when_ready, host, stop)
 
 
 LATE_ANSWER_S = 5.0

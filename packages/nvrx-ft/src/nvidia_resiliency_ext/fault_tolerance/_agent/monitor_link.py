@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, SlotView, Steps, read_slot
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -62,25 +63,18 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
-    Args:
-        start: Starts one for a cycle, with a word for `should_checkpoint`; again when one died.
-        on_ranks_seen: Gets what each local rank does in a hang, as in `HangFound.ranks`, and the
-            report when a limit was broken here: the nodes compare.
+    `start` starts one for a cycle, with a word for `should_checkpoint`; again when one died.
     """
 
+    job: Job
     start: Callable[[int, int], MonitorHandle]
-    loop: EventLoop
-    clock: Clock
     _: KW_ONLY
-    on_first_step: Callable[[int, float], None]  # (local rank, monotonic s)
-    on_stuck: Callable[[int, str], None]  # (local rank, where in the kernel)
-    on_save_acknowledged: Callable[[], None] = lambda: None
-    on_ranks_seen: Callable[[list[dict[str, Any]], dict[str, Any]], None] = lambda *_: None
     # From the workers' start, said once; None: no limit is set.
     unwatched_after_s: float | None = None
     needs_heartbeats: bool = False  # A client alone is not enough then.
 
     def __post_init__(self) -> None:
+        self.loop, self.clock = self.job.loop, self.job.clock
         self._has_client = False
         self._unwatched: Timer | None = None
         self._save_word = 0
@@ -88,7 +82,7 @@ class SharedMonitor:
         self._prepared_at = 0.0
         self._cycle = 0
         self._workers: messages.WorkersChanged | None = None
-        self._lease_until: float | None = None
+        self._lease: messages.LeaseHeld | None = None
         self._hang: dict[str, Any] = {}
         self._closing = False
         self._has_listened = False
@@ -164,23 +158,16 @@ class SharedMonitor:
             " send_heartbeat() or start_section() and end_section() in each step"
         )
 
-    def lease_held(self, until: float) -> None:
-        """Tell the monitor how long this node may train; it sees to that without us, too."""
-        self._lease_until = until
-        self._handle.send(messages.LeaseHeld(until))
+    def send(self, message: messages.LeaseHeld | messages.Examine | messages.Sentence) -> None:
+        """Tell the monitor something; it sees without us, too, to how long this node may train."""
+        if isinstance(message, messages.LeaseHeld):
+            self._lease = message
+        self._handle.send(message)
 
     def hang_report(self) -> dict[str, Any]:
         """Return the report of a hang in this cycle, or {}; it was sent before the kill."""
         self._receive()
         return self._hang
-
-    def examine(self) -> None:
-        """Ask what each rank does, for a hang on another node."""
-        self._handle.send(messages.Examine())
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """Have the ranks ended that all nodes together have found to blame for a hang."""
-        self._handle.send(messages.Sentence(local_ranks))
 
     def last_iteration(self) -> int | None:
         """Return the highest iteration that any local rank has reported in this cycle."""
@@ -261,7 +248,7 @@ class SharedMonitor:
     def _handle_message(self, message: object) -> None:
         if isinstance(message, messages.FirstStep):
             self.unwatched_after_s = None
-            self.on_first_step(message.local_rank, message.t)
+            self.job.first_step(message.local_rank, message.t)
         elif isinstance(message, messages.RankJoined):
             self._has_client = True
             if not self.needs_heartbeats:
@@ -269,13 +256,13 @@ class SharedMonitor:
         elif isinstance(message, messages.HangFound):
             self._take_report(message.report)
         elif isinstance(message, messages.RanksSeen):
-            self.on_ranks_seen(message.ranks, {})
+            self.job.agent.ranks_seen(message.ranks, {})
         elif isinstance(message, messages.Save):
             self._acknowledged_word = message.word
-            self.on_save_acknowledged()
+            self.job.controller.acknowledged()
         elif isinstance(message, messages.RankUnkillable):
             where = f"state {message.state} in {message.wchan or 'an unknown call'}"
-            self.on_stuck(message.local_rank, where)
+            self.job.agent.rank_stuck(message.local_rank, where)
         elif isinstance(message, messages.CycleChanged):
             self._forget_answer()
             if message.cycle != self._cycle:
@@ -286,7 +273,7 @@ class SharedMonitor:
         if report["cycle"] != self._cycle:
             return
         if report.get("is_held"):
-            self.on_ranks_seen(report["ranks"], report)
+            self.job.agent.ranks_seen(report["ranks"], report)
         elif not self._hang.get("culprits"):
             self._hang = report
 
@@ -323,8 +310,8 @@ class SharedMonitor:
         self._is_missed = False
         if self._workers is not None:
             self._handle.send(dataclasses.replace(self._workers, cycle=self._cycle))
-        if self._lease_until is not None:
-            self._handle.send(messages.LeaseHeld(self._lease_until))
+        if self._lease is not None:
+            self._handle.send(self._lease)
         if self._save_word:
             self._handle.send(messages.Save(self._save_word))
 
@@ -362,15 +349,10 @@ class MonitorPerRank:
         for monitor in self._monitors:
             monitor.workers_changed(alone)
 
-    def examine(self) -> None:
-        """No monitor here has more than one rank to compare."""
-
-    def sentence(self, local_ranks: list[int]) -> None:
-        """No monitor here waits for it."""
-
-    def lease_held(self, until: float) -> None:
-        for monitor in self._monitors:
-            monitor.lease_held(until)
+    def send(self, message: messages.LeaseHeld | messages.Examine | messages.Sentence) -> None:
+        """Tell all of a lease; none has more than one rank to compare in a hang."""
+        for monitor in self._monitors if isinstance(message, messages.LeaseHeld) else ():
+            monitor.send(message)
 
     def hang_report(self) -> dict[str, Any]:
         """Return the report of a monitor that names a culprit, else of any that found a hang."""

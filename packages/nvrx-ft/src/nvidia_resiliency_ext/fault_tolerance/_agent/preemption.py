@@ -16,8 +16,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
@@ -25,12 +24,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import GraceOver, Preem
 from nvidia_resiliency_ext.fault_tolerance._env import SLURM_JOB_END_TIME
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 if TYPE_CHECKING:
-    from .monitor_link import MonitorPerRank, SharedMonitor
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -62,74 +59,75 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
         ) from None
 
 
-@dataclass(eq=False)
 class PreemptionController:
-    """Announced preemption on one node. The loop's thread only."""
+    """Announced preemption on one node. The loop's thread only.
 
-    loop: EventLoop
-    clock: Clock
-    _: KW_ONLY
-    post: Callable[[Preempted | RanksHeld | GraceOver], None]
-    monitor: SharedMonitor | MonitorPerRank
-    running_pids: Callable[[], Collection[int]]
-    host: str
-    signum: signal.Signals | None  # Announces it, and is passed to workers that handle it.
-    grace_s: float  # For ranks to save and leave.
-    end: float | None  # Unix s.
+    Raises ConfigError: the job's end is to be asked of Slurm, and it gave none.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, job: Job) -> None:
         """Begin: a deadline is waited for from now on."""
+        config = job.plan.fault_tol_cfg
+        self._job = job
+        self._loop, self._clock = job.loop, job.clock
+        # It announces preemption, and is passed to workers that handle it.
+        self._signum: signal.Signals | None = config.preempt_signal
+        self._grace_s = config.preempt_grace  # For ranks to save and leave.
         self._is_asked = False
         self._asked_ranks = 0
         self._has_word = False
         self._is_reported = False
         self._signalled_at: float | None = None
         self._is_over = False
-        if self.end is not None:
-            left_s = self.end - self.grace_s - self.clock.wall()
-            self.loop.call_at(self.clock.monotonic() + max(0.0, left_s), self._announce_end)
+        self._end = end_of_job(config.preempt_deadline, job.environ, self._clock.wall())
+        if self._end is not None:
+            left_s = self._end - self._grace_s - self._clock.wall()
+            self._loop.call_at(self._clock.monotonic() + max(0.0, left_s), self._announce_end)
 
     # What happens ----------------------------------------------------------------------------
 
-    def is_announcement(self, signum: int) -> bool:
-        """Return whether this signal announces preemption; not after it said that time is over."""
-        return self.signum is not None and signum == self.signum and not self._is_over
+    def announced(self, signum: int) -> bool:
+        """Record a signal that announces preemption, or says when it comes again: time is over.
 
-    def announced(self, signum: int) -> None:
-        """Record the signal; one that comes again says that the time is over."""
-        name, now = signal.Signals(signum).name, self.clock.monotonic()
+        Returns False for other signals, and for one that comes after that.
+        """
+        if signum != self._signum or self._is_over:
+            return False
+        name, now = signal.Signals(signum).name, self._clock.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
-            self._announce("preempted", f"host {self.host} must go: {name} was received")
+            self._announce("preempted", f"host {self._job.paths.host} must go: {name} was received")
         elif now - self._signalled_at > SAME_SIGNAL_S:
             self._is_over = True
             logger.warning("%s was received again: ranks have no more time to save", name)
-            self.post(GraceOver())
+            self._job.post(GraceOver())
+        return True
 
     def _announce_end(self) -> None:
-        left_s = (self.end or 0.0) - self.clock.wall()
+        left_s = (self._end or 0.0) - self._clock.wall()
         self._announce(
-            "time_limit", f"host {self.host} must go: its time is over in {left_s:.0f} s"
+            "time_limit", f"host {self._job.paths.host} must go: its time is over in {left_s:.0f} s"
         )
 
     def _announce(self, kind: str, what: str) -> None:
         if not self._is_reported:
             self._is_reported = True
-            logger.warning("%s; ranks have %g s to save and leave", what, self.grace_s)
-            self.post(Preempted(Cause(kind, what, host=self.host, detected_by="scheduler")))
-            at = self.clock.monotonic() + self.grace_s
-            self.loop.call_at(at, lambda: self.post(GraceOver()))
+            logger.warning("%s; ranks have %g s to save and leave", what, self._grace_s)
+            cause = Cause(kind, what, host=self._job.paths.host, detected_by="scheduler")
+            self._job.post(Preempted(cause))
+            at = self._clock.monotonic() + self._grace_s
+            self._loop.call_at(at, lambda: self._job.post(GraceOver()))
 
     def acknowledged(self) -> None:
         """Record that slots hold the last word."""
-        if self._is_asked and self.monitor.is_save_acknowledged:
-            self.loop.call_at(self.clock.monotonic() + SETTLE_S, self._report)
+        if self._is_asked and self._job.monitor.is_save_acknowledged:
+            self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
 
     def cycle_begins(self) -> None:
         """Forget what the ranks of an earlier cycle were asked."""
         if self._has_word:
             self._has_word = self._is_asked = False
-            self.monitor.save(0)
+            self._job.monitor.save(0)
 
     # What is done ----------------------------------------------------------------------------
 
@@ -137,8 +135,8 @@ class PreemptionController:
         """Hold ranks at `should_checkpoint`; pass the signal to workers that handle it."""
         logger.warning("ranks are asked to save and leave: %s", cause.what)
         self._is_asked = self._has_word = True
-        self._asked_ranks = len(self.monitor.save_calls())
-        self.monitor.save(SAVE_ASKED)
+        self._asked_ranks = len(self._job.monitor.save_calls())
+        self._job.monitor.save(SAVE_ASKED)
         self._pass_on()
         self.acknowledged()
 
@@ -146,27 +144,27 @@ class PreemptionController:
         """Tell the ranks at which call they save."""
         if self._has_word:
             logger.info("all ranks save at call %d of should_checkpoint", at)
-            self.monitor.save(at)
+            self._job.monitor.save(at)
 
     def _report(self) -> None:
         """Say how far the ranks are, which cannot go on from the next call on."""
-        if not self._is_asked or not self.monitor.is_save_acknowledged:
+        if not self._is_asked or not self._job.monitor.is_save_acknowledged:
             return
-        calls = self.monitor.save_calls()
+        calls = self._job.monitor.save_calls()
         # Ranks whose monitor died are seen when the next one has them. The grace time ends that.
-        if len(calls) < min(self._asked_ranks, len(self.running_pids())):
-            self.loop.call_at(self.clock.monotonic() + SETTLE_S, self._report)
+        if len(calls) < min(self._asked_ranks, len(self._job.running_pids())):
+            self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
             return
         self._is_asked = False
-        self.post(RanksHeld(max(calls.values(), default=0)))
+        self._job.post(RanksHeld(max(calls.values(), default=0)))
 
     def _pass_on(self) -> None:
         """Send the signal to workers that handle it: others would die of it unsaved."""
-        if self.signum is None:
+        if self._signum is None:
             return
-        pids = self.running_pids()
-        handling = [pid for pid in pids if procfs.catches_signal(pid, self.signum)]
-        logger.info("%s is passed to %d of %d workers", self.signum.name, len(handling), len(pids))
+        pids = self._job.running_pids()
+        handling = [pid for pid in pids if procfs.catches_signal(pid, self._signum)]
+        logger.info("%s is passed to %d of %d workers", self._signum.name, len(handling), len(pids))
         for pid in handling:
             with contextlib.suppress(ProcessLookupError):  # It has just left.
-                os.kill(pid, self.signum)
+                os.kill(pid, self._signum)

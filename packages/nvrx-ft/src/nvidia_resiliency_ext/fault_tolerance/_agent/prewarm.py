@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
@@ -25,9 +23,11 @@ from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
     Starter,
     WorkerSpec,
 )
-from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
+
+if TYPE_CHECKING:
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -41,29 +41,26 @@ BEGIN_LIMIT_S = 5.0
 class PrewarmStarter(Starter):
     """Makes workers for each cycle and keeps prewarmed workers for the next one."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        base_env: Mapping[str, str],
-        loop: EventLoop,
-        clock: Clock,
-        reporter: EventReporter,
-        running_pids: Callable[[], list[int]],
-    ) -> None:
+    def __init__(self, job: Job) -> None:
+        plan = job.plan
         super().__init__(die_with_parent=plan.fault_tol_cfg.orphan_workers == "kill")
+        self._job = job
         self._plan = plan
-        self._base_env = base_env
-        self._loop = loop
-        self._clock = clock
-        self._reporter = reporter
-        self._output = plan.output
-        self._is_piped = plan.logs.applog_prefix is not None
-        self._running_pids = running_pids
+        self._base_env = job.base_env
+        self._loop = job.loop
+        self._clock = job.clock
+        self._reporter = job.reporter
         self._mode = plan.fault_tol_cfg.prewarm
         self._imports = conditions.import_list(plan.fault_tol_cfg.prewarm_import)
-        self._pool = pools.Pool.of(plan.nproc_per_node, len(os.sched_getaffinity(0)))
+        self._pool = pools.Pool(
+            [pools.SlotState.EMPTY] * plan.nproc_per_node,
+            max(1, len(os.sched_getaffinity(0)) // 2),
+            job.clock,
+            self._start_prewarm,
+            self._end_prewarm,
+            refused=self._never_reason(),
+        )
         self._held: dict[int, prewarmed.PrewarmedWorker] = {}
-        self._ready: dict[int, prewarmed.Ready] = {}
         self._activated: dict[int, prewarmed.PrewarmedWorker] = {}
         self._last_words: dict[int, str] = {}
         self._head_start_ends = 0.0
@@ -72,9 +69,6 @@ class PrewarmStarter(Starter):
         self._look_interval_s = FIRST_LOOK_S
         self._has_worked = False
         self._is_announced = False
-        self._why_cold = self._never_reason()
-        if self._why_cold is not None:
-            self._pool.refuse(self._why_cold)
 
     def _never_reason(self) -> str | None:
         """Return why no worker of this job can come from a prewarmed worker, or None."""
@@ -100,15 +94,13 @@ class PrewarmStarter(Starter):
 
     def hold_first_cycle(self) -> None:
         """Start the first cycle's workers ahead, if they are certain to gain from it."""
-        if self._why_cold is not None:
+        if self._pool.refused is not None:
             if self._mode != "off":
-                logger.info("workers start cold: %s", self._why_cold)
+                logger.info("workers start cold: %s", self._pool.refused)
             return
-        wanted = self._mode == "on" or conditions.should_hold_first_cycle(
-            self._plan.command, self._imports
-        )
-        if wanted:
-            self._carry_out(self._pool.prepare(self._clock.monotonic()))
+        command = self._plan.command
+        if self._mode == "on" or conditions.should_hold_first_cycle(command, self._imports):
+            self._pool.prepare()
 
     def good_step(self) -> None:
         """Record that a rank works: prewarmed workers may be filled from now on.
@@ -120,29 +112,19 @@ class PrewarmStarter(Starter):
             return
         self._has_worked = True
         self._look()
-        self._carry_out(self._pool.good_step(self._clock.monotonic()))
+        self._pool.good_step()
 
     def _look(self) -> None:
         """Tell the pool what only a look at the machine shows."""
-        if self._why_cold is not None:
+        if self._pool.refused is not None:
             return
         self._pool.idle(self._idle.idle_cores())
         self._pool.free_bytes = available_bytes()
         for slot, standby in list(self._held.items()):
-            if slot in self._ready and (path := standby.stale_file()) is not None:
+            if standby.ready is not None and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
-                self._carry_out(self._pool.renew(slot, self._clock.monotonic()))
-        wanted = conditions.wants_prewarming(self._running_pids())
-        self._carry_out(self._pool.want(wanted, self._clock.monotonic()))
-
-    def _carry_out(self, effects: pools.Effects) -> None:
-        for effect in effects:
-            if isinstance(effect, pools.StartPrewarm):
-                self._start_prewarm(effect.slot)
-            elif isinstance(effect, pools.EndPrewarm):
-                self._end_prewarm(effect.slot)
-            else:
-                logger.info("workers start cold from now on: %s", effect.reason)
+                self._pool.renew(slot)
+        self._pool.want(conditions.wants_prewarming(self._job.running_pids()))
 
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
@@ -158,7 +140,7 @@ class PrewarmStarter(Starter):
     def _tick(self) -> None:
         """Look again: often while prewarmed workers are missing, later less and less often."""
         self._look()
-        self._carry_out(self._pool.tick(self._clock.monotonic()))
+        self._pool.tick()
         if self._pool.may_fill and self._pool.unheld:
             self._arm(FILL_LOOK_INTERVAL_S)
             return
@@ -167,25 +149,26 @@ class PrewarmStarter(Starter):
 
     def _announce(self) -> None:
         """Say once in a cycle that the next restart finds every prewarmed worker ready."""
-        if not self._is_announced and len(self._ready) == len(self._pool.slots):
+        slots = self._pool.slots
+        if not self._is_announced and all(state is pools.SlotState.READY for state in slots):
             self._is_announced = True
-            logger.info("all %d standbys are ready", len(self._ready))
+            logger.info("all %d standbys are ready", len(slots))
 
     # One prewarmed worker ----------------------------------------------------------------------
 
     def _start_prewarm(self, slot: int) -> None:
-        output = worker_output(self._output, "", slot)
+        output = worker_output(self._plan.output, "", slot)
         try:
-            standby = prewarmed.PrewarmedWorker.start(
+            standby = prewarmed.PrewarmedWorker(
                 self._plan.command,
                 self._base_env,
                 slot,
                 paths=(output.stdout.path, output.stderr.path),
-                is_piped=self._is_piped,
+                is_piped=self._plan.logs.applog_prefix is not None,
                 imports=self._imports,
             )
         except (ChildStartError, prewarmed.PrewarmError) as error:
-            self._carry_out(self._pool.fail(slot, str(error), self._clock.monotonic()))
+            self._pool.fail(slot, str(error))
             return
         self._held[slot] = standby
         self._reporter.prewarm_changed(slot, "warming", None, None)
@@ -194,24 +177,18 @@ class PrewarmStarter(Starter):
     def _receive(self, slot: int) -> None:
         message = self._held[slot].receive()
         if isinstance(message, prewarmed.Ready) and message.problem is None:
-            self._ready[slot] = message
             self._reporter.prewarm_changed(slot, "ready", message.seconds, message.private_bytes)
-            private_bytes = message.private_bytes or 0
-            self._carry_out(self._pool.ready(slot, private_bytes, self._clock.monotonic()))
+            self._pool.ready(slot, message.private_bytes or 0)
             self._announce()
         elif isinstance(message, prewarmed.Ready):
-            self._end_prewarm(slot)
-            self._why_cold = str(message.problem)
-            self._carry_out(self._pool.refuse(self._why_cold))
+            self._pool.refuse(str(message.problem))
         elif isinstance(message, prewarmed.Failed):
-            self._end_prewarm(slot)
             self._reporter.prewarm_changed(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, message.reason)
-            self._carry_out(self._pool.fail(slot, message.reason, self._clock.monotonic()))
+            self._pool.fail(slot, message.reason)
 
     def _end_prewarm(self, slot: int) -> None:
         standby = self._held.pop(slot, None)
-        self._ready.pop(slot, None)
         if standby is not None:
             self._loop.unwatch(standby.fileno())
             standby.end()
@@ -225,7 +202,7 @@ class PrewarmStarter(Starter):
     def done(self) -> None:
         """All workers of the cycle are started: prewarmed workers for the next may follow."""
         self._has_worked = self._is_announced = False
-        self._carry_out(self._pool.ranks_started(self._clock.monotonic()))
+        self._pool.ranks_started()
         self._arm_for_fill()
 
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
@@ -237,9 +214,9 @@ class PrewarmStarter(Starter):
         """
         slot = spec.local_rank
         standby = self._held.get(slot)
-        if self._why_cold is not None:
-            self._insist(self._why_cold)
-        reason = self._why_cold or self._pool.disabled or self._why_none(slot)
+        if self._pool.refused is not None:
+            self._insist(self._pool.refused)
+        reason = self._pool.refused or self._pool.disabled or self._why_none(slot)
         if standby is not None:
             started, problem = self._go(standby, spec, stdout_fd, stderr_fd)
             if started is not None:
@@ -276,14 +253,13 @@ class PrewarmStarter(Starter):
                 message = standby.receive()
                 reason = message.reason if isinstance(message, prewarmed.Failed) else str(error)
         if reason is not None:
-            self._end_prewarm(slot)
-            self._carry_out(self._pool.fail(slot, reason, self._clock.monotonic()))
+            self._pool.fail(slot, reason)
             return None, reason
-        ready = self._ready.pop(slot, None)
+        ready = standby.ready
         self._activated[slot] = self._held.pop(slot)
         self._loop.unwatch(standby.fileno())
         self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
-        self._carry_out(self._pool.activate(slot, self._clock.monotonic()))
+        self._pool.activate(slot)
         self._reporter.prewarm_changed(slot, "went", None, None)
         if ready is not None:
             at = self._clock.monotonic() + BEGIN_LIMIT_S
@@ -315,7 +291,7 @@ class PrewarmStarter(Starter):
         message = standby.receive()
         if isinstance(message, prewarmed.Begun):
             self._forget_activated(slot, standby)
-            self._carry_out(self._pool.begin(slot, self._clock.monotonic()))
+            self._pool.begin(slot)
             self._arm_for_fill()
         elif isinstance(message, prewarmed.Failed):
             self._last_words[slot] = message.reason
@@ -345,10 +321,10 @@ class PrewarmStarter(Starter):
             reason = message.reason
         self._forget_activated(local_rank, standby)
         if reason is None or is_stopped:
-            self._carry_out(self._pool.end(local_rank, self._clock.monotonic()))
+            self._pool.gone(local_rank)
         else:
             self._reporter.prewarm_changed(local_rank, "failed", None, None)
-            self._carry_out(self._pool.fail(local_rank, reason, self._clock.monotonic()))
+            self._pool.fail(local_rank, reason)
         return reason
 
     def close(self) -> None:

@@ -6,12 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
+
+if TYPE_CHECKING:
+    from .job import Job
 
 RoundEvent = (
     machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
@@ -54,35 +58,21 @@ class RoundPorts:
         self._offered.release()
 
 
-class Rendezvous:
-    """The rounds of one job as one node sees them; what happens is posted to the agent.
+# What a decision has this node tell the others.
+Told = (
+    machine.OpenNextRound | machine.CloseRendezvous | machine.ReportSuccess | machine.ReportBroken
+    | machine.LeaveRendezvous | machine.Preempted | machine.RanksHeld
+)  # fmt: skip
 
-    What tells other nodes something does nothing here: there may be none.
-    """
+
+class Rendezvous:
+    """The rounds of one job as one node sees them; what happens is posted to the agent."""
 
     def join(self, cycle: int) -> None:
         """Offer this node for `cycle`."""
 
-    def open_next(self, cause: Cause) -> None:
-        """Tell all nodes that the next round is open because of `cause`."""
-
-    def close(self, reason: str, cause: Cause | None = None) -> None:
-        """Tell all nodes that there is no further round; the first reason stays."""
-
-    def succeeded(self) -> None:
-        """Tell the others that all workers of this node ended well."""
-
-    def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        """Tell the rendezvous host that workers of this node failed, and that it goes on."""
-
-    def leave(self, cause: Cause) -> None:
-        """Tell the others that this node takes part no longer."""
-
-    def preempted(self, cause: Cause) -> None:
-        """Tell the others that this node must go; ranks are to save when the round leaves."""
-
-    def held(self, calls: int) -> None:
-        """Tell how far this node's ranks are, which wait until it is agreed where they save."""
+    def tell(self, effect: Told) -> None:
+        """Tell the other nodes, if there are any; of reasons to close the first one stays."""
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         """Tell what this node's ranks do in a hang: all nodes together find whom to blame."""
@@ -99,19 +89,10 @@ class Rendezvous:
 class LocalRendezvous(Rendezvous):
     """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`."""
 
-    def __init__(
-        self,
-        *,
-        nproc: int,
-        master_addr: str,
-        master_port: int | None,
-        post: Callable[[RoundEvent], None],
-    ) -> None:
-        self._nproc = nproc
-        self._master_addr = master_addr
-        self._post = post
+    def __init__(self, job: Job) -> None:
+        self._plan, self._post = job.plan, job.post
         self._closed: str | None = None
-        self._ports = RoundPorts(master_port)
+        self._ports = RoundPorts(job.plan.master_port)
 
     def join(self, cycle: int) -> None:
         """Complete the round at once."""
@@ -121,7 +102,7 @@ class LocalRendezvous(Rendezvous):
                 # The next round's is reserved now, so that no bind is in its way.
                 self._ports.take()
             except OSError as error:
-                self.close(f"no port for MASTER_PORT can be reserved: {error}")
+                self._closed = f"no port for MASTER_PORT can be reserved: {error}"
         if self._closed is not None:
             self._post(machine.RoundClosed(self._closed))
             return
@@ -130,23 +111,21 @@ class LocalRendezvous(Rendezvous):
             group_rank=0,
             group_world_size=1,
             rank_offset=0,
-            world_size=self._nproc,
-            master_addr=self._master_addr,
+            world_size=self._plan.nproc_per_node,
+            master_addr=self._plan.local_addr or self._plan.master_addr,
             master_port=port,
         )
-        self._post(machine.RoundReady(assignment, tuple(range(self._nproc))))
+        self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
-    def close(self, reason: str, cause: Cause | None = None) -> None:  # noqa: ARG002
-        if self._closed is None:
-            self._closed = reason
-
-    def preempted(self, cause: Cause) -> None:
-        """Let the ranks save: nobody else is to be asked."""
-        self._post(machine.RoundLeaves(cause))
-
-    def held(self, calls: int) -> None:
-        """Agree on a call at once: nobody else is to be waited for."""
-        self._post(machine.SaveAgreed(machine.agreed_call([calls])))
+    def tell(self, effect: Told) -> None:
+        """Decide what nobody else is to be asked about."""
+        match effect:
+            case machine.CloseRendezvous(reason):
+                self._closed = self._closed or reason
+            case machine.Preempted(cause):
+                self._post(machine.RoundLeaves(cause))
+            case machine.RanksHeld(calls):
+                self._post(machine.SaveAgreed(machine.agreed_call([calls])))
 
     def shutdown(self) -> None:
         self._ports.close()

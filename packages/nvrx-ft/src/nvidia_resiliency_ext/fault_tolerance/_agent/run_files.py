@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
@@ -31,7 +30,8 @@ from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._logs.collector import CycleLogs
     from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
-    from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+
+    from .job import Job
 
 
 logger = logging.getLogger("nvrx")
@@ -41,65 +41,46 @@ _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 MAX_NAME_PART = 64
 
 
-@dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The paths and names of one launch."""
-
-    run_dir: RunDir  # Private, for sockets; removed at the end.
-    run_id: str  # Unique; processes are found by it.
-    host: str
-    record_dir: str  # Events, failures and stacks.
-    record_is_temporary: bool  # It is the run directory.
-    output: OutputSettings  # What the user wants of the workers' output.
-    files: OutputFiles  # The folders of workers.
-    spare_files: OutputFiles  # In the run directory, for cycles in which the others have no room.
-    launcher_socket: str
-    monitor_sockets: tuple[str, ...]  # By local rank; empty without monitors.
-
-
-def make_run_paths(
-    plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.ExitStack
-) -> RunPaths:
-    """Make the directories of a launch; what is temporary is removed when `stack` is closed.
+    """The paths and names of one launch; what is temporary is removed when `stack` is closed.
 
     Raises ConfigError for an unusable log directory, LogDirectoryError for a broken file system.
     """
-    run_dir = RunDir.create("ft")
-    stack.callback(_remove_again, run_dir.path)
-    stack.callback(run_dir.remove)
-    run_id = os.urandom(8).hex()
-    # What an object of the user's says about output takes the place of the flags, folders included.
-    output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
-    spare_files = OutputFiles(os.path.join(run_dir.path, "attempts"))
-    if plan.log_dir is not None and plan.output_specs is None:
-        try:
-            files = OutputFiles.beneath(plan.log_dir, f"{_file_name(plan.run_id)}_{run_id[:8]}")
-        except LogDirectoryError as error:
-            if error.number in _PASSING:
-                raise  # a start elsewhere or later may succeed
-            raise ConfigError(str(error)) from None
-    elif output.writes_files:
-        import tempfile
 
-        # They are to be kept although no --log-dir was given.
-        files = OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
-        logger.info("logs of the workers: %s", files.root)
-    else:
-        files = spare_files
-    record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
-    watched = plan.nproc_per_node if plan.monitors_enabled else 0
-    return RunPaths(
-        run_dir=run_dir,
-        run_id=run_id,
-        host=socket.gethostname(),
-        record_dir=record_dir or run_dir.path,
-        record_is_temporary=record_dir is None,
-        output=output,
-        files=files,
-        spare_files=spare_files,
-        launcher_socket=run_dir.socket_path("launcher.sock"),
-        monitor_sockets=tuple(run_dir.socket_path(f"rmon{rank}.sock") for rank in range(watched)),
-    )
+    def __init__(
+        self, plan: LaunchPlan, environ: Mapping[str, str], stack: contextlib.ExitStack
+    ) -> None:
+        self.run_dir = RunDir.create("ft")  # Private, for sockets; removed at the end.
+        stack.callback(_remove_again, self.run_dir.path)
+        stack.callback(self.run_dir.remove)
+        self.run_id = os.urandom(8).hex()  # Unique; processes are found by it.
+        self.host = socket.gethostname()
+        # An object of the user's that says where output goes takes the place of all flags for that.
+        self.output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
+        # For cycles in which the folders of workers have no room.
+        self.spare_files = OutputFiles(os.path.join(self.run_dir.path, "attempts"))
+        self.files = self.spare_files  # The folders of workers.
+        if plan.log_dir is not None and plan.output_specs is None:
+            name = f"{_file_name(plan.run_id)}_{self.run_id[:8]}"
+            try:
+                self.files = OutputFiles.beneath(plan.log_dir, name)
+            except LogDirectoryError as error:
+                if error.number in _PASSING:
+                    raise  # a start elsewhere or later may succeed
+                raise ConfigError(str(error)) from None
+        elif self.output.writes_files:
+            import tempfile
+
+            # They are to be kept although no --log-dir was given.
+            self.files = OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
+            logger.info("logs of the workers: %s", self.files.root)
+        record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
+        self.record_dir = record_dir or self.run_dir.path  # Events, failures and stacks.
+        self.record_is_temporary = record_dir is None
+        self.launcher_socket = self.run_dir.socket_path("launcher.sock")
+        watched = plan.nproc_per_node if plan.monitors_enabled else 0
+        sockets = (self.run_dir.socket_path(f"rmon{rank}.sock") for rank in range(watched))
+        self.monitor_sockets = tuple(sockets)  # By local rank; empty without monitors.
 
 
 def _file_name(job_id: str) -> str:
@@ -136,23 +117,13 @@ class CycleRecords:
     The job's log servers are at `server_address`, as this node reaches it; `is_host`: it runs them.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        paths: RunPaths,
-        server_address: str,
-        *,
-        is_host: bool,
-    ) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._paths = paths
+    def __init__(self, job: Job, server_address: str, *, is_host: bool) -> None:
+        self._plan, self._environ, self._paths = job.plan, job.environ, job.paths
         self._server_address = server_address
         self._token: services.TokenFile = services.token_file(
-            environ, plan.fault_tol_cfg.rdzv_token_file, paths.run_dir.path
+            job.environ, job.plan.fault_tol_cfg.rdzv_token_file, job.paths.run_dir.path
         )
-        self.asks_for_log_server = plan.logs.server is not None and not is_host
+        self.asks_for_log_server = job.plan.logs.server is not None and not is_host
         self._lock = threading.Lock()  # guards the next field
         self._log_server_said = ""
         self._logs: CycleLogs | None = None

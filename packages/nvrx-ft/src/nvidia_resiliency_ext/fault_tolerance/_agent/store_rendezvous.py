@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
@@ -33,14 +32,15 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     SpareNode,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.shared_utils.clock import Clock
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
+from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEvent, RoundPorts
+from .rendezvous import Rendezvous, RoundEvent, RoundPorts, Told
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
+
+    from .job import Job
 
 logger = logging.getLogger("nvrx")
 
@@ -51,26 +51,24 @@ SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
 
 
-@dataclass(eq=False)
 class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
     `connect` makes a connection to the job's store; it is called in a thread, with what to call
-    whenever it is certain that nobody serves one.
+    whenever it is certain that nobody serves one. `stop` ends its waiting. `host` decides the
+    rounds, where it is here.
     """
 
-    settings: NodeSettings
-    connect: Callable[[Callable[[], None]], JobStore]
-    _: KW_ONLY
-    loop: EventLoop
-    clock: Clock
-    post: Callable[[RoundEvent], None]
-    host: CoordinatorThread | None = None  # When it is here.
-    stop: threading.Event | None = None  # Ends the waiting of `connect`.
-    # Gets how long this node may train (monotonic s).
-    on_lease: Callable[[float], None] = lambda _: None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        job: Job,
+        settings: NodeSettings,
+        connect: Callable[[Callable[[], None]], JobStore],
+        host: CoordinatorThread | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.job, self.settings, self.host, self.stop = job, settings, host, stop
+        self.loop, self.clock = job.loop, job.clock
         # The one that this node has workers in. Those of a node that was stopped for a while may
         # be found dead when the others have long begun another round: that one did not fail.
         self._round = 0
@@ -79,8 +77,8 @@ class StoreRendezvous(Rendezvous):
         self._is_lost = False
         self._is_shut = False
         self._join_deadline: Timer | None = None
-        self._ports = RoundPorts(self.settings.master_port)
-        self._client = NodeClient(self.settings, self.connect, self._push, self.clock)
+        self._ports = RoundPorts(settings.master_port)
+        self._client = NodeClient(settings, connect, self._push, self.clock)
         # A clock that is set meanwhile must not move this node's times against its record.
         self._wall_ahead_s = self.clock.wall() - self.clock.monotonic()
         self._said_of_clocks = ""
@@ -92,36 +90,22 @@ class StoreRendezvous(Rendezvous):
 
     def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
         self._ports.end_round()
-        arrival = dataclasses.replace(
-            self.settings.arrival,
-            master_port=self._ports.offered,
-            previous_rank=self._previous_rank,
-        )
-        self._client.submit(lambda session: self._arrive(session, arrival))
+        port, rank = self._ports.offered, self._previous_rank
+        self._client.submit(lambda session: self._arrive(session, port, rank))
         self._cancel_join_deadline()
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
-    def open_next(self, cause: Cause) -> None:
+    def tell(self, effect: Told) -> None:
+        if isinstance(effect, machine.LeaveRendezvous):
+            self._leave(effect.cause)
+            return
+        if isinstance(effect, machine.CloseRendezvous):
+            self._is_over = True
         round_ = self._round
-        self._client.submit(lambda session: session.open_next(round_, cause))
+        self._client.submit(lambda session: _tell(session, round_, effect))
 
-    def close(self, reason: str, cause: Cause | None = None) -> None:
-        self._is_over = True
-        self._client.submit(lambda session: session.end(reason, cause))
-
-    def succeeded(self) -> None:
-        round_ = self._round
-        self._client.submit(lambda session: session.succeeded(round_))
-
-    def broken(self, cause: Cause, *, all_gone: bool) -> None:
-        round_, kind = self._round, records.Kind.STATE
-        state = records.WorkerState.FAILED if all_gone else records.WorkerState.UNHEALTHY
-        self._client.submit(
-            lambda session: session.send(kind, in_round=round_, state=state, cause=cause)
-        )
-
-    def leave(self, cause: Cause) -> None:
+    def _leave(self, cause: Cause) -> None:
         """Say that this node takes part no longer."""
         kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
@@ -139,12 +123,6 @@ class StoreRendezvous(Rendezvous):
         # This node's ranks are ended next, and those of others fail by that: what comes first in
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
-
-    def preempted(self, cause: Cause) -> None:
-        self._client.submit(lambda session: session.send(records.Kind.PREEMPTED, cause=cause))
-
-    def held(self, calls: int) -> None:
-        self._client.submit(lambda session: session.send(records.Kind.HELD, calls=calls))
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
         round_, kind, states = self._round, records.Kind.HUNG, tuple(ranks)
@@ -177,10 +155,12 @@ class StoreRendezvous(Rendezvous):
 
     # What the threads tell ---------------------------------------------------------------------
 
-    def _arrive(self, session: NodeSession, arrival: records.Arrival) -> None:
+    def _arrive(self, session: NodeSession, port: int, previous_rank: int | None) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
-            arrival,
+            self.settings.arrival,
+            master_port=port,
+            previous_rank=previous_rank,
             domain=self.settings.domain(),
             clock=round(self.clock.monotonic() + self._wall_ahead_s, 3),
         )
@@ -203,7 +183,7 @@ class StoreRendezvous(Rendezvous):
     def _receive(self, event: SessionEvent | RoundEvent) -> None:
         happened = None if self._is_shut else self._event(event)
         if happened is not None:
-            self.post(happened)
+            self.job.post(happened)
 
     def _event(  # noqa: PLR0911 - one for each kind
         self, event: SessionEvent | RoundEvent
@@ -289,7 +269,7 @@ class StoreRendezvous(Rendezvous):
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
-                self.on_lease(confirmed + keys.LEASES_TO_KILL * lease_s)
+                self.job.lease_held(confirmed + keys.LEASES_TO_KILL * lease_s)
             if fenced_at is not None and now >= fenced_at:
                 self._is_lost = True
                 what = (
@@ -299,6 +279,25 @@ class StoreRendezvous(Rendezvous):
                 self._push(machine.StoreLost(what, keys.FENCE_STOP_LEASES * lease_s))
                 return
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
+
+
+def _tell(session: NodeSession, round_: int, effect: Told) -> None:
+    """Add to the log of decisions, or to the messages, what was decided in `round_`."""
+    match effect:
+        case machine.OpenNextRound(cause):
+            session.open_next(round_, cause)
+        case machine.CloseRendezvous(reason):
+            session.end(reason, effect.cause)
+        case machine.ReportSuccess():
+            session.succeeded(round_)
+        case machine.ReportBroken(cause, all_gone):
+            failed, unhealthy = records.WorkerState.FAILED, records.WorkerState.UNHEALTHY
+            state = failed if all_gone else unhealthy
+            session.send(records.Kind.STATE, in_round=round_, state=state, cause=cause)
+        case machine.Preempted(cause):
+            session.send(records.Kind.PREEMPTED, cause=cause)
+        case machine.RanksHeld(calls):
+            session.send(records.Kind.HELD, calls=calls)
 
 
 # Not from 0: in containers every launcher may have the same pid, and the same address again when it

@@ -64,23 +64,18 @@ class Value(NamedTuple):
     source: str
 
 
-def listing(
-    args: argparse.Namespace,
-    layers: Layers,
-    environ: Mapping[str, str],
-    log_level: int,
-    flags: Sequence[Flag] = FLAGS,
+def _listing(
+    args: argparse.Namespace, layers: Layers, environ: Mapping[str, str], flags: Sequence[Flag]
 ) -> list[Value]:
     """Return all options in the order of `--help`."""
     config = layers.config()
-    given: Mapping[str, str] = getattr(args, "given", {})
     values = []
     for flag in flags:
         if flag.name in _OF_THE_PROGRAM:
             continue
         field = _OPTION_OF.get(flag.attribute)
         if field is None:
-            value, source = getattr(args, flag.attribute), given.get(flag.attribute, DEFAULT)
+            value, source = getattr(args, flag.attribute), args.given.get(flag.attribute, DEFAULT)
             if flag.group == DEPRECATED and source == DEFAULT:
                 continue
         elif field in layers.given:
@@ -88,26 +83,12 @@ def listing(
         else:
             value, source = getattr(config, field), DEFAULT
             if field == "log_level" and environ.get(_env.LOG_DEBUG):
-                value, source = log_level, _env.LOG_DEBUG
+                value, source = environment.log_level(environ), _env.LOG_DEBUG
         policy = layers.deprecated.get("restart_policy")
         if flag.name == "ft-restart-policy" and policy is not None and source == DEFAULT:
             value, source = policy.value, policy.where
         values.append(Value(f"--{flag.name}", flag.group, _plain(value), _shown(flag, source)))
     return values
-
-
-def render_listing(values: list[Value], *, as_json: bool) -> str:
-    """Return the options for people, or as one JSON object with the key `options`."""
-    if as_json:
-        return json.dumps({"options": [value._asdict() for value in values]}) + "\n"
-    width = max(len(value.name) for value in values)
-    lines, group = [], ""
-    for value in values:
-        if value.group != group:
-            lines.append(f"{value.group}:")
-            group = value.group
-        lines.append(f"  {value.name:<{width}}  {_text(value.value):<20}  {value.source}")
-    return "".join(f"{line}\n" for line in lines)
 
 
 def _shown(flag: Flag, source: str) -> str:
@@ -149,8 +130,17 @@ def print_config(
     layers = layers_from_args(args)
     if layers.problems:
         raise FaultToleranceConfigError(layers.problems)
-    values = listing(args, layers, environ, environment.log_level(environ), flags)
-    write_out(render_listing(values, as_json=args.json))
+    values = _listing(args, layers, environ, flags)
+    if args.json:
+        write_out(json.dumps({"options": [value._asdict() for value in values]}) + "\n")
+        return 0
+    width, lines, group = max(len(value.name) for value in values), [], ""
+    for value in values:
+        if value.group != group:
+            lines.append(f"{value.group}:\n")
+            group = value.group
+        lines.append(f"  {value.name:<{width}}  {_text(value.value):<20}  {value.source}\n")
+    write_out("".join(lines))
     return 0
 
 

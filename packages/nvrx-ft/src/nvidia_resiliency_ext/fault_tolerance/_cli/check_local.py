@@ -11,7 +11,6 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Literal
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import end_of_job
@@ -89,22 +88,16 @@ def exit_code_of(findings: Sequence[Finding]) -> int:
     return int(any(finding.status == "fail" for finding in findings))
 
 
-_DISTRIBUTIONS = (
-    "nvrx-common", "nvrx-ft", "nvrx-inprocess", "nvrx-ckpt", "nvrx-straggler", "nvrx-attribution",
-    "nvrx-lightning", "torch",
-)  # fmt: skip
 _STATUS: Mapping[str, Status] = {"ok": "pass", "info": "pass", "warning": "pass", "error": "fail"}
 
 
 def versions() -> dict[str, str]:
     """Return what must be the same on all nodes: Python and the installed packages."""
-    found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = doctor.installed_versions().items()
+    ours = {
+        name: version for name, version in installed if name == "torch" or name.startswith("nvrx-")
+    }
+    return {"python": platform.python_version(), **ours}
 
 
 def local_findings(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> list[Finding]:

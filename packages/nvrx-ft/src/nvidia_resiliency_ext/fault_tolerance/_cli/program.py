@@ -48,7 +48,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
 
 def run_plan(plan: LaunchPlan) -> int:
     """Run a plan and return the exit code; what the machine refuses is one line on stderr."""
-    from nvidia_resiliency_ext.fault_tolerance._agent.job import Job, show_failures
+    from nvidia_resiliency_ext.fault_tolerance._agent.job import Job
     from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_FAILURE
     from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
     from nvidia_resiliency_ext.shared_utils.event_loop import ignore
@@ -61,7 +61,7 @@ def run_plan(plan: LaunchPlan) -> int:
         with Job(plan, os.environ) as job:
             result = job.run()
             # Within the job: its own streams may lead into a log until it ends.
-            show_failures(plan.command.entry, result, job.run_dir)
+            job.show_failures(result)
     except ConfigError as error:
         usage_error(error)
     except NvrxError as error:

@@ -58,7 +58,6 @@ class ControlPlane:
         self._stack = contextlib.ExitStack()
         self._denylist = Denylist()
         self._is_stopped = False
-        self._has_thread_ended = False
         self._thread: CoordinatorThread | None = None
         self._host_name = socket.gethostname()
 
@@ -80,7 +79,7 @@ class ControlPlane:
         """Serve until the job is over or a signal comes. Raises NvrxError: it cannot be served."""
         thread = self._thread
         assert thread is not None
-        while not self._is_stopped and not self._has_thread_ended:
+        while not self._is_stopped:
             self._loop.run_once()
         entry, problem = thread.outcome, thread.problem
         if entry is not None:
@@ -105,7 +104,13 @@ class ControlPlane:
         # is there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.
-        listener = self._listen()
+        try:
+            listener = claim(plan.address, plan.port, is_host=True)
+        except EndpointError as error:
+            if plan.address == plan.host:
+                raise
+            raise EndpointError(f"--local-addr {plan.address}: {error}") from None
+        assert listener is not None
         stack.callback(listener.close)
         self._services = self._build_services()
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
@@ -122,17 +127,6 @@ class ControlPlane:
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
         self._build_thread(listener, secret)
         logger.info("%s serves job %r at %s:%d", PROGRAM, plan.run_id, plan.host, plan.port)
-
-    def _listen(self) -> socket.socket:
-        plan = self._plan
-        try:
-            listener = claim(plan.address, plan.port, is_host=True)
-        except EndpointError as error:
-            if plan.address == plan.host:
-                raise
-            raise EndpointError(f"--local-addr {plan.address}: {error}") from None
-        assert listener is not None
-        return listener
 
     def _build_services(self) -> CoordinatorServices:
         plan = self._plan.services
@@ -192,7 +186,7 @@ class ControlPlane:
             is_controlled=True,
             on_bad_node=self._bad_node.report,
             denylist=self._denylist,
-            on_end=lambda: self._loop.post(self._thread_ended),
+            on_end=lambda: self._loop.post(self._stop),
         )
         self._stack.callback(self._thread.join, STOP_S)
         self._stack.callback(self._thread.stop)
@@ -203,11 +197,10 @@ class ControlPlane:
     def _signalled(self, numbers: list[int]) -> None:
         for number in numbers:
             logger.warning("received %s: the launchers go on", signal.Signals(number).name)
-            self._is_stopped = True
+            self._stop()
 
-    def _thread_ended(self) -> None:
-        # Its is_alive() may still be true for a moment.
-        self._has_thread_ended = True
+    def _stop(self) -> None:
+        self._is_stopped = True
 
     def _is_over(self) -> bool:
         return self._thread is not None and self._thread.outcome is not None
@@ -224,16 +217,13 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
     while not stop.is_set():
         text = store.wait_for(keys.SETTINGS, LOOK_S)
         if text is not None:
-            return _rules_from(agreement.read_settings(text))
+            settings = agreement.read_settings(text)
+            try:
+                return agreement.rules_from_settings(settings)
+            except ConfigError as error:
+                # Nobody gave them to this program.
+                raise NvrxError(str(error)) from None
     return None
-
-
-def _rules_from(settings: Mapping[str, str]) -> CoordinatorRules:
-    try:
-        return agreement.rules_from_settings(settings)
-    except ConfigError as error:
-        # Nobody gave them to this program.
-        raise NvrxError(str(error)) from None
 
 
 EXIT_FAILURE = 1

@@ -173,8 +173,6 @@ class NextRoundOpened:
     """Another node saw a fault and opened the next round."""
 
     cause: Cause
-    no_restart: bool = False
-    no_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)

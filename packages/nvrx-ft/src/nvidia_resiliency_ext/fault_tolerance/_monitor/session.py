@@ -148,7 +148,8 @@ class RankSession:
     def read(self) -> None:
         """Take what has come from the rank."""
         channel = self.channel
-        if channel.is_over:
+        was_over = channel.is_over
+        if was_over:
             return
         channel.flush()
         for message in channel.receive():

@@ -58,6 +58,11 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
+# Fields of a plan that are what the flag of their name says.
+_AS_GIVEN = (
+    "role", "max_restarts", "term_timeout", "monitor_interval", "start_method", "local_addr",
+    "rdzv_backend", "signals_to_handle", "event_log_handler", "virtual_local_rank",
+)  # fmt: skip
 _DEFAULT_ID = next(flag.default for flag in FLAGS if flag.name == "rdzv-id")
 
 
@@ -209,17 +214,11 @@ def plan_from_args(
         max_nodes=max_nodes,
         # Nobody named this job or where it meets: nothing must know its id.
         run_id=random_id() if args.standalone or meets_nobody else args.rdzv_id,
-        role=args.role,
-        max_restarts=args.max_restarts,
+        **{name: getattr(args, name) for name in _AS_GIVEN},
         restart_policy=policy.value if policy else args.ft_restart_policy,
-        term_timeout=args.term_timeout,
         workers_stop_timeout=stop_timeout_s,
-        monitor_interval=args.monitor_interval,
-        start_method=args.start_method,
         master_addr=syntax.parse_endpoint(args.master_addr)[0],
         master_port=fixed_port(port, endpoint, max_nodes),
-        local_addr=args.local_addr,
-        rdzv_backend=args.rdzv_backend,
         rdzv_endpoint="localhost:0" if args.standalone else endpoint,
         rdzv_configs=_rdzv_configs(args, layers),
         node_rank=args.node_rank if "node_rank" in _given(args) else None,
@@ -233,7 +232,6 @@ def plan_from_args(
         duplicate_stdout_filters=args.duplicate_stdout_filters or None,
         duplicate_stderr_filters=args.duplicate_stderr_filters or None,
         log_line_prefix_template=environ.get(_env.LOG_LINE_PREFIX_TEMPLATE),
-        signals_to_handle=args.signals_to_handle,
         signals=syntax.parse_signals(args.signals_to_handle),
         omp_num_threads=threads,
         no_restart_exit_code=args.ft_no_restart_exit_code,
@@ -242,8 +240,6 @@ def plan_from_args(
         fault_tol_cfg=config,
         cycle_info_job_id=args.ft_cycle_info_job_id,
         job_name=name,
-        event_log_handler=args.event_log_handler,
-        virtual_local_rank=args.virtual_local_rank,
         virtual_devices=devices,
         warnings=tuple(messages),
     )

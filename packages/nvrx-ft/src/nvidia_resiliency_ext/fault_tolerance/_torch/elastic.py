@@ -308,7 +308,7 @@ def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
     log_warnings(plan)
     with Job(plan, os.environ) as job:
         result = job.run()
-        ranks = job.ranks
+        ranks = job.agent.ranks
     if result.exit_code != EXIT_OK:
         _raise(plan, result)
     return ranks

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When prewarmed workers are started, replaced and given up. It starts nothing itself.
+"""When prewarmed workers are started, replaced and given up; its owner starts and ends them.
 
 Slots, one per local rank:
 
-| state | event | next | effect |
+| state | event | next | call |
 | --- | --- | --- | --- |
-| empty | the pool may fill | warming | `StartPrewarm` |
+| empty | the pool may fill | warming | `start` |
 | warming | `ready` | ready | |
-| warming, ready, activated | `fail` | failed | counts against the pool |
+| warming, ready, activated | `fail` | failed | `end`; it counts against the pool |
 | warming, ready | `activate` | activated | |
-| warming, ready | `renew` (its files changed on disk) | empty | `EndPrewarm` |
+| warming, ready | `renew` (its files changed on disk) | empty | `end` |
 | activated | `begin` (it runs its program) | activated | |
-| activated | `end` (its process is gone, and it is no failure) | empty | |
+| activated | `gone` (its process is gone, and it is no failure) | empty | |
 | activated | `start_ranks` (of the next cycle) | empty | |
-| activated, failed | the pool may fill and time is up | warming | `StartPrewarm` |
-| any but activated | the pool is disabled or released | empty | `EndPrewarm` |
+| activated, failed | the pool may fill and time is up | warming | `start` |
+| any but activated | the pool is disabled or released | empty | `end` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
 but never while ranks start: between `start_ranks` and `ranks_started`, until each worker that
@@ -29,9 +29,15 @@ little free memory, disables it; the next good step enables it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nvidia_resiliency_ext.shared_utils.clock import Clock
+
+logger = logging.getLogger("nvrx")
 
 FILL_DELAY_S = 2.0
 # Wrapping the first model imports about as much again as `import torch`, before the first step.
@@ -57,45 +63,24 @@ class SlotState(enum.Enum):
 _HELD = (SlotState.WARMING, SlotState.READY)
 
 
-@dataclass(frozen=True, slots=True)
-class StartPrewarm:
-    """Start a prewarmed worker for the slot."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndPrewarm:
-    """End the slot's standby."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Disable:
-    """Workers start cold for now; log the reason once."""
-
-    reason: str
-
-
-Effects: TypeAlias = list[StartPrewarm | EndPrewarm | Disable]
-
-
 @dataclass(eq=False)
 class Pool:
     """The prewarmed workers of one node.
 
-    A method takes an event at `now` (monotonic s) and returns what to do. One that does not fit the
-    slot's state, such as a message of a standby that was ended meanwhile, changes nothing.
+    A method takes an event. One that does not fit the slot's state, such as a message of a standby
+    that was ended meanwhile, changes nothing.
 
     Attributes:
         slots: State by local rank.
         width: How many may warm up at the same time next to running ranks.
+        clock: Gives the times of events.
+        start: Starts a slot's prewarmed worker; calls `fail` where that cannot be done.
+        end: Ends a slot's prewarmed worker, if there is one.
         idle_width: How many may because nothing else uses the processors, as last reported.
         free_bytes: Memory that the node could still give, as last reported.
         disabled: Why workers start cold for now, or None.
         wanted: Whether the workers gain from prewarmed workers at all.
-        refused: The command can never be started warm.
+        refused: Why the command can never be started warm, or None.
         first: No "go" has been given yet: nothing runs that a fill could disturb.
         is_starting: Workers are starting; they need the processors.
         importing: Slots that were activated and import still; they need the processors, too.
@@ -110,11 +95,14 @@ class Pool:
 
     slots: list[SlotState]
     width: int
+    clock: Clock
+    start: Callable[[int], None]
+    end: Callable[[int], None]
     idle_width: int = 0
     free_bytes: int | None = None
     disabled: str | None = None
     wanted: bool = True
-    refused: bool = False
+    refused: str | None = None
     first: bool = True
     is_starting: bool = False
     importing: set[int] = field(default_factory=set)
@@ -126,15 +114,10 @@ class Pool:
     last_failure: float | None = None
     prewarmed_bytes: int = EXPECTED_PREWARMED_BYTES
 
-    @classmethod
-    def of(cls, slots: int, cores: int) -> Pool:
-        """Return the pool of a node before its first cycle."""
-        return cls([SlotState.EMPTY] * slots, max(1, cores // 2))
-
     @property
     def may_fill(self) -> bool:
         """Whether prewarmed workers may be started, as far as it is not a question of time."""
-        is_enabled = self.wanted and not self.refused and self.disabled is None
+        is_enabled = self.wanted and self.refused is None and self.disabled is None
         return is_enabled and not self.is_starting and not self.importing
 
     @property
@@ -142,28 +125,30 @@ class Pool:
         """Slots without a prewarmed worker."""
         return [slot for slot, state in enumerate(self.slots) if state not in _HELD]
 
-    def prepare(self, now: float) -> Effects:
+    def prepare(self) -> None:
         """Start standbys for the first cycle, all at once: the launcher has just started."""
-        return self._fill(now, self.unheld)
+        self._fill(self.unheld)
 
-    def tick(self, now: float) -> Effects:
+    def tick(self) -> None:
         """Fill what it is time for."""
-        return self._fill(now)
+        self._fill()
 
     def idle(self, cores: float) -> None:
         """Take how many processors had nothing to do since the last look."""
         # Each that warms up has one processor, and would leave it idle, too.
         self.idle_width = int(cores + self.slots.count(SlotState.WARMING) + _IDLE_SLACK)
 
-    def want(self, wanted: bool, now: float) -> Effects:
+    def want(self, wanted: bool) -> None:
         """Take whether the running workers use what prewarmed workers import."""
         self.wanted = wanted
-        return self._fill(now) if wanted else self._end_all()
+        if not wanted:
+            self._end_all()
+        self._fill()
 
-    def refuse(self, reason: str) -> Effects:
+    def refuse(self, reason: str) -> None:
         """Use no standbys from now on, for a reason that a good step does not change."""
-        self.refused = True
-        return self._disable(reason)
+        self.refused = reason
+        self._disable(reason)
 
     def start_ranks(self) -> None:
         """Leave the processors to the workers of a cycle, which are about to start."""
@@ -172,100 +157,110 @@ class Pool:
         is_gone = SlotState.ACTIVATED
         self.slots = [SlotState.EMPTY if state is is_gone else state for state in self.slots]
 
-    def ranks_started(self, now: float) -> Effects:
+    def ranks_started(self) -> None:
         """Record that all workers of the cycle have been started or activated."""
         self.is_starting = self.first = False
         self.is_warm = all(state is SlotState.ACTIVATED for state in self.slots)
         import_s = 0.0 if self.is_warm else self.import_s
-        self.fill_at = now + import_s + _pause_s(import_s)
-        return self._fill(now)
+        self.fill_at = self.clock.monotonic() + import_s + _pause_s(import_s)
+        self._fill()
 
-    def good_step(self, now: float) -> Effects:
+    def good_step(self) -> None:
         """Record that a rank sent a heartbeat or closed a section: the first of a cycle."""
-        self.disabled, self.fill_at, self.has_stepped = None, now, True
-        return self._fill(now)
+        self.disabled, self.fill_at, self.has_stepped = None, self.clock.monotonic(), True
+        self._fill()
 
-    def ready(self, slot: int, private_bytes: int, now: float) -> Effects:
+    def ready(self, slot: int, private_bytes: int) -> None:
         """Record that the imports of a slot's prewarmed worker are done."""
         if self.slots[slot] is SlotState.WARMING:
             self.slots[slot] = SlotState.READY
             self.prewarmed_bytes = private_bytes or self.prewarmed_bytes
-        return self._fill(now)
+        self._fill()
 
-    def fail(self, slot: int, reason: str, now: float) -> Effects:
+    def fail(self, slot: int, reason: str) -> None:
         """Record that a slot's prewarmed worker failed, died or must not be used."""
-        if self.slots[slot] in (*_HELD, SlotState.ACTIVATED):
+        state = self.slots[slot]
+        if state in (*_HELD, SlotState.ACTIVATED):
             # One that was activated while warming has no process any more either way.
             self.slots[slot] = SlotState.FAILED
             self.importing.discard(slot)
-            last, self.last_failure = self.last_failure, now
-            if last is not None and now - last <= FAILURE_WINDOW_S:
-                return self._disable(f"standby workers failed twice within a minute: {reason}")
-        return self._fill(now)
+            if state in _HELD:
+                self.end(slot)
+            last, self.last_failure = self.last_failure, self.clock.monotonic()
+            if last is not None and self.last_failure - last <= FAILURE_WINDOW_S:
+                self._disable(f"standby workers failed twice within a minute: {reason}")
+        self._fill()
 
-    def activate(self, slot: int, now: float) -> Effects:
+    def activate(self, slot: int) -> None:
         """Record that a slot's prewarmed worker was told to go: it is a worker, or will be."""
         if self.slots[slot] in _HELD:
             if self.slots[slot] is SlotState.WARMING:
                 self.importing.add(slot)
             self.slots[slot] = SlotState.ACTIVATED
-            self.activated_at, self.fill_at, self.first = now, now + FILL_DELAY_S, False
-        return self._fill(now)
+            self.activated_at, self.first = self.clock.monotonic(), False
+            self.fill_at = self.activated_at + FILL_DELAY_S
+        self._fill()
 
-    def begin(self, slot: int, now: float) -> Effects:
+    def begin(self, slot: int) -> None:
         """Record that the worker from a slot's prewarmed worker runs its program."""
         if slot in self.importing:
             self.importing.discard(slot)
+            now = self.clock.monotonic()
             import_s = now - self.activated_at
             self.import_s = max(import_s, self.import_s)
             if not self.has_stepped:
                 self.fill_at = now + _pause_s(import_s)
-        return self._fill(now)
+        self._fill()
 
-    def end(self, slot: int, now: float) -> Effects:
+    def gone(self, slot: int) -> None:
         """Record that the process from a slot's standby is gone; the standby did not fail."""
         if self.slots[slot] is SlotState.ACTIVATED:
             self.slots[slot] = SlotState.EMPTY
             self.importing.discard(slot)
-        return self._fill(now)
+        self._fill()
 
-    def renew(self, slot: int, now: float) -> Effects:
+    def renew(self, slot: int) -> None:
         """Give up a slot's prewarmed worker whose files have changed on disk."""
-        effects = self._end(slot) if self.slots[slot] in _HELD else []
-        return effects + self._fill(now)
+        self._end(slot)
+        self._fill()
 
-    def _end(self, slot: int) -> Effects:
-        self.slots[slot] = SlotState.EMPTY
-        return [EndPrewarm(slot)]
+    def _end(self, slot: int) -> None:
+        if self.slots[slot] in _HELD:
+            self.slots[slot] = SlotState.EMPTY
+            self.end(slot)
 
-    def _end_all(self) -> Effects:
-        held = [slot for slot, state in enumerate(self.slots) if state in _HELD]
-        return [effect for slot in held for effect in self._end(slot)]
+    def _end_all(self) -> None:
+        for slot in range(len(self.slots)):
+            self._end(slot)
 
-    def _disable(self, reason: str) -> Effects:
-        effects: Effects = [] if self.disabled is not None else [Disable(reason)]
-        self.disabled = self.disabled or reason
-        return effects + self._end_all()
+    def _disable(self, reason: str) -> None:
+        if self.disabled is None:
+            self.disabled = reason
+            logger.info("workers start cold from now on: %s", reason)
+        self._end_all()
 
-    def _fill(self, now: float, slots: Sequence[int] | None = None) -> Effects:
+    def _fill(self, slots: Sequence[int] | None = None) -> None:
         """Start prewarmed workers for the slots, or for those whose time has come."""
         if not self.may_fill or (slots is None and self.first):
-            return []
+            return
         if slots is None:
-            is_time = self.fill_at is not None and now >= self.fill_at
+            is_time = self.fill_at is not None and self.clock.monotonic() >= self.fill_at
             width = self.idle_width if is_time or self.is_warm else 0
             width = max(width, self.width) if is_time else width
             slots = self.unheld[: max(0, width - self.slots.count(SlotState.WARMING))]
         # What is held already is no longer free, so only the rest has to fit.
         needed = MEMORY_FACTOR * self.prewarmed_bytes * len(self.unheld)
         if slots and self.free_bytes is not None and self.free_bytes < needed:
-            return self._disable(
+            self._disable(
                 f"too little memory for standby workers: {self.free_bytes >> 20} MB free, "
                 f"{needed >> 20} MB wanted"
             )
+            return
         for slot in slots:
             self.slots[slot] = SlotState.WARMING
-        return [StartPrewarm(slot) for slot in slots]
+        for slot in slots:
+            if self.slots[slot] is SlotState.WARMING:  # One before it may have failed for all.
+                self.start(slot)
 
 
 def _pause_s(import_s: float) -> float:

@@ -5,7 +5,7 @@ It decides neither when one starts nor which worker comes from it. All calls com
 launcher's loop, and none but `end` waits. Start prewarmed workers from a thread that lasts as long
 as the launcher: the kernel ties their lives to the thread.
 
-    standby = PrewarmedWorker.start(command, env, slot=0)
+    standby = PrewarmedWorker(command, env, slot=0)
     loop.watch(standby.fileno(), ...)   # receive() -> Ready(...)
     standby.go(worker_env)              # receive() -> Begun(...) or Failed(...)
     child = standby.release()
@@ -86,33 +86,17 @@ _MESSAGES: dict[str, type[Ready | Begun | Failed]] = {
 
 
 class PrewarmedWorker:
-    """A process that imports ahead and waits; made by `start`, ended by `end` or `release`.
+    """A process that imports ahead and waits, from its start until `end` or `release`.
 
     Attributes:
         slot: Local rank that it stands by for.
         env: The environment that it was started with, as the worker will see it.
         child: The process; the worker group's after `release`.
+        ready: What it said when its imports were done; None before.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a process is started with
         self,
-        slot: int,
-        env: Mapping[str, str],
-        child: Child,
-        control_socket: socket.socket,
-        outputs: tuple[int, ...] = (),
-    ) -> None:
-        self.slot = slot
-        self.env = dict(env)
-        self.child = child
-        self._control_socket = control_socket
-        self._outputs = outputs
-        self._files = [file_stamp(os.path.realpath(child.argv[0]))]
-        self._is_activated = False
-
-    @classmethod
-    def start(  # noqa: PLR0913 - what a process is started with
-        cls,
         command: WorkerCommand,
         env: Mapping[str, str],
         slot: int,
@@ -121,7 +105,7 @@ class PrewarmedWorker:
         is_piped: bool = False,
         imports: Sequence[str] = DEFAULT_IMPORTS,
         hook_folder: str = HOOK_FOLDER,
-    ) -> PrewarmedWorker:
+    ) -> None:
         """Start the command of a worker, held until a cycle needs it.
 
         Python chooses buffers when a stream is opened, so until "go" stdout and stderr are another
@@ -156,7 +140,7 @@ class PrewarmedWorker:
                 raise PrewarmError(f"it cannot be prepared: {error}") from error
             ours.setblocking(False)
             _send(ours, _first_message(command, env, imports))
-            child = start_child(
+            self.child = start_child(
                 command.for_local_rank(slot),
                 env=_prewarm_env(env, theirs.fileno(), hook_folder),
                 stdout=outputs[0],
@@ -166,7 +150,12 @@ class PrewarmedWorker:
                 die_with_parent=True,
             )
             on_failure.pop_all()
-        return cls(slot, env, child, ours, tuple(kept))
+        self.slot, self.env = slot, dict(env)
+        self._control_socket = ours
+        self._outputs = tuple(kept)
+        self._files = [file_stamp(os.path.realpath(self.child.argv[0]))]
+        self._is_activated = False
+        self.ready: Ready | None = None
 
     def fileno(self) -> int:
         """Return the socket, readable when `receive` has something to say."""
@@ -200,6 +189,8 @@ class PrewarmedWorker:
             message = _MESSAGES[kind](**fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return Failed(f"it sent an unreadable message ({type(error).__name__})")
+        if isinstance(message, Ready):
+            self.ready = message
         if not isinstance(message, Begun):
             self._log_output()
         return message
