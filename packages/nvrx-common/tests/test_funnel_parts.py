@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
 from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Queue
+from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
 from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
 from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
@@ -473,6 +474,15 @@ def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
         assert relay.held_chunks == 2
 
     asyncio.run(program())
+
+
+def test_refused_senders_without_numbers_are_forgotten() -> None:
+    """Only a stream with a name can come again, so only such a refusal is remembered."""
+    refusal = Refusal("RESOURCE_EXHAUSTED", "/logs/a: No space left on device")
+    relay = Relay(16, 1 << 20)
+    for stream_id in ("a1b2", f"leaf-{'0' * 32}"):
+        relay.confirm(stream_id, 0, refusal)
+    assert relay._refused == {"a1b2"}
 
 
 def test_what_is_stored_after_the_end_of_a_call_starts_nothing(funnel: Funnel, tmp_path) -> None:

@@ -102,6 +102,22 @@ def test_limit(case: SpillCase) -> None:
     assert used > 1000 * KIB
 
 
+def test_chunks_that_were_read_come_back_after_newer_ones_were_dropped(case: SpillCase) -> None:
+    """Files read and not confirmed do not stand in the way of what is put back before the rest."""
+    spill = case.make()
+    for seq in range(1, 601):
+        assert spill.append(chunk(seq))
+    read = [spill.read() for _ in range(300)]  # the first file, and a part of the second
+    gap = spill.drop_oldest()
+    assert gap is not None
+    assert spill.put_first([one for one in read if one is not None])
+    spill.close(keeps_files=True)
+    case.made.remove(spill)
+    after = case.adopt()
+    assert after is not None
+    assert read_all(after) == [*range(1, 301), *range(gap.seq + 1, 601)]
+
+
 def test_torn_end(case: SpillCase) -> None:
     """A record that a crash left half written is cut off; those before it are sent."""
     spill = case.make()

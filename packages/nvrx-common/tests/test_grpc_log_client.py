@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import funnel_peers as peers
 import grpc
 import ports
 import pytest
 from funnel_peer import FunnelPeer
 
 from nvidia_resiliency_ext.shared_utils._funnel.client import limits
+from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -754,3 +757,34 @@ def test_mutual_tls(
     target.write(b"secret\n")
     assert target.close(20.0)
     assert (tmp_path / "a.log").read_bytes() == b"secret\n"
+
+
+def test_a_slow_close_leaves_the_newly_opened_path_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads close a target and a third opens its path again: its lines are kept."""
+    client = LogFunnelClient("127.0.0.1:9", spill_dir=str(tmp_path), spill_limit_bytes=1 << 20)
+    target = client.open("/x/o.log")
+    target.write(b"one\n")
+    close, late, may_go, calls = SendBuffer.close, threading.Event(), threading.Event(), []
+
+    def held_up(send_buffer: SendBuffer, deadline: Deadline) -> None:
+        close(send_buffer, deadline)
+        calls.append(deadline)
+        if len(calls) == 2:
+            late.set()
+            may_go.wait(60)
+
+    monkeypatch.setattr(SendBuffer, "close", held_up)
+    closers = [threading.Thread(target=target.close, args=(0.1,)) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    assert late.wait(20)
+    peers.until(lambda: sum(closer.is_alive() for closer in closers) == 1, "the faster one")
+    client.open("/x/o.log").write(b"two\n")
+    may_go.set()
+    for closer in closers:
+        closer.join(20)
+    monkeypatch.undo()
+    assert client.close(0.2) is False
+    assert client.left_behind() == ["/x/o.log"]

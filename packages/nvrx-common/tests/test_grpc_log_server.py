@@ -23,6 +23,9 @@ import funnel_peers as peers
 import grpc
 from funnel_peers import chunk, send, send_acked
 
+from nvidia_resiliency_ext.shared_utils._funnel.server import files
+from nvidia_resiliency_ext.shared_utils._funnel.server import servicer as servicer_module
+from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
 from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
@@ -666,6 +669,49 @@ def test_graceful_shutdown_follows_the_count_of_clients() -> None:
         servicer.connected_clients = 0
     closing.join(10.0)
     assert not closing.is_alive()
+
+
+def test_nobody_is_told_that_lines_are_written_when_the_server_ends_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that waits for space, and one whose file hangs, are refused when the server ends."""
+    gate, entered = threading.Event(), threading.Event()
+    write = files.LogFile._write
+
+    def hang(file: files.LogFile, data: bytes) -> int:
+        entered.set()
+        gate.wait(60)
+        return write(file, data)
+
+    monkeypatch.setattr(files.LogFile, "_write", hang)
+    monkeypatch.setattr(servicer_module, "CLOSE_S", 0.3)
+    monkeypatch.setattr(servicer_module, "_PATIENCE_S", 0.1)
+    options = FunnelOptions(
+        allowed_roots=(str(tmp_path),), max_buffered_bytes=8 << 20, flush_bytes=1 << 16
+    )
+    servicer = LogAggregationServicer(options=options)
+    told: list[str] = []
+
+    def send_all(data: bytes) -> None:
+        with pytest.raises(_AbortError) as refused:
+            servicer.StreamLogs(iter([chunk(tmp_path / "x", data)]), _Context())
+        told.append(refused.value.args[0])
+
+    threads = [
+        threading.Thread(target=send_all, args=(data,)) for data in (b"a" * 1000000, b"b" * 500000)
+    ]
+    try:
+        threads[0].start()
+        assert entered.wait(20)
+        threads[1].start()
+        peers.until(lambda: servicer.connected_clients == 2, "the second stream")
+        servicer.shutdown()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    finally:
+        gate.set()
+    assert told == ["UNAVAILABLE", "UNAVAILABLE"]
 
 
 def test_graceful_shutdown_waits_for_streams(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     NodeUnfit,
     Policy,
     RoundClosed,
+    Signalled,
     StopRequested,
 )
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
@@ -42,14 +43,18 @@ class LastRounds:
             monitor=types.SimpleNamespace(last_iteration=lambda: None),
             reporter=nothing,
             controller=types.SimpleNamespace(),
-            bad_node=lambda _: None,
+            bad_node=types.SimpleNamespace(report=lambda _: None),
             rendezvous=self,
             tee=None,
         )
         self.agent = NodeAgent(job, POLICY)  # type: ignore[arg-type]
 
     def _turn(self) -> None:
-        self.agent.post(self._events.pop(0))
+        while self._events:
+            event = self._events.pop(0)
+            self.agent.post(event)
+            if not isinstance(event, Signalled):
+                break  # a signal comes together with what follows it
         self.must_stay = self.must_stay and bool(self._events)
 
     def tell(self, effect: object) -> None:
@@ -67,6 +72,14 @@ def test_a_verdict_against_a_restart_ends_the_job_that_others_go_on_with() -> No
     result = rounds.agent.run()
     assert rounds.closed == [("attribution_stop", USELESS)]
     assert (result.exit_code, result.no_restart) == (93, "attribution_stop")
+
+
+def test_what_comes_with_a_signal_does_not_change_how_the_launcher_ends() -> None:
+    """SIGTERM closes the job; a verdict that arrives in the same turn closes it no second time."""
+    rounds = LastRounds(Signalled(15), StopRequested(USELESS, "attribution_stop"))
+    result = rounds.agent.run()
+    assert len(rounds.closed) == 1
+    assert (result.exit_code, result.no_restart) == (1, "")
 
 
 def test_a_job_that_must_not_start_again_ends_so_on_the_host_of_its_store() -> None:

@@ -25,6 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Outcome,
     Phase,
     Policy,
+    Preempted,
     ReportBroken,
     ReportFault,
     ReportSuccess,
@@ -289,7 +290,8 @@ def test_any_order_of_events_ends_once_and_stays_ended():
         for event in chance.choices(pool, k=60):
             node, effects = decide.decide(node, event)
             for effect in effects:
-                assert finishes == 0, (seed, event, effect)
+                # One whose own part is over still ends the job of those whose store it serves.
+                assert finishes == 0 or isinstance(effect, (CloseRendezvous, Preempted)), effect
                 finishes += isinstance(effect, Finish)
                 assert not (started and isinstance(effect, StartWorkers)), (seed, event)
                 started = isinstance(effect, StartWorkers) or (

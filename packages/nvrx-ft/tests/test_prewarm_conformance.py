@@ -76,10 +76,10 @@ CONTROLS = {
     "temporary folder": (('["tempdir"] = None', '["tempdir"] = "/"'), "before.python.tempdir"),
     "umask": (("time.tzset()", "time.tzset(); os.umask(0o7)"), "before.process.Umask"),
     "scheduling": (
-        ("os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))", "pass"),
+        ("os.sched_setscheduler(int(task), os.SCHED_OTHER, usual)", "None"),
         "before.process.policy",
     ),
-    "name": (("file.write(old)", "pass"), "before.process.Name"),
+    "name": (('set_name(f"/proc/self/task/{task}", old)', "None"), "before.process.Name"),
     "modules": (("del sys.modules[key]", "pass"), "before.third_party.loaded"),
     "filters": (("_replace_list(live, old)", "pass"), "before.python.filters"),
     "module specs": (("module.__spec__ = self._spec", "pass"), "after.numpy"),

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from interrupters import await_waiter, interrupt_main_thread, is_held_by_others
@@ -510,9 +511,12 @@ def test_main_thread_waits_for_the_lock(
     assert not is_held_by_others(lock)
 
 
-def test_no_signal_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_signal_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where every real-time signal is taken, that is said, and nothing is changed."""
-    monkeypatch.setattr("nvidia_resiliency_ext.shared_utils.unused_signal._taken", lambda: ~0)
+    status = tmp_path / "status"
+    status.write_text("SigCgt:\tffffffffffffffff\n")
+    module = "nvidia_resiliency_ext.shared_utils.unused_signal"
+    monkeypatch.setattr(f"{module}._STATUS", str(status))
     hook = sys.unraisablehook
     interrupter = MainThreadInterrupter()
     with pytest.raises(RuntimeError, match="real-time signal"), interrupter:

@@ -389,8 +389,9 @@ class LogFunnelClient:
             return True  # somebody else has closed it
         send_buffer.close(deadline)
         with self._lock:
-            if self._opened.pop(send_buffer.path, None) is None:
-                return True
+            if self._opened.get(send_buffer.path, (None, None))[1] is not send_buffer:
+                return True  # somebody else has closed it; the path may be open again
+            del self._opened[send_buffer.path]
             is_confirmed = send_buffer.leave()
             self._past += FunnelStats(**send_buffer.snapshot())
         self._notices.emit()

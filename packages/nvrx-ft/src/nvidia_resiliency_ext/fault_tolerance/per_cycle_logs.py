@@ -22,7 +22,7 @@ __all__ = [
     "ReaderConfig",
 ]
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, _ = lazy_names(
     globals(),
     {
         "_logs.reader": ("MultiplexingReaderThread", "ReaderConfig"),
@@ -30,3 +30,7 @@ __getattr__, __dir__ = lazy_names(
         "_torch.cycle_log_specs": ("PipeBasedLogsSpecs", "PipeSubprocessHandler"),
     },
 )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -65,6 +65,8 @@ class HelperAnswering:
         try:
             connection = self._socket or self._start()
             return self._exchange(connection, _Question(query, list(arguments)), timeout_s)
+        except DriverHungError:
+            raise  # a TimeoutError, too
         except (WireError, OSError, ChildStartError) as error:
             self.close()
             raise NvmlCallError(query, 999, f"the helper process failed: {error}") from error

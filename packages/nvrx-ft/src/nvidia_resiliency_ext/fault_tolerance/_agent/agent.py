@@ -97,6 +97,7 @@ class NodeAgent:
         self._cycle_start_time: float | None = None
         self._started_at: float | None = None
         self._steps_recorded = NO_STEPS
+        self._has_closed = False
         self._finish: machine.Finish | None = None
         self._barrier: Timer | None = None
         self._refill: Timer | None = None
@@ -108,7 +109,7 @@ class NodeAgent:
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
             machine.OpenNextRound: rendezvous.tell,
-            machine.CloseRendezvous: rendezvous.tell,
+            machine.CloseRendezvous: self._close_rendezvous,
             machine.ReportSuccess: self._report_success,
             machine.ReportBroken: rendezvous.tell,
             machine.LeaveRendezvous: self._leave,
@@ -177,9 +178,11 @@ class NodeAgent:
         """Serve the others' store after this node's own part is over, until a signal ends it."""
         if self.rendezvous.must_stay:
             logger.warning("this node is done, and stays because the job's store is here")
+        self._has_closed = False
         while self.rendezvous.must_stay:
             self.loop.run_once()
-            while self._settle():
+            # What comes in the same turn as the end of the job changes nothing any more.
+            while not self._has_closed and self._settle():
                 pass
 
     def _settle(self) -> bool:
@@ -454,6 +457,10 @@ class NodeAgent:
         self.rendezvous.tell(effect)
         if effect.cause.kind != "drained":
             self.job.bad_node.report(effect.cause)
+
+    def _close_rendezvous(self, effect: machine.CloseRendezvous) -> None:
+        self.rendezvous.tell(effect)
+        self._has_closed = True
 
     def _report_success(self, effect: machine.ReportSuccess) -> None:
         self.rendezvous.tell(effect)

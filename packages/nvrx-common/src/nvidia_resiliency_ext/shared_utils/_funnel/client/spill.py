@@ -233,10 +233,15 @@ class Spill:
         return chunk
 
     def drop_oldest(self) -> Gap | None:
-        """Give up the unread lines of the oldest file that has any; None without such a file."""
-        for segment in self._segments:
+        """Give up the unread lines of the oldest file that has any; None without such a file.
+
+        Files before it, which were read and are not confirmed, go too: their chunks are in the
+        window, and `put_first` must find none that is newer than those.
+        """
+        while self.has_unread():
+            segment = self._segments[0]
+            self._remove(segment)
             if segment.has_unread():
-                self._remove(segment)
                 return segment.unread._replace(seq=segment.last_seq)
         return None
 

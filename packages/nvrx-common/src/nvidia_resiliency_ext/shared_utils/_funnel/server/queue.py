@@ -78,7 +78,7 @@ class Queue:
         self._enough_bytes = min(options.flush_bytes, self._file_limit_bytes // 2)
         self._is_flushing = False
         self._is_watching = False
-        self._has_ended = False
+        self.has_ended = False
         self._ready: deque[Target] = deque()
         self._work = threading.Condition(self.lock)
         self._writers: list[threading.Thread] = []
@@ -181,7 +181,7 @@ class Queue:
             for target in [target for target in self.open if target not in self.working]:
                 target.is_closing = True
                 self.submit(target)
-            self._has_ended = True
+            self.has_ended = True
             self._work.notify_all()
         self._loop.wake()
         self._timer.join()
@@ -198,7 +198,7 @@ class Queue:
         self._loop.post(arrange)
 
     def _run_timer(self) -> None:
-        while not self._has_ended:
+        while not self.has_ended:
             self._loop.run_once()
         self._loop.close()
 
@@ -255,7 +255,7 @@ class Queue:
         while True:
             with self.lock:
                 while not self._ready:
-                    if self._has_ended:
+                    if self.has_ended:
                         return
                     self._idle_writers += 1
                     self._work.wait()

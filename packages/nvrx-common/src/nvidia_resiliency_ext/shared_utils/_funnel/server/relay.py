@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _STREAM_SHARE = 8
+# Begins the ids that a leaf gives to streams of senders that number nothing.
+_NAMELESS = "leaf-"
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +83,7 @@ class RelayRpc(Rpc):
         self._check_ids(chunk)
         self.node_id = chunk.node_id
         self.is_named = bool(chunk.seq and chunk.stream_id)
-        self.stream_id = chunk.stream_id if self.is_named else f"leaf-{uuid.uuid4().hex}"
+        self.stream_id = chunk.stream_id if self.is_named else f"{_NAMELESS}{uuid.uuid4().hex}"
 
     async def _read_each(self) -> None:
         import grpc.aio
@@ -198,8 +200,8 @@ class Relay:
                 stream.refusal = refusal
                 self._drop(stream, len(stream.outstanding))
                 stream.note_progress()
-        if refusal is not None:
-            self._refused.add(stream_id)
+        if refusal is not None and not stream_id.startswith(_NAMELESS):
+            self._refused.add(stream_id)  # one without a name never sends again
 
     def confirm_sent(self, held: Held) -> None:
         """Take a chunk as delivered: the root is one that never says more."""

@@ -121,6 +121,9 @@ class LogAggregationServicer:
                     self._funnel.finish(source, is_clean=True)
             for source in sources.values():
                 while not self._funnel.wait_settled(source, Deadline.after(_PATIENCE_S)):
+                    if self._funnel.queue.has_ended:
+                        ending = Refusal("UNAVAILABLE", "the server ended before all was written")
+                        return self._abort(context, sources, ending)
                     status = self._funnel.trouble_of(source)
                     if status:
                         written = sum(item.written_bytes for item in sources.values())
@@ -194,6 +197,8 @@ class LogAggregationServicer:
             )  # fmt: skip
             if not self._funnel.offer(source, chunk, len(data)):
                 self._funnel.wait_admitted(source)
+                if source.waiting is not None:
+                    raise Refusal("UNAVAILABLE", "the server is ending")
             if source.refusal is not None:
                 raise source.refusal
 
