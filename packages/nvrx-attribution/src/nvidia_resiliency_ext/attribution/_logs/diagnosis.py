@@ -33,12 +33,17 @@ _TIER = {"root": 0, "confirm": 0, "either": 1, "cascade": 2, "teardown": 3}
 _WEAK = frozenset({"host.exit_nonzero", "host.sigkill", "sched.sigterm", "net.store_lost"})
 # What other faults lead to -> the least probability of one that is guessed, to take its place.
 _SYMPTOMS = {
-    "net.store_lost": 0.1,
+    "net.store_lost": 0.15,
     "nccl.timeout": 0.3,
     "host.exit_nonzero": 0.3,
     "host.sigkill": 0.3,
     "sched.sigterm": 0.3,
 }
+_MEMBER = re.compile(
+    r"(?<!data )(?<!loader )(?<!reader )"
+    r"\b(?:rank|r|member|trainer|replica|learner|proc|process|wkr|worker|w)[ =:#-]{0,2}(\d{1,6})\b",
+    re.IGNORECASE,
+)
 _ENDED_BY_OTHERS = frozenset({0, -15, 143})
 _ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "unknown"})
 _COMPLAINTS = frozenset({"root", "either", "cascade"})
@@ -276,7 +281,8 @@ def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int |
     """Return the rank of a fault whose own line names none: the kernel, a daemon, a library.
 
     It is the first one that other lines about the same fault name; else the only one that ended
-    by itself, or that others say has left; else the next one that complains at the same moment.
+    by itself, or that others say has left; else the next one that complains at the same moment;
+    else the only member, process or worker with a number that the line itself speaks of.
     """
     near = [e for e in scan.events if not (node and e.nodes and node not in e.nodes)]
     same = next((e for e in near if e.code == fault.code and e.first.rank is not None), None)
@@ -290,7 +296,8 @@ def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int |
         lines = event.first.line - fault.first.line
         if event.role in _COMPLAINTS and len(event.ranks) == 1 and 0 < lines <= _SAME_LINES:
             return event.first.rank if _distance_s(fault, event) <= _SAME_MOMENT_S else None
-    return None
+    members = {int(match[1]) for match in _MEMBER.finditer(fault.first.text)}
+    return members.pop() if len(members) == 1 else None
 
 
 def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:

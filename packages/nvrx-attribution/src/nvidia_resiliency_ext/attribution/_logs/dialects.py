@@ -132,6 +132,7 @@ _JSON_TIME = ("time", "timestamp", "ts", "@timestamp", "t", "at")
 _JSON_LEVEL = ("level", "severity", "levelname", "lvl", "sev")
 _LEAST_SPACES = 3
 _LOW_LEVELS = frozenset({"trace", "debug", "info", "inf", "notice", "warn", "warning"})
+_JSON_RANK = ("rank", "global_rank", "member", "worker", "wkr")
 _JSON_NODE = ("host", "node", "hostname", "node_name", "nodename")
 _LAUNCHER = re.compile(r"\bnvrx\b|fault_tolerance|\[NestedRestarter\]", re.IGNORECASE)
 _MONTHS = {
@@ -262,7 +263,7 @@ class LineReader:
         for source in (value, labels if isinstance(labels, dict) else {}):
             node = next((source[k] for k in _JSON_NODE if isinstance(source.get(k), str)), None)
             line.node = line.node or node
-            rank = source.get("rank")
+            rank = next((source[key] for key in _JSON_RANK if key in source), None)
             if line.rank is None and isinstance(rank, int | str):
                 line.rank = rank_in_digits(str(rank)[: _RANK_DIGITS + 1])
         stamp = next((value[k] for k in _JSON_TIME if isinstance(value.get(k), str)), "")

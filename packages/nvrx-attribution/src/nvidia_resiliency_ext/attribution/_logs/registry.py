@@ -180,7 +180,7 @@ class Rule:
         return found
 
     def speaks_of(self, text: str) -> bool:
-        """Tell whether a line has the pattern, whatever takes it back."""
+        """Tell whether `text`, a line without prefixes, has the pattern, taken back or not."""
         return self._regex.search(text) is not None
 
     def matches(self, text: str) -> bool:
@@ -252,7 +252,7 @@ class Registry:
         return tuple(sorted(found.values(), key=lambda rule: -rule.specificity))
 
     def speaks_of(self, text: str) -> bool:
-        """Tell whether a line has the pattern of any rule, whatever takes it back."""
+        """Tell whether `text`, a line without prefixes, has a rule's pattern, taken back or not."""
         return any(rule.speaks_of(text) for rule in self.rules_for(letters(text)))
 
     def check(self) -> list[str]:
