@@ -675,13 +675,16 @@ def test_nobody_is_told_that_lines_are_written_when_the_server_ends_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that waits for space, and one whose file hangs, are refused when the server ends."""
-    gate, entered = threading.Event(), threading.Event()
+    gate, entered, written = threading.Event(), threading.Event(), threading.Event()
+    hung: list[files.LogFile] = []
     write = files.LogFile._write
 
-    def hang(file: files.LogFile, data: bytes) -> int:
+    def hang(file: files.LogFile, buffers: list[bytes]) -> None:
+        hung.append(file)
         entered.set()
         gate.wait(60)
-        return write(file, data)
+        write(file, buffers)
+        written.set()
 
     monkeypatch.setattr(files.LogFile, "_write", hang)
     monkeypatch.setattr(servicer_module, "CLOSE_S", 0.3)
@@ -711,6 +714,8 @@ def test_nobody_is_told_that_lines_are_written_when_the_server_ends_first(
             assert not thread.is_alive()
     finally:
         gate.set()
+        assert written.wait(20)
+        hung[0].close()
     assert told == ["UNAVAILABLE", "UNAVAILABLE"]
 
 
