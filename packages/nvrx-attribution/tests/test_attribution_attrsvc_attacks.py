@@ -22,6 +22,8 @@ from browser import NAMES, Browser, find_browser
 
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import extract_fr_dump_path
 
+pytestmark = pytest.mark.slow
+
 fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 

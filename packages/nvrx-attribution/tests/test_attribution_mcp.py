@@ -34,6 +34,8 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 pytest.importorskip("mcp")
 
+pytestmark = pytest.mark.slow
+
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory.\n"
 STEP = "iteration {}/ 500 | consumed samples: 64 | lm loss: 2.1E+00 |\n"
 

@@ -26,6 +26,8 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 PROGRAM = [sys.executable, "-m", "nvidia_resiliency_ext.services.smonsvc"]
 STEPS = "0: step: 1 loss: 0.5\n0: step: 2 loss: 0.5\n"

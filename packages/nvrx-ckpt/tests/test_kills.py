@@ -16,6 +16,8 @@ from dcp_saves import PROGRAMS
 
 from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 120
 # NVRX_TEST_KILLS=200 takes 10 minutes, or 20 on a busy machine.
 KILLS = int(os.environ.get("NVRX_TEST_KILLS", "6"))

@@ -64,7 +64,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.utils import zip_stri
 TOKEN = b"t" * 32
 
 # The first test of this module waits for the ranks, which import torch.
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,8 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_with_fds
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 150
 

@@ -36,6 +36,8 @@ from nvidia_resiliency_ext.shared_utils.events import (
 )
 from nvidia_resiliency_ext.shared_utils.report import build_timeline, main, render_prometheus
 
+pytestmark = pytest.mark.slow
+
 _COMMAND = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.report"]
 _DEADLINE_S = 60.0
 

@@ -27,6 +27,8 @@ from nvidia_resiliency_ext.fault_tolerance._workers.prewarmed import (
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
+pytestmark = pytest.mark.slow
+
 
 def script(tmp_path, text, name="script.py"):
     path = tmp_path / name

@@ -32,6 +32,8 @@ from nvidia_resiliency_ext.inprocess.state import State
 from nvidia_resiliency_ext.shared_utils.abort_hooks import register_abort_hook
 from nvidia_resiliency_ext.shared_utils.trace_collector import NoFlightRecorderError
 
+pytestmark = pytest.mark.slow
+
 STATE = State(1, 4, iteration=3).freeze()
 PROGRAM = Path(__file__).parent / "programs" / "gloo_ranks.py"
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

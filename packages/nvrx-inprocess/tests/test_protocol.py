@@ -31,6 +31,8 @@ from nvidia_resiliency_ext.inprocess._protocol.iteration_store import IterationS
 from nvidia_resiliency_ext.inprocess._store.endpoint import ForeignValueError
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = 1000
 PER_TEST = 250
 

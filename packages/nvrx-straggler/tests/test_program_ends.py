@@ -10,7 +10,7 @@ import pytest
 
 _PROGRAM = Path(__file__).parent / "helpers" / "straggler_program.py"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def _run(way: str, folder: Path) -> tuple[list[int], str]:

@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.attribution.straggler.name_mapper import (
 )
 
 # The first test starts the server that all ranks are forked from, which imports torch.
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("gather", [True, False])
