@@ -450,7 +450,7 @@ def test_words_that_no_rule_knows():
         1,
     )
     assert 0.15 <= found.confidence < 1.0
-    assert found.explanation.startswith("no rule knows the line")
+    assert found.explanation.startswith("no rule matches the line")
     growing = engine.LogScanner()
     growing.feed((STEPS + OWN_WORDS).encode())
     assert growing.snapshot().reason_code == "unknown"

@@ -58,7 +58,7 @@ _SAMPLE = 200
 _HANG_INTERVALS = 10
 _UNKNOWN_CONFIDENCE = 0.3
 _SURE_GUESS = 0.3
-_GUESSED_TEXT = "no rule knows the line, the code is told from its words; "
+_GUESSED_TEXT = "no rule matches the line; the code is guessed from its words; "
 _RANK_MAP_BYTES = 64 << 20
 
 History = str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None

@@ -31,7 +31,7 @@ _SAME_LINES = 8
 _CLOCK_JUMP_S = 2700.0
 _TIER = {"root": 0, "confirm": 0, "either": 1, "cascade": 2, "teardown": 3}
 _WEAK = frozenset({"host.exit_nonzero", "host.sigkill", "sched.sigterm", "net.store_lost"})
-# What other faults lead to -> the least probability of one that is guessed, to take its place.
+# Code of a symptom -> the least probability with which a guessed fault replaces it.
 _SYMPTOMS = {
     "net.store_lost": 0.15,
     "nccl.timeout": 0.3,
@@ -115,7 +115,7 @@ def diagnose(
         return found
     fault = _first_fault(faults)
     if guess is not None and (fault.code in _SYMPTOMS if fault else not is_shutdown):
-        fault = _rather(fault, guess())
+        fault = _prefer_guess(fault, guess())
     if fault is None:
         _without_fault(found, scan)
         return found
@@ -130,7 +130,7 @@ def diagnose(
     return found
 
 
-def _rather(fault: Event | None, guessed: Event | None) -> Event | None:
+def _prefer_guess(fault: Event | None, guessed: Event | None) -> Event | None:
     """Return a guessed fault instead of nothing, or of a symptom that it may have caused."""
     if fault is None or guessed is None:
         return guessed or fault

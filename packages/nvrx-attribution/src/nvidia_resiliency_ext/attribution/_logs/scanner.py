@@ -136,9 +136,10 @@ class Scanner:
         self._note_time(self._reader.read(self._tail.rstrip(b"\n").rpartition(b"\n")[2]))
 
     def guessed(self) -> Event | None:
-        """Return the newest line that speaks of a failure in words that no rule knows, or None.
+        """Return the line that most probably reports a failure, or None.
 
-        It is the most probable one of those after the last completed step, as far as kept.
+        Looks at lines that no rule matches, in the kept end of the log after the last completed
+        step; of equally probable lines the newest counts.
         """
         raw = self._tail.rstrip(b"\n").split(b"\n")
         first_line = self.result.lines - len(raw) + 1

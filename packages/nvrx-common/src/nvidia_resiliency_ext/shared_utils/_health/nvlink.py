@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Field ids, with the port as scope: recovery events, PLR retry blocks, receive errors.
 _SCOPED_FIELDS = {"recovery_events": 215, "plr_retry_blocks": 295, "receive_errors": 208}
-# Of ports 0 to 5, the number of which is added.
+# Field ids of port 0; the ids of ports 1 to 5 follow.
 _LANE_FIELDS = {"lane_replay": 46, "lane_recovery": 53}
 _LANE_PORTS = 6
 _DL_COUNTERS = {"dl_replay": 0, "dl_recovery": 1}

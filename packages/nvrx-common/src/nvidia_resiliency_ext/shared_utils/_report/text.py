@@ -170,12 +170,12 @@ def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
 
 def new_lines(before: Timeline | None, timeline: Timeline) -> list[str]:
     """Return a line for each cycle, fault, restart and remark that was not there before."""
-    known = {key for key, _, _ in _news(before)} if before else set()
-    found = [(at, line) for key, at, line in _news(timeline) if key not in known]
+    known = {key for key, _, _ in _entries(before)} if before else set()
+    found = [(at, line) for key, at, line in _entries(timeline) if key not in known]
     return [f"{clock_time(at)} {line}" for at, line in sorted(found)]
 
 
-def _news(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
+def _entries(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
     """Yield a key, the time and a line for each of them; a longer record keeps the keys."""
     for cycle in timeline.cycles:
         line = f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}"

@@ -103,7 +103,7 @@ def _start(node: Node, event: machine.RoundReady) -> Decision:
 
 
 def _over_without_workers(node: Node, event: machine.RoundClosed) -> Decision:
-    """The job is over for all; a node that only serves their store has finished before."""
+    """Finish; a finished node that only serves the store heeds a no-restart end alone."""
     if node.phase is Phase.FINISHED and not event.no_restart:
         return node, ()
     return _finished(node), (_finish_over(node, event),)
@@ -195,7 +195,7 @@ def _preempted(node: Node, event: machine.Preempted) -> Decision:
 
 
 def _preempted_without_ranks(node: Node, event: machine.Preempted) -> Decision:
-    """This node has nothing to save, but the job ends with its store, and others may have ranks."""
+    """Leave at once, with nothing to save here; the host of the store lets the others save."""
     if node.policy.serves_others:
         return _preempted(node, event)
     leaving = dataclasses.replace(node, leaving=machine.Leaving(event.cause, is_own=True))

@@ -119,7 +119,7 @@ class PreemptionController:
             self._loop.call_at(at, lambda: self._job.post(GraceOver()))
 
     def acknowledged(self) -> None:
-        """Record that slots hold the last word."""
+        """Record that the slots hold the newest save word."""
         if self._is_asked and self._job.monitor.is_save_acknowledged:
             self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
 

@@ -58,8 +58,8 @@ class RoundPorts:
         self._offered.release()
 
 
-# What a decision has this node tell the others.
-Told = (
+# Effects that concern the other nodes.
+RoundEffect = (
     machine.OpenNextRound | machine.CloseRendezvous | machine.ReportSuccess | machine.ReportBroken
     | machine.LeaveRendezvous | machine.Preempted | machine.RanksHeld
 )  # fmt: skip
@@ -71,7 +71,7 @@ class Rendezvous:
     def join(self, cycle: int) -> None:
         """Offer this node for `cycle`."""
 
-    def tell(self, effect: Told) -> None:
+    def tell(self, effect: RoundEffect) -> None:
         """Tell the other nodes, if there are any; of reasons to close the first one stays."""
 
     def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
@@ -117,8 +117,8 @@ class LocalRendezvous(Rendezvous):
         )
         self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
-    def tell(self, effect: Told) -> None:
-        """Decide what nobody else is to be asked about."""
+    def tell(self, effect: RoundEffect) -> None:
+        """Answer at once: there is no other node."""
         match effect:
             case machine.CloseRendezvous(reason):
                 self._closed = self._closed or reason

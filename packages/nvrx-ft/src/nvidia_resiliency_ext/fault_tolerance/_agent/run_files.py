@@ -55,9 +55,9 @@ class RunPaths:
         stack.callback(self.run_dir.remove)
         self.run_id = os.urandom(8).hex()  # Unique; processes are found by it.
         self.host = socket.gethostname()
-        # An object of the user's that says where output goes takes the place of all flags for that.
+        # The user's object for output (`output_specs`) replaces all flags about output.
         self.output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
-        # For cycles in which the folders of workers have no room.
+        # Used in cycles in which the log directory has no space.
         self.spare_files = OutputFiles(os.path.join(self.run_dir.path, "attempts"))
         self.files = self.spare_files  # The folders of workers.
         if plan.log_dir is not None and plan.output_specs is None:

@@ -35,7 +35,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEvent, RoundPorts, Told
+from .rendezvous import Rendezvous, RoundEffect, RoundEvent, RoundPorts
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
@@ -96,7 +96,7 @@ class StoreRendezvous(Rendezvous):
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
-    def tell(self, effect: Told) -> None:
+    def tell(self, effect: RoundEffect) -> None:
         if isinstance(effect, machine.LeaveRendezvous):
             self._leave(effect.cause)
             return
@@ -281,7 +281,7 @@ class StoreRendezvous(Rendezvous):
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
-def _tell(session: NodeSession, round_: int, effect: Told) -> None:
+def _tell(session: NodeSession, round_: int, effect: RoundEffect) -> None:
     """Add to the log of decisions, or to the messages, what was decided in `round_`."""
     match effect:
         case machine.OpenNextRound(cause):

@@ -120,7 +120,7 @@ class RankSession:
 
     def close(self) -> None:
         """End the session, whose connection has ended."""
-        # A condemned one gave up its session but not its life: the escalation goes on.
+        # A rank that is being ended may close its connection and live on: go on to SIGKILL.
         if self.phase not in _CONDEMNED:
             self.end()
 

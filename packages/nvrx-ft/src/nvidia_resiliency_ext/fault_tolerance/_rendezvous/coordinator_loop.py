@@ -75,9 +75,9 @@ class Coordinator:
     clock: Clock
     is_controlled: bool = False  # Whether the store outlives the nodes.
     follower: RoundFollower | None = None  # Who is notified of rounds; for records.
-    # Called with a node that is lost, named, or failed again and again.
+    # Called with the cause when a node is lost, blamed, or has failed repeatedly.
     on_bad_node: Callable[[Cause], None] = lambda _: None
-    # Hosts that are to have no place where that can be.
+    # Hosts that get a place only if there are not enough others.
     denylist: Denylist = field(default_factory=Denylist)
     # Makes `run` return soon; for a host that goes before the job is over.
     stop: threading.Event = field(default_factory=threading.Event)

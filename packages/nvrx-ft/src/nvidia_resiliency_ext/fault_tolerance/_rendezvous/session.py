@@ -112,7 +112,7 @@ class NodeSession:
         self._left: NodeMessage | None = None
 
     def _attach(self, store: JobStore, timeout_s: float) -> Entry:
-        """Begin to live in a store, and return where the job stands."""
+        """Create this node's lease in a store and return the newest log entry."""
         self.store, self._log = store, DecisionLog(store)
         self.renew_lease()
         if not store.wait_until_set(keys.HEAD, timeout_s):

@@ -14,7 +14,7 @@ Slots, one per local rank:
 | activated | `gone` (its process is gone, and it is no failure) | empty | |
 | activated | `start_ranks` (of the next cycle) | empty | |
 | activated, failed | the pool may fill and time is up | warming | `start` |
-| any but activated | the pool is disabled or released | empty | `end` |
+| warming, ready | the pool is refused, or no longer wanted (`want(False)`) | empty | `end` |
 
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
 but never while ranks start: between `start_ranks` and `ranks_started`, until each worker that

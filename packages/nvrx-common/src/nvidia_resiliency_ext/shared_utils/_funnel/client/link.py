@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to a server over gRPC: its endpoint, and what is shown to it."""
+"""Connects to one log server over gRPC, with the job's secret and certificates."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class SendBuffer:
         try:
             while True:
                 sending = self._begin()
-                if sending is None or not self._after(*self._talk(sending)):
+                if sending is None or not self._after(*self._make_call(sending)):
                     return
         finally:
             with self._lock:
@@ -202,7 +202,7 @@ class SendBuffer:
             self._sender_is_idle = True
         self._work.wait(timeout_s)
 
-    def _talk(self, sending: Sending) -> tuple[str, str, bool]:
+    def _make_call(self, sending: Sending) -> tuple[str, str, bool]:
         """Make one call; return its status, what the server said, and whether it confirmed."""
         has_progressed, status = False, "OK"
         chunks = iter(lambda: self._next_chunk(sending), None)

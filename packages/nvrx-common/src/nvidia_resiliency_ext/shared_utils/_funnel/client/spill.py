@@ -235,8 +235,8 @@ class Spill:
     def drop_oldest(self) -> Gap | None:
         """Give up the unread lines of the oldest file that has any; None without such a file.
 
-        Files before it, which were read and are not confirmed, go too: their chunks are in the
-        window, and `put_first` must find none that is newer than those.
+        Files before it that were read but not confirmed are removed too: the window still holds
+        their chunks, and `put_first` relies on all remaining files being newer.
         """
         while self.has_unread():
             segment = self._segments[0]
