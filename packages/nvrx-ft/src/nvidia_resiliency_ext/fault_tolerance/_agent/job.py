@@ -494,6 +494,10 @@ class Job:
 
 def _sweep(run_id: str) -> None:
     """Kill what still carries the run's id; the monitor has done it, if there was one."""
-    left = sweep(run_id, (), spared={os.getpid()})
+    try:
+        left = sweep(run_id, (), spared={os.getpid()})
+    except OSError as error:  # no descriptor is left to look with
+        logger.warning("processes of this job that are left cannot be looked for: %s", error)
+        return
     if left:
         logger.error("processes of this job that could not be ended: %s", left)
