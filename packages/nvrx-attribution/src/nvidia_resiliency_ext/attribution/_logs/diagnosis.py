@@ -108,13 +108,13 @@ def diagnose(
     # Faults of the shutdown end no job, but a job that made steps after the line was not done.
     if done and not (later and scan.progress.has_stepped(done[-1].mark)):
         later = [e for e in later if _TIER[e.role] == 0]
-    is_shutdown = scan.progress.phase == "shutdown"
     if done and not later:
         found.code, found.confidence = "done.completed", registry.code("done.completed").confidence
         found.fault = None
         return found
     fault = _first_fault(faults)
-    if guess is not None and (fault.code in _SYMPTOMS if fault else not is_shutdown):
+    may_guess = fault.code in _SYMPTOMS if fault else scan.progress.phase != "shutdown"
+    if guess is not None and may_guess:
         fault = _prefer_guess(fault, guess())
     if fault is None:
         _without_fault(found, scan)

@@ -179,7 +179,7 @@ class Rule:
             return None
         return found
 
-    def speaks_of(self, text: str) -> bool:
+    def has_pattern(self, text: str) -> bool:
         """Tell whether `text`, a line without prefixes, has the pattern, taken back or not."""
         return self._regex.search(text) is not None
 
@@ -251,9 +251,9 @@ class Registry:
                     found.update((id(rule), rule) for rule in rules)
         return tuple(sorted(found.values(), key=lambda rule: -rule.specificity))
 
-    def speaks_of(self, text: str) -> bool:
+    def has_pattern(self, text: str) -> bool:
         """Tell whether `text`, a line without prefixes, has a rule's pattern, taken back or not."""
-        return any(rule.speaks_of(text) for rule in self.rules_for(letters(text)))
+        return any(rule.has_pattern(text) for rule in self.rules_for(letters(text)))
 
     def check(self) -> list[str]:
         """Run every rule's examples and the tests of its pattern; return what is wrong."""

@@ -153,7 +153,7 @@ class Scanner:
                 break
             line = self._reader.read(raw[index])
             code, probability = guess(line.text, is_quiet=line.is_no_error)
-            if probability > least and not self._registry.speaks_of(line.text):
+            if probability > least and not self._registry.has_pattern(line.text):
                 least, best = probability, (code, line, LinePlace(block, index))
         return None if best is None else self._table.guessed(least, *best)
 
