@@ -184,7 +184,7 @@ def hang_of(rank, **more):
         "limit": 10.0,
         "reason": "",
         "finding": f"rank {rank} on host h is stopped; rank 0 waited for it",
-        "accuser": 0,
+        "trigger": 0,
         "culprits": [rank],
         "rank": rank,
         "local_rank": rank,

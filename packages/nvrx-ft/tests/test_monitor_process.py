@@ -157,7 +157,7 @@ def test_the_stopped_rank_is_ended_and_not_the_one_whose_limit_passed(node):
         os.kill(stopped.pid, signal.SIGSTOP)
         waits.do("open step")
     report = it.hang()
-    assert (report["accuser"], report["culprits"], report["ended"]) == (0, [1], [1])
+    assert (report["trigger"], report["culprits"], report["ended"]) == (0, [1], [1])
     assert (report["rank"], report["pid"], report["state"]) == (1, stopped.pid, "T")
     assert (report["rule"], report["section"]) == ("section", "step")
     assert stopped.wait_dead() == -signal.SIGKILL
@@ -208,23 +208,23 @@ def part_of_a_job(node, **config):
 
 
 def test_with_ranks_on_other_nodes_nobody_is_ended_before_they_are_heard(node):
-    """The report is held; the launcher's sentence then ends the ranks that it names, or none."""
+    """The report is held; the launcher's answer then ends the ranks that it names, or none."""
     it, rank = part_of_a_job(node)
     rank.order("open step")
     report = it.hang()
     assert (report["is_held"], [r["rank"] for r in report["ranks"]]) == (True, [0])
-    it.monitor.send(messages.Sentence([]))
+    it.monitor.send(messages.EndRanks([]))
     rank.do("close step", "beat")
     second, other = part_of_a_job(node)
     other.order("open step")
     assert second.hang()["is_held"]
-    second.monitor.send(messages.Sentence([0]))
+    second.monitor.send(messages.EndRanks([0]))
     assert other.wait_dead() == -signal.SIGKILL
 
 
 @pytest.mark.slow
 def test_a_node_that_hears_nothing_judges_alone(node):
-    """Without a sentence the rank that broke its limit is ended after a while, and reported."""
+    """Without an answer the rank that broke its limit is ended after a while, and reported."""
     it, rank = part_of_a_job(node)
     rank.order("open step")
     assert it.hang()["is_held"]

@@ -59,8 +59,8 @@ class Lab:
             loop=SimpleNamespace(watch=nothing, unwatch=nothing),
             slow=SimpleNamespace(submit=self._submit),
             notify_launcher=lambda message: self.effects.append(type(message).__name__),
-            accuse=lambda _: self.effects.append("accuse"),
-            testify=lambda _: self.effects.append("testify"),
+            open_inquiry=lambda _: self.effects.append("open_inquiry"),
+            take_evidence=lambda _: self.effects.append("take_evidence"),
         )
         config = {
             "initial_rank_heartbeat_timeout": None,
@@ -136,21 +136,21 @@ def suspected(lab, opened_at=T0 + 1):
 
 def asked(lab):
     """Return it when its verdict stands and its stacks are waited for."""
-    assert suspected(lab).do("wake", T0 + 5.01, opened_at=T0 + 1) == [DUMP, "accuse"]
+    assert suspected(lab).do("wake", T0 + 5.01, opened_at=T0 + 1) == [DUMP, "open_inquiry"]
     return lab
 
 
 def saving(lab):
     """Return it when its verdict stands and it cannot write stacks."""
     lab.can_dump = False
-    assert suspected(lab).do("wake", T0 + 5.01, opened_at=T0 + 1) == ["save", "accuse"]
+    assert suspected(lab).do("wake", T0 + 5.01, opened_at=T0 + 1) == ["save", "open_inquiry"]
     return lab
 
 
 def received(lab):
     """Return it when the evidence is complete."""
     saving(lab).saved.pop()()
-    assert lab.effects[-1] == "testify"
+    assert lab.effects[-1] == "take_evidence"
     return lab
 
 
@@ -202,12 +202,12 @@ def test_the_whole_way_of_a_hang_with_stacks(make):
     assert lab.state == (Phase.DUMPING, pytest.approx(T0 + 6.225))
     assert lab.do("wake", T0 + 6.23) == ["save"]
     lab.saved.pop()()
-    assert (lab.session.phase, lab.effects[-1]) == (Phase.RECEIVED, "testify")
+    assert (lab.session.phase, lab.effects[-1]) == (Phase.RECEIVED, "take_evidence")
     evidence = lab.session.evidence
     assert (evidence.stacks, evidence.stacks_path) == (b"stacks\n", "path")
-    assert lab.do("sentence", T0 + 6.25) == [signal.SIGCONT, signal.SIGKILL]
+    assert lab.do("terminate", T0 + 6.25) == [signal.SIGCONT, signal.SIGKILL]
     assert lab.session.phase is Phase.KILLING
-    assert lab.do("end", T0 + 6.3) == ["RankLeft", "testify"]
+    assert lab.do("end", T0 + 6.3) == ["RankLeft", "take_evidence"]
     assert (lab.state, lab.port.session) == ((Phase.OVER, None), None)
 
 
@@ -216,15 +216,15 @@ def test_who_cannot_dump_is_not_asked(make, can_dump, evidence_s):
     """A stopped rank, or evidence switched off: straight to what the kernel says."""
     lab = suspected(make(evidence_s=evidence_s))
     lab.can_dump = can_dump
-    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 1) == ["save", "accuse"]
+    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 1) == ["save", "open_inquiry"]
     assert lab.session.phase is Phase.SAVING
 
 
-def test_a_dead_process_is_found_out_and_not_accused(make):
+def test_a_dead_process_is_found_out_and_not_held_at_fault(make):
     """Whose process has ended meanwhile is not looked into."""
     lab = suspected(make())
     lab.process.is_alive = False
-    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 1) == ["RankLeft", "testify"]
+    assert lab.do("wake", T0 + 5.01, opened_at=T0 + 1) == ["RankLeft", "take_evidence"]
 
 
 def test_silence_after_the_request_ends_with_the_limit(make):
@@ -241,7 +241,7 @@ def test_silence_after_the_request_ends_with_the_limit(make):
 def test_a_slow_disk_does_not_hold_up_the_kill(make):
     """When the evidence is not written in time, it is complete all the same."""
     lab = saving(make())
-    assert lab.do("wake", lab.session.wake_at) == ["testify"]
+    assert lab.do("wake", lab.session.wake_at) == ["take_evidence"]
     before = list(lab.effects)
     lab.saved.pop()()
     assert lab.effects == before
@@ -253,7 +253,7 @@ def test_evidence_of_an_earlier_hang_does_not_complete_that_of_a_later_one(make)
     lab.do("wake", lab.session.wake_at)
     lab.do("release", T0 + 6)
     lab.do("wake", T0 + 16)
-    assert lab.do("summon", T0 + 17) == ["save"]
+    assert lab.do("gather_evidence", T0 + 17) == ["save"]
     lab.saved.pop(0)()
     assert lab.session.phase is Phase.SAVING
     lab.saved.pop(0)()
@@ -263,25 +263,25 @@ def test_evidence_of_an_earlier_hang_does_not_complete_that_of_a_later_one(make)
 def test_escalation(make):
     """A gentle signal, then SIGKILL, then a report that nothing helps."""
     lab = received(make(sig="SIGTERM"))
-    assert lab.do("sentence", T0 + 6) == [signal.SIGCONT, signal.SIGTERM]
+    assert lab.do("terminate", T0 + 6) == [signal.SIGCONT, signal.SIGTERM]
     assert lab.state == (Phase.ENDING, T0 + 11)
     assert lab.do("wake", T0 + 11) == [signal.SIGKILL]
     assert lab.state == (Phase.KILLING, T0 + 16)
     assert lab.do("wake", T0 + 16) == ["RankUnkillable"]
     assert lab.state == (Phase.STUCK, None)
-    assert lab.do("end", T0 + 99) == ["RankLeft", "testify"]
+    assert lab.do("end", T0 + 99) == ["RankLeft", "take_evidence"]
 
 
 def test_another_ranks_hang_is_looked_into_without_a_verdict(make):
     """A rank that broke no rule is looked at like one that did, and can be blamed or let go."""
-    for event in ("sentence", "release"):
+    for event in ("terminate", "release"):
         lab = make()
         lab.can_dump = False
-        assert lab.do("summon", T0 + 5) == ["save"]
+        assert lab.do("gather_evidence", T0 + 5) == ["save"]
         assert (lab.session.phase, lab.session.verdict) == (Phase.SAVING, None)
         lab.saved.pop()()
         effects = lab.do(event, T0 + 6)
-        assert effects == ([signal.SIGCONT, signal.SIGKILL] if event == "sentence" else [])
+        assert effects == ([signal.SIGCONT, signal.SIGKILL] if event == "terminate" else [])
     assert lab.session.phase is Phase.FREE
     lab.do("wake", lab.session.wake_at)
     assert lab.session.phase is Phase.LIVE
@@ -294,31 +294,31 @@ def ended(lab):
 
 
 @pytest.mark.parametrize("state", [ended, received])
-def test_who_cannot_be_looked_at_again_is_not_summoned(make, state):
-    """Without a session, or while it is looked at, a summons changes nothing."""
+def test_who_cannot_be_looked_at_again_is_not_looked_at_twice(make, state):
+    """Without a session, or while it is looked at, a second request changes nothing."""
     lab = state(make())
     before = lab.state
-    assert (lab.do("summon", T0 + 9), lab.state) == ([], before)
+    assert (lab.do("gather_evidence", T0 + 9), lab.state) == ([], before)
 
 
 @pytest.mark.parametrize("state", [live, suspected, asked, received])
 def test_the_end_of_the_session_drops_the_suspicion(make, state):
     """A rank that ended its session is judged no more."""
     lab = state(make())
-    assert lab.do("close", T0 + 6) == ["RankLeft", "testify"]
+    assert lab.do("close", T0 + 6) == ["RankLeft", "take_evidence"]
     assert lab.state == (Phase.OVER, None)
 
 
-def test_a_condemned_rank_cannot_escape_by_closing(make):
+def test_a_rank_at_fault_cannot_escape_by_closing(make):
     """After the verdict was carried out, closing the connection does not stop the escalation."""
     lab = received(make(sig="SIGTERM"))
-    lab.do("sentence", T0 + 6)
+    lab.do("terminate", T0 + 6)
     assert lab.do("close", T0 + 6.1) == []
     assert lab.state == (Phase.ENDING, T0 + 11)
     assert lab.do("wake", T0 + 11) == [signal.SIGKILL]
 
 
-@pytest.mark.parametrize("event", ["end", "close", "wake", "sentence", "release"])
+@pytest.mark.parametrize("event", ["end", "close", "wake", "terminate", "release"])
 def test_after_its_end_does_nothing(make, event):
     """Without a session no event has an effect."""
     lab = ended(asked(make()))
@@ -330,10 +330,10 @@ def test_late_answers_change_nothing(make):
     lab = make()
     lab.says(b"stacks\n", T0 + 1)
     assert lab.state == (Phase.LIVE, T0)
-    assert lab.do("sentence", T0 + 1) + lab.do("release", T0 + 1) == []
+    assert lab.do("terminate", T0 + 1) + lab.do("release", T0 + 1) == []
     late = ended(saving(make()))
     late.saved.pop()()
-    assert late.effects[-1] == "testify"
+    assert late.effects[-1] == "take_evidence"
     assert late.session.phase is Phase.OVER
 
 
@@ -346,16 +346,16 @@ VERDICT = Verdict(
 def test_a_rank_whose_device_is_unfit_is_ended_like_a_hung_one(make, state):
     """Evidence, report, then the signal: as for a hang, and without a second look."""
     lab = state(make())
-    assert lab.do("condemn", T0 + 6, VERDICT) == [DUMP, "accuse"]
+    assert lab.do("hold_at_fault", T0 + 6, VERDICT) == [DUMP, "open_inquiry"]
     assert lab.session.verdict == VERDICT
     assert lab.do("wake", T0 + 8) == ["save"]
 
 
-def test_a_rank_that_is_being_ended_is_not_condemned_again(make):
+def test_a_rank_that_is_being_ended_is_not_held_at_fault_again(make):
     """One report per rank, whatever else is found."""
     lab = make()
-    lab.do("condemn", T0 + 6, VERDICT)
-    assert lab.do("condemn", T0 + 7, VERDICT) == []
+    lab.do("hold_at_fault", T0 + 6, VERDICT)
+    assert lab.do("hold_at_fault", T0 + 7, VERDICT) == []
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

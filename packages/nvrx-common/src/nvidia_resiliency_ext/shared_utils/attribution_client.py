@@ -58,9 +58,10 @@ _MOST_ENDS = 16
 
 
 class RequestState:
-    """The state of a client, called under its lock; `enforce_stop`: a STOP ends all questions.
+    """What a client has submitted and still asks for. Call it under the client's lock.
 
-    What is to be submitted is a submission that does not say yet whose job it is.
+    A submission gets its job's identity when it is sent. With `enforce_stop` nothing more is asked
+    after an answer of STOP.
     """
 
     def __init__(self, *, enforce_stop: bool) -> None:

@@ -36,8 +36,9 @@ class NvmlSession:
     """Puts questions of `NvmlQueries` to the driver: in a thread per call, or in a helper process.
 
     Args:
-        binding: What to ask in place of the real binding; None: that one.
-        is_forked: Whether the parent of this process has opened the driver, which it then cannot.
+        binding: The NVML binding; None: pynvml.
+        is_forked: Whether this process was forked from one that has opened the driver. It cannot
+            open the driver itself then.
     """
 
     def __init__(self, binding: Any = None, *, is_forked: bool = False) -> None:

@@ -147,7 +147,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         self.link_down_path_template = link_down_path_template or default
         self.nic_name: str | None = None
         self.component = "no adapter"
-        self._local_rank: int | None = None
         self._baseline: dict[str, int] = {}
         self._limits = dict(counter_limits or {})
         self._sample: tuple[float, dict[str, int]] = (0.0, {})
@@ -168,7 +167,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
     def set_nic_device(self, local_rank: int) -> None:
         """Select the adapter nearest to the GPU of `local_rank`; read its counters as baseline."""
-        self._local_rank = local_rank
         self.nic_name, self._baseline, self._was_there = None, {}, False
         mapping = self._gpu_to_nic()
         if not mapping:

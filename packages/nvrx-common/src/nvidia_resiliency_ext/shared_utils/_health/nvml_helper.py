@@ -31,7 +31,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A value, unless the driver refuses it (what makes an `NvmlCallError`) or there is none."""
+    """A value; or `refused`, the arguments of the NvmlCallError; or `absent`, why there is none."""
 
     value: Any = None
     refused: tuple[str, int, str] | None = None

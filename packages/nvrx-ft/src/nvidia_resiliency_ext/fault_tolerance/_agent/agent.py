@@ -147,12 +147,12 @@ class NodeAgent:
     def ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
         """Tell the other nodes what the ranks here do in a hang; `report` if it began here."""
         self._ranks_in_hang = ranks
-        accusation = None
+        complaint = None
         if report:
-            accusation = dataclasses.replace(
+            complaint = dataclasses.replace(
                 hang_cause(report), detail={"limit_words": limit_in_words(report)}
             )
-        self.rendezvous.hung(states_of(ranks), accusation)
+        self.rendezvous.hung(states_of(ranks), complaint)
 
     # The loop ------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class NodeAgent:
         offset, cause = self._assignment.rank_offset, judged.cause
         ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
         local_ranks = [rank - offset for rank in ranks if rank - offset in self.workers.started]
-        self.monitor.send(messages.Sentence(local_ranks))
+        self.monitor.send(messages.EndRanks(local_ranks))
         is_here = cause.rank is not None and cause.rank - offset in local_ranks
         if is_here:
             killed = ExitStatus(None, signal.SIGKILL)

@@ -81,11 +81,12 @@ CLEAN_UP_DELAY_S = 0.25
 class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
-    Parts that are built from many others read these from its public attributes.
+    A part that needs many other parts reads them from the public attributes. All that the job has
+    started is ended when the context is left, whichever state it is in.
 
-    Everything it starts is ended when the context is left, in whatever state it is.
-    Raises ConfigError where the plan asks for what cannot be done here, and NvrxError on a machine
-    that cannot run the job: a port in use, no room, no descriptors. Nothing is left behind.
+    Raises:
+        ConfigError: The plan asks for what cannot be done on this machine.
+        NvrxError: The machine cannot run the job: a port in use, a full disk, no descriptors.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:

@@ -63,7 +63,8 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
 class SharedMonitor:
     """One monitor process for all local ranks of this node.
 
-    `start` starts one for a cycle, with a word for `should_checkpoint`; again when one died.
+    `start` starts the process for a cycle, with the state that `should_checkpoint` reads; it is
+    called again if the process dies.
     """
 
     job: Job
@@ -158,8 +159,8 @@ class SharedMonitor:
             " send_heartbeat() or start_section() and end_section() in each step"
         )
 
-    def send(self, message: messages.LeaseHeld | messages.Examine | messages.Sentence) -> None:
-        """Tell the monitor something; it sees without us, too, to how long this node may train."""
+    def send(self, message: messages.LeaseHeld | messages.Examine | messages.EndRanks) -> None:
+        """Send a message to the monitor; a monitor that starts later gets the newest lease."""
         if isinstance(message, messages.LeaseHeld):
             self._lease = message
         self._handle.send(message)
@@ -349,8 +350,8 @@ class MonitorPerRank:
         for monitor in self._monitors:
             monitor.workers_changed(alone)
 
-    def send(self, message: messages.LeaseHeld | messages.Examine | messages.Sentence) -> None:
-        """Tell all of a lease; none has more than one rank to compare in a hang."""
+    def send(self, message: messages.LeaseHeld | messages.Examine | messages.EndRanks) -> None:
+        """Send a lease to all monitors; none has more than one rank to compare in a hang."""
         for monitor in self._monitors if isinstance(message, messages.LeaseHeld) else ():
             monitor.send(message)
 

@@ -74,7 +74,7 @@ class Rendezvous:
     def tell(self, effect: RoundEffect) -> None:
         """Tell the other nodes, if there are any; of reasons to close the first one stays."""
 
-    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+    def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
         """Tell what this node's ranks do in a hang: all nodes together find whom to blame."""
 
     @property

@@ -54,9 +54,9 @@ STORE_LOST_STOP_S = 5.0
 class StoreRendezvous(Rendezvous):
     """Rounds of many nodes. The loop's thread only.
 
-    `connect` makes a connection to the job's store; it is called in a thread, with what to call
-    whenever it is certain that nobody serves one. `stop` ends its waiting. `host` decides the
-    rounds, where it is here.
+    `connect` connects to the job's store and is called in a thread; it calls its argument whenever
+    it is certain that no store is served. `stop` ends its waiting. `host` is the coordinator's
+    thread, on the node that has it.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class StoreRendezvous(Rendezvous):
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
 
-    def hung(self, ranks: Sequence[RankState], accusation: Cause | None) -> None:
+    def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
         round_, kind, states = self._round, records.Kind.HUNG, tuple(ranks)
         self._client.submit(
-            lambda session: session.send(kind, in_round=round_, ranks=states, cause=accusation)
+            lambda session: session.send(kind, in_round=round_, ranks=states, cause=complaint)
         )
 
     @property

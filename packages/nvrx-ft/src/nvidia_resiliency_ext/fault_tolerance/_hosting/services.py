@@ -196,7 +196,7 @@ class CoordinatorServices:
     ) -> None:
         """Record that the workers of a cycle start now on the active nodes, by rank.
 
-        A cycle that `goes_on` was seen to begin by a host before this one.
+        With `goes_on` an earlier coordinator has recorded the start of this cycle.
         """
         self.cycle = cycle
         servers, watch, reporter = self._servers, self._watch, self._reporter

@@ -67,12 +67,12 @@ LogFile: TypeAlias = LocalFile | RemoteFile
 
 @dataclass(eq=False)
 class FunnelSink:
-    """A log server that keeps logs. One thread only, but for what says otherwise.
+    """Logs on a log server. One thread only, but for methods that say otherwise.
 
     Attributes:
         endpoint: `host:port`.
         node_id: What the server calls this node.
-        token_file: File with the job's token, which may come later; None: none is asked for.
+        token_file: File with the job's token, which may be written later. None: no token is sent.
     """
 
     endpoint: str

@@ -129,7 +129,7 @@ def limit_in_words(report: Mapping[str, Any]) -> str:
     """Return which rank broke which limit."""
     rule = _RULES[report["rule"]].format(section=report["section"])
     limit = f"{rule} for {report['elapsed']:.2f} s, limit {report['limit']:.2f} s"
-    return f"rank {report['accuser']} {limit}"
+    return f"rank {report['trigger']} {limit}"
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -39,16 +39,16 @@ HOLD_S = 5.0
 class Inquiry:
     """One hang: the session that broke a limit first, and whose evidence is still to come.
 
-    Without an accuser the limit was broken on another node, which asks what the ranks here do. The
-    accuser has been looked at by now: a stopped one is not held up by the others' stacks.
-    The loop's thread only.
+    `trigger` is the session that broke a limit, or None if the limit was broken on another node,
+    which asks what the ranks here do. Its own evidence is gathered before the others': stacks of
+    the other ranks take no time from a rank that is stopped. The loop's thread only.
     """
 
-    def __init__(self, server: MonitorServer, accuser: RankSession | None) -> None:
+    def __init__(self, server: MonitorServer, trigger: RankSession | None) -> None:
         self._server = server
-        self._accuser = accuser
-        self._verdict = None if accuser is None else accuser.verdict
-        self._members = [] if accuser is None else [accuser]
+        self._trigger = trigger
+        self._verdict = None if trigger is None else trigger.verdict
+        self._members = [] if trigger is None else [trigger]
         self._awaited = set(self._members)
         self._errors: dict[int, str] | None = None
         self._is_decided = False
@@ -71,8 +71,8 @@ class Inquiry:
             return
         for port in self._server.ports:
             other = port.session
-            if other is not None and other is not self._accuser:
-                other.summon()
+            if other is not None and other is not self._trigger:
+                other.gather_evidence()
                 if other.is_looked_into:
                     self._members.append(other)
                     self._awaited.add(other)
@@ -83,22 +83,22 @@ class Inquiry:
             self._server.slow.submit(partial(_errors_in, files), self._take_errors)
         else:
             self._errors = {}
-        if self._accuser is None:
+        if self._trigger is None:
             self._proceed()
 
-    def testify(self, session: RankSession) -> None:
+    def take_evidence(self, session: RankSession) -> None:
         """Record that the evidence on a rank is complete, or that the rank is gone."""
         if session in self._awaited:
             self._awaited.discard(session)
             self._proceed()
 
-    def sentence(self, local_ranks: Collection[int]) -> None:
-        """End the ranks that all nodes together have found to blame, and release the others."""
+    def end_ranks(self, local_ranks: Collection[int]) -> None:
+        """End the ranks that the nodes together found at fault, and release the others."""
         if self._held is not None:
             self._held = None
             self._ending = [s for s in self._members if s.port.local_rank in local_ranks]
             for session in self._ending:
-                session.sentence()
+                session.terminate()
             self._close()
 
     def _take_errors(self, errors: dict[int, str] | None) -> None:
@@ -121,7 +121,7 @@ class Inquiry:
         if not self._is_decided:
             looked_into = (session for session in self._members if session.is_looked_into)
             self._known = {s: s.evidence for s in looked_into if s.evidence is not None}
-            if self._accuser is None or self._accuser in self._known:
+            if self._trigger is None or self._trigger in self._known:
                 self._states, self._finding = self._look(), Finding()
                 if self._verdict is not None and not self.is_of_health:
                     world_size = self._server.workers.world_size
@@ -182,20 +182,20 @@ class Inquiry:
         return plain_states(self._states, stacks)
 
     def _answer(self) -> None:
-        """End who is to blame here; where other nodes have a say, ask the launcher first."""
-        accuser, verdict = self._accuser, self._verdict
-        if accuser is None or verdict is None:
+        """End the ranks at fault on this node; in a job of several nodes ask the launcher first."""
+        trigger, verdict = self._trigger, self._verdict
+        if trigger is None or verdict is None:
             self._server.notify_launcher(messages.RanksSeen(self._plain_states()))
             return
-        if accuser.has_gone_on():
-            logger.warning("rank %d went on while the ranks were looked at", accuser.hello.rank)
+        if trigger.has_gone_on():
+            logger.warning("rank %d went on while the ranks were looked at", trigger.hello.rank)
             return
         blamed = {r.rank for r in self._finding.culprits}
         if not any(session.hello.rank in blamed for session in self._known):
             late = (r.rank for r in self._finding.candidates if r.is_late)
-            blamed = {accuser.hello.rank, *late}
+            blamed = {trigger.hello.rank, *late}
         self._ending = [session for session in self._known if session.hello.rank in blamed]
-        report = self._report(accuser, verdict)
+        report = self._report(trigger, verdict)
         if self._server.workers.are_all or self.is_of_health:
             self._end(report)
         else:
@@ -204,17 +204,17 @@ class Inquiry:
             self._server.notify_launcher(messages.HangFound({**report, "is_held": True}))
 
     def _end(self, report: dict[str, Any]) -> None:
-        """Report a hang, and end who is to blame; where that is nobody, who broke its limit."""
+        """Report a hang, and end the ranks at fault or, without any, the one over its limit."""
         self._server.notify_launcher(messages.HangFound(report))
         logger.error("%s", describe(report))
         self._server.record_fault(report)
         for session in self._ending:
-            session.sentence()
+            session.terminate()
 
-    def _report(self, accuser: RankSession, verdict: Verdict) -> dict[str, Any]:
+    def _report(self, trigger: RankSession, verdict: Verdict) -> dict[str, Any]:
         """Return a hang in machine-readable form, see `messages.HangFound`."""
         finding, workers = self._finding, self._server.workers
-        rank = finding.culprits[0].rank if finding.culprits else accuser.hello.rank
+        rank = finding.culprits[0].rank if finding.culprits else trigger.hello.rank
         local_rank = rank - self._offset()
         first = next((session for session in self._known if session.hello.rank == rank), None)
         own = None if first is None else self._known[first]
@@ -247,8 +247,8 @@ class Inquiry:
             "pid": first.process.pid if first else workers.pgids[local_rank],
             "host": self._server.host,
             "time": time(),
-            "signal": int(accuser.termination_signal),
-            "accuser": accuser.hello.rank,
+            "signal": int(trigger.termination_signal),
+            "trigger": trigger.hello.rank,
             "ended": [session.port.local_rank for session in self._ending],
             "error_file": workers.error_files[local_rank] if failed else None,
             "is_held": False,

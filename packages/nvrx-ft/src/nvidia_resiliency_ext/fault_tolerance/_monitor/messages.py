@@ -73,7 +73,7 @@ class Examine:
 
 
 @dataclass(frozen=True, slots=True)
-class Sentence:
+class EndRanks:
     """Launcher to monitor: the nodes have compared; these local ranks are to blame, others not."""
 
     local_ranks: list[int]
@@ -145,10 +145,10 @@ class HangFound:
 
     The remaining keys speak of the first culprit, or of the rank that broke the limit where there
     is none: rank, local_rank, pid, state, wchan, rss_bytes, stacks (path or None), error_file (path
-    or None), signal, cycle, host, time (wall clock). `accuser` broke `rule`, with section, since
+    or None), signal, cycle, host, time (wall clock). `trigger` broke `rule`, with section, since
     (monotonic s), elapsed, limit, iteration and late_s.
 
-    With `is_held` the job has ranks on other nodes: nobody is ended until `Sentence` comes, or
+    With `is_held` the job has ranks on other nodes: nobody is ended until `EndRanks` comes, or
     `inquiry.HOLD_S` have passed; then the report comes again without it.
     """
 
@@ -189,7 +189,7 @@ class LogLine:
 
 
 LAUNCHER_MESSAGES = MessageSet(
-    Start, CycleChanged, WorkersChanged, Examine, Sentence, LeaseHeld, Save, Leave, Ready,
+    Start, CycleChanged, WorkersChanged, Examine, EndRanks, LeaseHeld, Save, Leave, Ready,
     FirstStep, RankJoined, RankLeft, HangFound, RanksSeen, RankUnkillable, SlotReplaced, LogLine,
 )  # fmt: skip
 

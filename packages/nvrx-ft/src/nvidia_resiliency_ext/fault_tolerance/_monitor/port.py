@@ -34,9 +34,9 @@ _NO_PIDFD_POLL_S = 0.1
 
 
 class RestartLines:
-    """The layered-restart lines of one rank, while a restart lasts one in `interval_s` seconds.
+    """Writes the layered-restart lines of one rank, one per `interval_s` during a restart.
 
-    Without a logger there are none.
+    Without a logger nothing is written.
     """
 
     def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
@@ -120,7 +120,7 @@ class RankPort:
         self.lines.check(now)
         self._refusals.check(now)
 
-    def condemn(self, rule: str, reason: str) -> None:
+    def hold_at_fault(self, rule: str, reason: str) -> None:
         """End the rank because its device is unfit; nothing happens without a session."""
         if self.session is None:
             return
@@ -133,7 +133,7 @@ class RankPort:
             iteration=self.session.look().iteration,
             reason=reason,
         )
-        self.session.condemn(verdict)
+        self.session.hold_at_fault(verdict)
 
     def close(self) -> None:
         """End the session without touching the process, and stop listening."""
@@ -155,7 +155,7 @@ class RankPort:
         return read_slot(self.memory.words, self.layout)
 
     def renew_slot(self, session: RankSession) -> None:
-        """Take the slot that the rank hands back, of a monitor before this one, or clear ours."""
+        """Adopt the slot that the rank got from an earlier monitor, or else clear this one."""
         fds = session.channel.take_fds(1) if session.hello.hands_back_slot else []
         for fd in fds:
             try:

@@ -110,7 +110,7 @@ class MonitorServer:
     def _record_unfit(self, local_rank: int, rule: str, reason: str) -> None:
         """Take a finding of the node watch, in its thread."""
         [port] = [port for port in self.ports if port.local_rank == local_rank]
-        self.loop.post(partial(port.condemn, rule, reason))
+        self.loop.post(partial(port.hold_at_fault, rule, reason))
 
     def leave(self) -> None:
         """End `run` soon; from any thread and from a signal handler."""
@@ -123,14 +123,14 @@ class MonitorServer:
             self._launcher.send(message, fds, is_droppable=isinstance(message, messages.LogLine))
             self._watch_launcher()
 
-    def accuse(self, session: RankSession) -> None:
+    def open_inquiry(self, session: RankSession) -> None:
         """Begin an inquiry: a rank broke a limit, or its device is unfit."""
         Inquiry(self, session).begin()
 
-    def testify(self, session: RankSession) -> None:
+    def take_evidence(self, session: RankSession) -> None:
         """Record that the evidence on a rank is complete, or that the rank is gone."""
         for inquiry in self.inquiries.copy():
-            inquiry.testify(session)
+            inquiry.take_evidence(session)
 
     def log_restarter_event(self, message: str) -> None:
         logger.info("%s", message)
@@ -211,9 +211,9 @@ class MonitorServer:
                 # An inquiry of our own looks at the same ranks.
                 if all(inquiry.is_of_health for inquiry in self.inquiries):
                     Inquiry(self, None).begin()
-            case messages.Sentence(local_ranks):
+            case messages.EndRanks(local_ranks):
                 for inquiry in self.inquiries.copy():
-                    inquiry.sentence(local_ranks)
+                    inquiry.end_ranks(local_ranks)
             case messages.LeaseHeld(until):
                 self._lease_until = until
             case messages.Save(word):

@@ -141,7 +141,7 @@ class RankSession:
         self._close_dump()
         port.server.notify_launcher(messages.RankLeft(port.local_rank, view.iteration))
         port.lines.lost(monotonic())
-        port.server.testify(self)
+        port.server.take_evidence(self)
 
     # What the rank says ----------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class RankSession:
             return
         is_late = self.wake_at is not None and now - self.wake_at > FROZEN_S
         if before is not None and not is_late and verdict.is_same(before):
-            self.condemn(verdict)
+            self.hold_at_fault(verdict)
             return
         self.phase, self.verdict = Phase.SUSPECT, verdict
         self.wake_at = now + (FROZEN_S if is_late else SECOND_LOOK_S)
@@ -243,14 +243,14 @@ class RankSession:
         """Whether evidence on the rank is being gathered, or is complete."""
         return self.phase in _LOOKED_INTO
 
-    def condemn(self, verdict: Verdict) -> None:
+    def hold_at_fault(self, verdict: Verdict) -> None:
         """Gather evidence on a rank that must end: it broke a rule, or its device is unfit."""
         if self.phase in _WATCHED:
             self._gather(verdict)
             if self.is_looked_into:  # Else it was found dead.
-                self.port.server.accuse(self)
+                self.port.server.open_inquiry(self)
 
-    def summon(self) -> None:
+    def gather_evidence(self) -> None:
         """Gather evidence: another rank of the node broke a rule."""
         if self.phase in _WATCHED:
             self._gather(None)
@@ -313,7 +313,7 @@ class RankSession:
         """Record that the evidence is on disk, or could not be written in time."""
         if self.phase is Phase.SAVING:
             self.phase, self.wake_at = Phase.RECEIVED, None
-            self.port.server.testify(self)
+            self.port.server.take_evidence(self)
 
     # The verdict -----------------------------------------------------------------------------
 
@@ -332,8 +332,8 @@ class RankSession:
             return False
         return broken is None or broken.since != verdict.since
 
-    def sentence(self) -> None:
-        """End the rank: it is to blame."""
+    def terminate(self) -> None:
+        """Signal the rank, which is at fault, to end it."""
         if not self.is_looked_into:
             return
         is_final = self.termination_signal == signal.SIGKILL
@@ -343,7 +343,7 @@ class RankSession:
         self.process.signal(self.termination_signal)
 
     def release(self) -> None:
-        """Leave the rank to the launcher: it is not to blame."""
+        """Leave the rank, which is not at fault, to the launcher."""
         if self.phase is Phase.RECEIVED:
             self.phase, self.wake_at = Phase.FREE, monotonic() + AFTERMATH_S
 

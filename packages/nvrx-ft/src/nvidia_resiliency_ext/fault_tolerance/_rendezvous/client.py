@@ -70,22 +70,22 @@ def _store_gone(error: StoreLostError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What this node is in the job, and how long it waits. Times are seconds."""
+    """Properties of this node in the job, and its timeouts in seconds."""
 
-    arrival: Arrival  # What the coordinator must know of it, but for port, clock and earlier rank.
-    lease_s: float  # Between two signs of life.
-    join_timeout_s: float = 0.0  # For an open round to close.
-    connect_timeout_s: float  # For the job to appear in the store.
-    # By flag, what all nodes must have been started with alike.
+    arrival: Arrival  # Sent to the coordinator once port, clock and earlier rank are filled in.
+    lease_s: float  # The longest time between two renewals of the lease.
+    join_timeout_s: float = 0.0  # How long to wait until an open round closes.
+    connect_timeout_s: float  # How long to wait until the store has the job.
+    # Values of the flags that must be equal on all nodes, by flag.
     must_agree: Mapping[str, str] = field(default_factory=dict)
-    answer_timeout_s: float = 0.0  # For a call that waits for nobody but the store.
-    master_port: int | None = None  # Of rank 0 in every round; None: each has one of its own.
+    answer_timeout_s: float = 0.0  # How long to wait for an answer of the store.
+    master_port: int | None = None  # MASTER_PORT of every round; None: rank 0 reserves a new one.
     domain: Callable[[], str] = lambda: "none"  # Finds the NVLink domain, which may take long.
     # Returns why this node must not take part in a round, or None.
     unfit_in: Callable[[int], Cause | None] = lambda _round: None
-    grows: bool = False  # Whether a node that comes late opens the next round while there is room.
-    max_nodes: int = 1  # How much room there is.
-    where: str = ""  # Where the nodes meet, in words.
+    grows: bool = False  # Whether a late node opens the next round, up to `max_nodes` nodes.
+    max_nodes: int = 1
+    where: str = ""  # The rendezvous endpoint in words, for messages.
 
 
 class NodeClient:

@@ -311,8 +311,8 @@ def _hang(view: View) -> Entry | None:
     What is certain is not waited for: a stopped rank is to blame, whatever the others do.
     """
     reports = {message.node: message for message in view.messages if message.kind is Kind.HUNG}
-    accusation = next((n.cause for n in view.messages if n.kind is Kind.HUNG and n.cause), None)
-    if accusation is None or view.entry.hang == HangStage.EVALUATED:
+    complaint = next((n.cause for n in view.messages if n.kind is Kind.HUNG and n.cause), None)
+    if complaint is None or view.entry.hang == HangStage.EVALUATED:
         return None
     states = [state for message in reports.values() for state in message.ranks]
     finding = find_culprit(states, view.entry.world_size)
@@ -320,21 +320,21 @@ def _hang(view: View) -> Entry | None:
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
     if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
         return None if view.entry.hang else view.entry.again(view.me, hang=HangStage.ASKED)
-    cause = _hang_cause(finding, accusation, silent)
+    cause = _hang_cause(finding, complaint, silent)
     return view.entry.again(view.me, hang=HangStage.EVALUATED, cause=cause)
 
 
-def _hang_cause(finding: Finding, accusation: Cause, silent: Sequence[str]) -> Cause:
+def _hang_cause(finding: Finding, complaint: Cause, silent: Sequence[str]) -> Cause:
     """Return why a round ends in which a rank broke a limit; its `detail` has `limit_words`."""
-    what = f"{describe(finding)} ({accusation.detail.get('limit_words', accusation.what)})"
+    what = f"{describe(finding)} ({complaint.detail.get('limit_words', complaint.what)})"
     if silent and finding.confidence is not Confidence.CERTAIN:
         what += f"; no answer from {', '.join(silent)}"
     culprit = finding.culprits[0] if finding.culprits else None
     has_failed = culprit is not None and culprit.activity is Activity.FAILED
-    detail = {**accusation.detail, "confidence": finding.confidence.value}
+    detail = {**complaint.detail, "confidence": finding.confidence.value}
     detail["culprits"] = ",".join(str(state.rank) for state in finding.culprits)
     return Cause(
-        "exception" if has_failed else accusation.kind,
+        "exception" if has_failed else complaint.kind,
         what,
         None if culprit is None else culprit.rank,
         host="" if culprit is None else culprit.host,

@@ -84,12 +84,14 @@ SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
-    """The steps of one node, over a connection of one thread; from its creation the node lives.
+    """The messages of one node, over the store connection of one thread.
+
+    The constructor creates the node's lease.
 
     Raises:
-        NoJobError: there is no job in the store within `timeout_s`.
-        StoreLostError: the store is gone.
-        ForeignValueError: somebody else has written over where the job stands.
+        NoJobError: The store has no job within `timeout_s`.
+        StoreLostError: The store is gone.
+        ForeignValueError: Another program has overwritten the job's log entry.
     """
 
     def __init__(self, store: JobStore, node: str, host: str, timeout_s: float) -> None:
@@ -254,9 +256,9 @@ class NodeSession:
         self.notify()
 
     def send(self, kind: Kind, *, in_round: int | None = None, **fields: Any) -> None:
-        """Leave a message for the host, with those fields of `NodeMessage`.
+        """Write a `NodeMessage` with these fields for the coordinator.
 
-        What is said of a round that is not the present closed one means nothing, and is left out.
+        Nothing is written if `in_round` is not the current closed round.
         """
         if in_round is None or self._is_in(in_round):
             self._append(NodeMessage(kind, self.node, **fields), self.entry.round)

@@ -108,9 +108,10 @@ class PrewarmedWorker:
     ) -> None:
         """Start the command of a worker, held until a cycle needs it.
 
-        Python chooses buffers when a stream is opened, so until "go" stdout and stderr are another
-        file of the worker's kind: a file in memory for one of `paths`, the null device for that,
-        a pipe with `is_piped`, and the launcher's own stream for None.
+        Python chooses the buffering of a stream by the kind of its file, when it starts. So until
+        the worker is told to go, stdout and stderr are another file of the same kind as theirs: a
+        file in memory for a path in `paths`, the null device for the null device, a pipe with
+        `is_piped`, and the launcher's own stream for None.
 
         Raises:
             ChildStartError: The command cannot be run.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the threads of one target meet: writers, gRPC's, the sender thread, and who waits."""
+"""The queue of unsent chunks of one target, shared by writers, gRPC, the sender and waiters."""
 
 from __future__ import annotations
 

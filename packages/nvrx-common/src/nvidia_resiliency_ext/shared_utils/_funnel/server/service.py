@@ -101,9 +101,9 @@ class Rpc(abc.ABC):
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
 
     def _acknowledge(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Tell the sender about a stream, also what it was told before.
+        """Acknowledge a stream to its sender, even if the same number was acknowledged before.
 
-        Behind a leaf several senders may ask for the same numbers one after the other.
+        Several senders behind a leaf may ask for the same numbers one after the other.
         """
         if not self._acknowledges:
             return
