@@ -6,7 +6,8 @@ imported, every program prints its help, and the examples of the packages' READM
 
 Third-party packages come from the interpreter that runs this, through one ``.pth`` file: a ``.pth``
 in a folder added by another one is not read, so the editable checkouts do not leak in. Tests marked
-serial or slow are left to the ordinary run. A few tests that fail are run once more, as there.
+serial or slow, and all but the first values of a parametrized test, are left to the ordinary run. A
+few tests that fail are run once more, as there.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ def test_alone(root: Path, distribution: str, wheels: dict[str, Path], workers: 
         tests = root / "packages" / distribution / "tests"
         outcomes = folder / "outcomes.json"
         command = [str(python), *safe_path, "-m", "pytest", "-c", str(settings), "--rootdir"]
-        command += [str(tests), "-p", "no:cacheprovider", "-p", "outcomes"]
-        command += [f"--outcomes={outcomes}", "-m", "not serial and not slow"]
+        command += [str(tests), "-p", "no:cacheprovider", "-p", "outcomes", "-p", "first_cases"]
+        command += [f"--outcomes={outcomes}", "--first-cases", "-m", "not serial and not slow"]
 
         def run(*args: str) -> int:
             return subprocess.run(
