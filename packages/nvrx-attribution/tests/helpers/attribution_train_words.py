@@ -26,8 +26,8 @@ FILE = TESTS.parent / "src" / "nvidia_resiliency_ext" / "attribution" / "registr
 NOTHING = ""  # the class of lines that say nothing about a failure
 FAULT_ROLES = {"root", "either", "cascade"}
 LEAST_LINES = 2  # that have a word
-SMALLNESS = 1e-4
-ROUNDS = 120
+SMALLNESS = 3e-5
+ROUNDS = 200
 
 
 def cases(name: str) -> Iterator[dict]:

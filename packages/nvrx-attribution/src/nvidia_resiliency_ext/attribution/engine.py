@@ -57,7 +57,7 @@ _MOST_REPORTED = 50
 _SAMPLE = 200
 _HANG_INTERVALS = 10
 _UNKNOWN_CONFIDENCE = 0.3
-_SURE_GUESS = 0.3
+_SURE_GUESS = 0.4
 _GUESSED_TEXT = "no rule matches the line; the code is guessed from its words; "
 _RANK_MAP_BYTES = 64 << 20
 

@@ -49,7 +49,7 @@ _SETTLED = 256
 _PREFIX_BYTES = 64
 _QUICK_RANK = re.compile(rb"\[(?:rank|Rank )(\d{1,7})\]|^(\d{1,7}): ?")
 _STEP_TRIES = 64
-_LEAST_PROBABILITY = 0.15  # that a line without a rule is about a failure of one kind
+_LEAST_PROBABILITY = 0.1  # that a line without a rule is about a failure of one kind
 _WORLD = re.compile(r"world[ _]?size\s*[=:(]?\s*(\d{1,7})|\bn[Rr]anks\s+(\d{1,7})")
 _COMM = re.compile(r"\brank (\d{1,7}) n[Rr]anks (\d{1,7})(?: nNodes \d+ localRanks (\d{1,3}))?")
 
