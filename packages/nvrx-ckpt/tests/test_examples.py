@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from dcp_saves import run_ranks
+from dcp_saves import TORCH_WITH_DDP, run_ranks
 
 from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
 
@@ -12,27 +12,30 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
-def run(folder, name):
-    """Run an example with two ranks; return what both printed."""
-    ended = run_ranks(folder, 2, str(EXAMPLES / name))
-    texts = [text for _, text in ended]
-    assert [code for code, _ in ended] == [0, 0], "\n".join(texts)
-    return texts
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run the examples, the first one twice; return their folder, and what each rank printed."""
+    folder = tmp_path_factory.mktemp("examples")
+    names = ("train_dcp.py", "train_dcp.py", "megatron_style.py")
+    examples = [str(EXAMPLES / name) for name in names]
+    ranks = run_ranks(folder, 2, "examples_in_turn.py", *examples, modules=TORCH_WITH_DDP)
+    texts = [text for _, text in ranks]
+    assert [code for code, _ in ranks] == [0, 0], "\n".join(texts)
+    return folder, texts
 
 
-def test_training_with_dcp_checkpoints(tmp_path):
+def test_training_with_dcp_checkpoints(ended):
     """The example keeps the two newest checkpoints and names the last one; it can go on from it."""
-    run(tmp_path, "train_dcp.py")
-    assert read_latest(tmp_path / "latest") == "00000040"
-    assert verify_checkpoint(tmp_path / "00000040").whole
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        "00000030",
-        "00000040",
-    ]
-    assert "is at step 40" in run(tmp_path, "train_dcp.py")[1]
+    folder, texts = ended
+    assert read_latest(folder / "latest") == "00000040"
+    assert verify_checkpoint(folder / "00000040").whole
+    kept = sorted(path.name for path in folder.iterdir() if path.name.isdigit())
+    assert kept == ["00000030", "00000040"]
+    for text in texts:
+        assert text.count("is at step 40") == 2
 
 
-def test_megatrons_way_of_driving(tmp_path):
+def test_megatrons_way_of_driving(ended):
     """Megatron-LM's calls, with its kind of planner, aborts and moved finalize functions, work."""
-    for text in run(tmp_path, "megatron_style.py"):
+    for text in ended[1]:
         assert "has loaded what it saved" in text

@@ -91,7 +91,7 @@ def test_who_waits_in_backward_is_kept(tmp_path: Path) -> None:
     What ends its collective, and what frees its model, do not wait for each other; the groups of
     20 iterations have left no threads.
     """
-    ended = jobs.run_calls(tmp_path, 2, "in_backward")
+    ended = jobs.run_calls(tmp_path, 2, "in_backward", modules=jobs.TORCH_WITH_DDP)
     assert [end.code for end in ended] == [0, 0], "\n".join(end.text[-3000:] for end in ended)
     for rank, end in enumerate(ended):
         who, threads = end.results[0]

@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import ranks_of_node
 import torch
 
 ft = pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
@@ -292,7 +292,7 @@ def run_two_ranks(case, folder, sockets):
         monitor_loss="fatal", initial_rank_heartbeat_timeout=300.0, rank_heartbeat_timeout=300.0
     )
     program = Path(__file__).parent / "helpers" / "two_ranks.py"
-    monitors, ranks = [], []
+    monitors = []
     with contextlib.ExitStack() as stack:
         port = str(stack.enter_context(ports.claimed()))
         for rank in range(2):
@@ -300,27 +300,24 @@ def run_two_ranks(case, folder, sockets):
             monitors.append(ft.RankMonitorServer.run_in_subprocess(config, path))
             stack.callback(monitors[-1].join, 20.0)
             stack.callback(monitors[-1].terminate)
-            values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
-                      "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                      "TORCHELASTIC_RUN_ID": "two", "FT_RANK_MONITOR_IPC_SOCKET": path}  # fmt: skip
-            ranks.append(subprocess.Popen(
-                [sys.executable, program, case, folder],
-                env={**os.environ, **{name: str(value) for name, value in values.items()}},
-                stdout=subprocess.PIPE, text=True,
-            ))  # fmt: skip
-            stack.callback(ranks[-1].communicate)
-            stack.callback(ranks[-1].kill)
+        values = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                  "TORCHELASTIC_RUN_ID": "two"}  # fmt: skip
+        logs = folder / "logs"
+        logs.mkdir()
+        ranks = stack.enter_context(ranks_of_node.started(
+            logs, 2, program, [case, str(folder), str(sockets)], values,
+            ["lightning.pytorch", "torch._dynamo.utils"],
+        ))  # fmt: skip
         deadline = time.monotonic() + 150.0
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        while ranks.are_running() and time.monotonic() < deadline:
             if (folder / "kill").exists():
                 monitors[1].kill()
             time.sleep(0.02)
-        ended = [rank.poll() for rank in ranks]
-        for rank in ranks:
-            rank.kill()
-        words = [rank.stdout.read().strip() for rank in ranks]
-        assert ended == [0, 0], f"None: a rank waits for the other; they said {words}"
-        return words
+        words = [(logs / f"rank{rank}.log").read_text() for rank in range(2)]
+        assert not ranks.are_running(), f"a rank waits for the other; they said {words}"
+        assert ranks.wait() == [0, 0], words
+        return [text.splitlines()[-1] for text in words]
 
 
 def test_a_rank_without_monitor_leaves_out_no_collective(tmp_path, socket_folder, monitor):

@@ -7,38 +7,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks_of_node
 
 _PROGRAM = Path(__file__).parent / "helpers" / "straggler_program.py"
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
-def _run(way: str, folder: Path) -> tuple[list[int], str]:
-    """Return the exit codes of both ranks and what rank 0 has said."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(_PROGRAM), way, str(folder / "store"), str(rank)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=150)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in ranks], said[0]
+# Each way with its exit code on rank 0.
+_WAYS = {"exit": 7, "destroyed": 0, "at_exit": 0, "too_late": 0, "killed": 0}
 
 
-@pytest.mark.parametrize(
-    ("way", "code"), [("exit", 7), ("destroyed", 0), ("at_exit", 0), ("too_late", 0)]
-)
-def test_programs_end_while_a_report_waits(tmp_path, way, code):
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run two ranks for each way; return by way the exit codes, and what rank 0 has said."""
+    folder = tmp_path_factory.mktemp("ends")
+    with ranks_of_node.started(
+        folder, 2 * len(_WAYS), _PROGRAM, [str(folder), *_WAYS], os.environ
+    ) as ranks:
+        codes = ranks.wait(150)
+    said = [(folder / f"rank{2 * number}.log").read_text() for number in range(len(_WAYS))]
+    return {
+        way: (codes[2 * number : 2 * number + 2], said[number]) for number, way in enumerate(_WAYS)
+    }
+
+
+@pytest.mark.parametrize("way", ["exit", "destroyed", "at_exit", "too_late"])
+def test_programs_end_while_a_report_waits(ended, way):
     """A rank that ends while a report waits for another has the exit code that it wants."""
-    codes, said = _run(way, tmp_path)
-    assert codes == [code, 0], said
+    codes, said = ended[way]
+    assert codes == [_WAYS[way], 0], said
     assert "Traceback" not in said
 
 
@@ -68,9 +66,9 @@ def test_a_program_ends_while_its_own_store_is_waited_for(tmp_path):
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
 
 
-def test_a_killed_rank_is_one_line(tmp_path):
+def test_a_killed_rank_is_one_line(ended):
     """A rank that is killed after a report is one line of the log, without a traceback."""
-    codes, said = _run("killed", tmp_path)
+    codes, said = ended["killed"]
     assert codes == [0, -9]
     (line,) = [line for line in said.splitlines() if "straggler" in line]
     assert "the connection to another rank is lost, which has ended or was killed" in line

@@ -2,14 +2,11 @@
 """Saves and loads of small states, as users write them."""
 
 import os
-import signal
-import subprocess
-import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import ports
+import ranks_of_node
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -22,6 +19,10 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEADLINE_S = 240
+_PORTS = 3  # from MASTER_PORT on, that programs use
+# What ranks need, and what DistributedDataParallel imports at its first use.
+TORCH = ("torch.distributed.checkpoint",)
+TORCH_WITH_DDP = (*TORCH, "torch._dynamo.utils")
 
 
 def state_of(value, count=5, prefix=""):
@@ -60,40 +61,25 @@ def assert_same(left, right):
         assert same, key
 
 
-def _print_stacks(ranks):
-    """Abort the ranks that still run, with their workers."""
-    for rank in ranks:
-        if rank.poll() is None:
-            os.killpg(rank.pid, signal.SIGABRT)
-
-
-def run_ranks(folder, world, program, *words):
+def run_ranks(folder, world, program, *words, modules=TORCH):
     """Run a program of `programs` as ranks of one node; return what each printed.
 
     Ranks that do not end print the stacks of their threads and of their workers, and fail.
     """
     base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "NVRX", "TORCH"))}
     base["PYTHONFAULTHANDLER"] = "1"
-    with ExitStack() as stack:
-        port = stack.enter_context(ports.claimed())
+    with ports.claimed(_PORTS) as port:
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-        started = []
-        for rank in range(world):
-            file = stack.enter_context((folder / f"rank{rank}.log").open("w"))
-            command = [sys.executable, str(PROGRAMS / program), str(folder), *words]
-            process = subprocess.Popen(
-                command,
-                env={**base, "RANK": str(rank)},
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # so that stacks are asked of its workers too
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            started.append(process)
-        late = threading.Timer(DEADLINE_S, _print_stacks, [started])
-        stack.callback(late.cancel)
-        late.start()
-        codes = [process.wait() for process in started]
+        arguments = [str(folder), *words]
+        with ranks_of_node.started(
+            folder, world, PROGRAMS / program, arguments, base, modules
+        ) as ranks:
+            late = threading.Timer(DEADLINE_S, ranks.abort)
+            late.start()
+            try:
+                codes = ranks.wait()
+            finally:
+                late.cancel()
+                late.join()
     texts = [(folder / f"rank{rank}.log").read_text() for rank in range(world)]
     return list(zip(codes, texts, strict=True))

@@ -47,7 +47,8 @@ class Report:
 def run_job(folder: Path, seed: int, job: int, trials: int) -> Report:
     """Run one job of a campaign."""
     planned = plan(seed, job, trials)
-    ended = jobs.run_program(folder, WORLD, "chaos_rank.py", str(seed), str(job), str(trials))
+    words = (str(seed), str(job), str(trials))
+    ended = jobs.run_program(folder, WORLD, "chaos_rank.py", *words, modules=jobs.TORCH_WITH_DDP)
     report = Report()
     name = f"seed {seed} job {job}"
     for rank, end in enumerate(ended):

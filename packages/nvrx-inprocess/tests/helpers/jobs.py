@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of real processes that make wrapped calls."""
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import ports
+import ranks_of_node
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEADLINE_S = 150
+TORCH = ("torch.distributed",)
+# What DistributedDataParallel imports at its first use, too.
+TORCH_WITH_DDP = (*TORCH, "torch._dynamo.utils")
 _PORTS = 3  # from MASTER_PORT on, that the programs use
 
 
@@ -30,12 +31,16 @@ class Ended:
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
-def run_calls(folder: Path, world: int, *calls: str) -> list[Ended]:
+def run_calls(
+    folder: Path, world: int, *calls: str, modules: tuple[str, ...] = TORCH
+) -> list[Ended]:
     """Let `world` ranks make calls, by their names in `programs/calls.py`; return their ends."""
-    return run_program(folder, world, "calls.py", *calls)
+    return run_program(folder, world, "calls.py", *calls, modules=modules)
 
 
-def run_program(folder: Path, world: int, program: str, *words: str) -> list[Ended]:
+def run_program(
+    folder: Path, world: int, program: str, *words: str, modules: tuple[str, ...] = TORCH
+) -> list[Ended]:
     """Run a program as `world` ranks of one node, and return how each has ended.
 
     Args:
@@ -43,29 +48,22 @@ def run_program(folder: Path, world: int, program: str, *words: str) -> list[End
         world: How many ranks.
         program: In `programs`.
         words: Further arguments.
+        modules: What is imported once for all ranks.
     """
     base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "NVRX", "TORCH"))}
     base.pop("LOCAL_RANK", None)
     shared = folder / "shared"
     shared.mkdir()
-    with contextlib.ExitStack() as stack:
-        port = stack.enter_context(ports.claimed(_PORTS))
+    with ports.claimed(_PORTS) as port:
         base |= {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
             "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR",
             "TMPDIR": str(folder),
         }  # fmt: skip
-        started = []
-        for rank in range(world):
-            file = stack.enter_context((folder / f"rank{rank}.log").open("w"))
-            process = subprocess.Popen(
-                [sys.executable, str(PROGRAMS / program), str(shared), *words],
-                env={**base, "RANK": str(rank)}, stdout=file, stderr=file,
-            )  # fmt: skip
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            started.append(process)
-        codes = [process.wait(DEADLINE_S) for process in started]
+        with ranks_of_node.started(
+            folder, world, PROGRAMS / program, [str(shared), *words], base, modules
+        ) as ranks:
+            codes = ranks.wait(DEADLINE_S)
     return [
         Ended(code, (folder / f"rank{rank}.log").read_text()) for rank, code in enumerate(codes)
     ]

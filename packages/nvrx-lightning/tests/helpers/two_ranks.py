@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of two gloo ranks of a Lightning training with a monitor; prints how `fit` has ended.
 
-Arguments: the case, the folder of the run. The environment says the rank, as torchrun's does.
+Arguments: the case, the folder of the run, that of the monitors' sockets.
 """
 
 import os
@@ -18,12 +18,14 @@ from nvidia_resiliency_ext.ptl_resiliency import FaultToleranceCallback
 
 
 def main() -> None:
-    case, folder = sys.argv[1], Path(sys.argv[2])
+    case, folder, sockets = sys.argv[1], *map(Path, sys.argv[2:])
+    rank = os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    os.environ["FT_RANK_MONITOR_IPC_SOCKET"] = str(sockets / f"rank{rank}.sock")
     torch.set_num_threads(1)
     callback = FaultToleranceCallback(autoresume=False, calculate_timeouts=True)
 
     def at_step(step):
-        if case == "unwatched" and step == 6 and os.environ["RANK"] == "1":
+        if case == "unwatched" and step == 6 and rank == "1":
             Path(folder, "kill").touch()
             while callback.fault_tol_client._words is not None:  # until the loss is noticed
                 time.sleep(0.01)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of two that ends in the way that its argument says, with a whole interpreter."""
+"""A rank of two that ends in the way of its pair, with a whole interpreter.
+
+Arguments: a folder, and the ways: that of the ranks 0 and 1, that of 2 and 3, and so on.
+"""
 
 import atexit
 import logging
@@ -15,7 +18,9 @@ from nvidia_resiliency_ext.attribution.straggler import Detector
 
 def main() -> None:
     """Report with the other rank; then rank 0 reports once more while rank 1 ends or dies."""
-    way, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    pair, rank = divmod(int(os.environ["RANK"]), 2)
+    way = sys.argv[2 + pair]
+    store = os.path.join(sys.argv[1], f"store-{way}")
     torch.set_num_threads(1)
     logging.basicConfig(format="%(message)s")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
