@@ -15,7 +15,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import warnings
 
 _PR_SET_PDEATHSIG = 1
@@ -32,8 +31,6 @@ def _become(rank: int, folder: str) -> None:
     """Make this process what a launcher would have started."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    # After a fork Python 3.11 still has the parent's.
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001
     os.environ["RANK"] = str(rank)
     log = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

@@ -172,9 +172,8 @@ class Stay:
         self._interrupter = interrupter
         self._has_left = False
         self._raised = 0
-        native_id = threading.main_thread().native_id
-        assert native_id is not None
-        self._blocked_calls = BlockedCalls(native_id)
+        # The kernel's number of the main thread; Python's is the parent's after a fork.
+        self._blocked_calls = BlockedCalls(os.getpid())
 
     def deliver(self) -> None:
         """Raise once; return when it is raised, or the main thread has left."""

@@ -172,7 +172,9 @@ def _loops() -> set[int]:
     named = [task for task in tasks if thread_name(task) in _LOOP_NAMES]
     if not named:
         # A version whose threads have no name, or no gloo at all.
-        python_threads = {str(thread.native_id) for thread in threading.enumerate()}
+        # After a fork Python still has the parent's number of the main thread.
+        numbers = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
+        python_threads = {str(number) for number in numbers}
         others = [task for task in tasks if task not in python_threads]
         likely = _likely_epolls()
         theirs = _waits(others, _OTHERS_S, likely)
