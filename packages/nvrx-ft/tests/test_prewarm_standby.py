@@ -419,7 +419,7 @@ def test_training_from_standby_equals_a_cold_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(330)
 def test_torch_features_behave_the_same(socket_folder):
     """Loaders with processes, spawned processes and pickles work the same from standby."""
     pytest.importorskip("torch")

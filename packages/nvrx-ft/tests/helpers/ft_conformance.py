@@ -20,7 +20,7 @@ from nvidia_resiliency_ext.shared_utils.children import start_child
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 PROBE = str(PROGRAMS / "ft_conformance_probe.py")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 
 
 EXIT_CASES = (
