@@ -150,10 +150,12 @@ def test_foreign_aliases_are_searched_once(tmp_path: Path, step: str) -> None:
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     """Whatever is in a file, the answer is a config or a ValueError."""
     chance = random.Random(7)
-    seeds = [item if isinstance(item, bytes) else item.encode() for item in GOOD.values()]
-    seeds += [item if isinstance(item, bytes) else item.encode() for item, _ in BAD.values()]
+    contents = [*GOOD.values(), *(item for item, _ in BAD.values())]
+    seeds = [item if isinstance(item, bytes) else item.encode() for item in contents]
+    # A thousand brackets take a second to be refused each time, damaged or not.
+    seeds = [seed for seed in seeds if len(seed) < 1000]
     for _ in range(400):
-        content = bytearray(chance.choice(seeds)[:2000])
+        content = bytearray(chance.choice(seeds))
         for _ in range(chance.randint(1, 4)):
             place = chance.randint(0, len(content))
             content[place : place + chance.randint(0, 3)] = chance.choice(

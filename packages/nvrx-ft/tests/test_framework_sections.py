@@ -40,6 +40,7 @@ def test_sections_of_a_framework(tmp_path, clean_environment, integration):
     flags = [
         "--nproc-per-node=2",
         "--max-restarts=1",
+        "--ft-prewarm=off",
         "--ft-param-rank_section_timeouts=setup:600,step:600,checkpointing:600",
         "--ft-param-rank_out_of_section_timeout=600",
         # The limits become 100 times what was measured: seconds, not the 600 given.

@@ -28,14 +28,17 @@ DEADLINE_S = 60.0
 GOOD = {"version": 1, "pid": 77, "scope_id": "step", "expiration_time": 5.5, "signal": 9}
 PROGRAM = """
 import os, time
-from torch.distributed.elastic import timer
-timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
-with timer.expires(after=2.0):
-    pass
-if os.environ["NVRX_CYCLE"] == "0" and os.environ["RANK"] == "1":
-    with timer.expires(after=0.5):
-        time.sleep(600)
-time.sleep(2.2)  # longer than the deadline that was withdrawn
+if os.environ["RANK"] == "1":
+    from torch.distributed.elastic import timer
+    timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+    with timer.expires(after=2.0):
+        pass
+    if os.environ["NVRX_CYCLE"] == "0":
+        with timer.expires(after=0.5):
+            time.sleep(600)
+    time.sleep(2.2)  # longer than the deadline that was withdrawn
+elif os.environ["NVRX_CYCLE"] == "0":
+    time.sleep(600)  # the restart ends it
 """
 
 

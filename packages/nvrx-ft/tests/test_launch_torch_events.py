@@ -157,24 +157,32 @@ def test_names_that_torch_does_not_know_are_refused(kept: Kept) -> None:
         check_handler("other")
 
 
-def run(module: str, folder: Path, *words: str) -> list[tuple[str, str, Any, Any]]:
-    """Return what a launcher tells the handler `console`, in an order of its own."""
+def start(module: str, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a launcher that tells the handler `console`."""
     script = folder / "train.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
-    result = subprocess.run(
+    return subprocess.Popen(
         [
             *(sys.executable, "-m", module, "--nproc-per-node=2", "--event-log-handler=console"),
             *(*words, str(script)),
         ],
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"},
     )
-    assert result.returncode == 1, result.stderr
+
+
+def told(launcher: subprocess.Popen[str]) -> list[tuple[str, str, Any, Any]]:
+    """Return what a launcher told until its end, in an order of its own."""
+    try:
+        _, said = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 1, said
     found = []
-    for line in result.stderr.splitlines():
+    for line in said.splitlines():
         if '"torchelastic.worker.status.' not in line:
             continue
         event = json.loads(line)
@@ -191,9 +199,13 @@ def run(module: str, folder: Path, *words: str) -> list[tuple[str, str, Any, Any
 @pytest.mark.serial
 def test_torchrun_tells_the_same(tmp_path: Path) -> None:
     """Of a job whose second worker fails, both launchers tell the same events."""
-    ours = run("nvidia_resiliency_ext.fault_tolerance.launcher", tmp_path, "--ft-prewarm=off")
+    launcher = start("nvidia_resiliency_ext.fault_tolerance.launcher", tmp_path, "--ft-prewarm=off")
+    torchs = start("torch.distributed.run", tmp_path, "--standalone", "--monitor-interval=0.1")
+    try:
+        ours = told(launcher)
+    finally:
+        theirs = told(torchs)
     assert len(ours) == 5
-    theirs = run("torch.distributed.run", tmp_path, "--standalone", "--monitor-interval=0.1")
     # The first worker may have left before it was ended: who of the two tells, decides.
     assert [state.replace("TERMINATED", "SUCCEEDED") for _, state, _, _ in ours] == [
         state.replace("TERMINATED", "SUCCEEDED") for _, state, _, _ in theirs

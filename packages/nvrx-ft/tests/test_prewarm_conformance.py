@@ -102,12 +102,20 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROLS)
-def test_probe_notices_a_missing_remedy(tmp_path, name):
-    """With one remedy of the hook off, the comparison fails: it can see that difference."""
-    change, key = CONTROLS[name]
-    run = setting(tmp_path, hook_folder=conformance.patched_hook(tmp_path, change))
-    assert key in conformance.state_differences(run, "numpy", times=2)
+# Two remedies of one group do not show, hide or prevent each other's difference.
+APART = ({"umask", "modules", "private variables"}, {"filters", "sitecustomize"})
+
+
+def test_probe_notices_missing_remedies(tmp_path):
+    """With remedies of the hook off, the comparison fails in each: it can see that difference."""
+    cold = conformance.cold_states(setting(tmp_path), "numpy", times=2)
+    for names in (CONTROLS.keys() - set().union(*APART), *APART):
+        folder = tmp_path / f"{len(names)}"
+        folder.mkdir()
+        changes, keys = zip(*map(CONTROLS.get, names), strict=True)
+        run = setting(tmp_path, hook_folder=conformance.patched_hook(folder, *changes))
+        found = conformance.state_differences(run, "numpy", times=2, cold=cold)
+        assert set(keys) <= found.keys(), names
 
 
 def test_probe_notices_another_kind_of_stream(tmp_path, monkeypatch):

@@ -404,28 +404,27 @@ def test_our_sockets_are_not_inherited(tmp_path, held):
 @pytest.mark.timeout(180)
 @pytest.mark.no_second_try
 def test_training_from_standby_equals_a_cold_one(tmp_path):
-    """Four ranks from standby end with the weights of four fresh ranks, and seeds of their own."""
+    """Two ranks from standby end with the weights of two fresh ranks, and seeds of their own."""
     pytest.importorskip("torch")
-    _, cold = standby_crew.train_cold(tmp_path / "cold", 4)
-    crew, _ = standby_crew.hold(tmp_path / "warm", 4)
+    _, cold = standby_crew.train_cold(tmp_path / "cold", 2)
+    crew, _ = standby_crew.hold(tmp_path / "warm", 2)
     pids = {standby.child.pid for standby in crew}
     go_at, warm = standby_crew.train_warm(tmp_path / "warm", crew)
     assert [rank["weights"] for rank in warm] == [rank["weights"] for rank in cold]
     assert not any(rank["loaded_before"] for rank in warm)
     assert all(rank["same_object"] for rank in warm)
-    assert len({rank["seed"] for rank in warm + cold}) == 8
+    assert len({rank["seed"] for rank in warm + cold}) == 4
     assert {rank["pid"] for rank in warm} == pids
     assert max(rank["first_step_at"] for rank in warm) - go_at < 5.0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("case", conformance.TORCH_CASES[:-1])
-def test_torch_features_behave_the_same(socket_folder, case):
+@pytest.mark.timeout(330)
+def test_torch_features_behave_the_same(socket_folder):
     """Loaders with processes, spawned processes and pickles work the same from standby."""
     pytest.importorskip("torch")
     setting = conformance.Setting(socket_folder, imports=standbys.DEFAULT_IMPORTS)
-    assert conformance.case_difference(setting, case) is None
+    assert conformance.case_difference(setting, "torch") is None
 
 
 def test_time_is_not_spent_on_waiting(tmp_path, held):

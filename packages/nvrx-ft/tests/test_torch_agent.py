@@ -3,8 +3,10 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,26 +15,37 @@ from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservati
 
 PROGRAM = Path(__file__).parent / "programs" / "torch_agent_node.py"
 NODES = 2
+WITH_SPARE = ("barrier", "ours")
 # Three interpreters import torch: on a busy host that alone takes half a minute.
-DEADLINE_S = 150
+DEADLINE_S = 240
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(DEADLINE_S + 30)]
 
 
-def run_nodes(which: str, directory: Path, *, nodes: int = NODES, spares: int = 0) -> list[str]:
-    """Run the agents of a job, and return what each said in the end."""
-    reserved = PortReservation()
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Run all jobs one after the other on the same nodes; give what each of them left.
+
+    The third node is the spare of two jobs, and has no part in the others.
+    """
+    top = tmp_path_factory.mktemp("jobs")
+    jobs = {which: top / which for which in (*WITH_SPARE, "legacy", "min-healthy")}
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": str(directory)}
-    environ["TEST_NODES"] = str(nodes + spares)
-    words = [sys.executable, str(PROGRAM), which]
+    environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": str(top)}
+    words: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        stack.callback(reserved.release)
+        for which, folder in jobs.items():
+            folder.mkdir()
+            reserved = PortReservation()
+            stack.callback(reserved.release)
+            count = NODES + (which in WITH_SPARE)
+            words[which] = f"{which}:{count}:{reserved.port}:{folder}"
         started = []
-        for number in range(nodes + spares):
-            file = stack.enter_context((directory / f"node{number}.log").open("w"))
+        for number in range(NODES + 1):
+            file = stack.enter_context((top / f"node{number}.log").open("w"))
+            here = words if number < NODES else WITH_SPARE
             process = subprocess.Popen(
-                [*words, str(number), str(nodes), str(reserved.port), str(directory)],
+                [sys.executable, str(PROGRAM), str(number), str(NODES), *map(words.get, here)],
                 env=environ, stdout=file, stderr=file,
             )  # fmt: skip
             stack.callback(process.wait)
@@ -42,38 +55,44 @@ def run_nodes(which: str, directory: Path, *, nodes: int = NODES, spares: int = 
             codes = [process.wait(DEADLINE_S) for process in started]
         except subprocess.TimeoutExpired:
             codes = []
-    said = [path.read_text() for path in sorted(directory.glob("node*.log"))]
+    said = [path.read_text() for path in sorted(top.glob("node*.log"))]
     assert codes == [0] * len(started), "\n".join(text[-3000:] for text in said)
-    return [text.partition("RESULT ")[2].splitlines()[0] for text in said]
+    yield jobs
+    shutil.rmtree(top)
 
 
-def test_torchs_agent_restarts_over_the_barrier(tmp_path: Path) -> None:
+def results(folder: Path) -> list[str]:
+    """Return what each node's agent of a job said in the end."""
+    return sorted(path.read_text() for path in folder.glob("result*"))
+
+
+def test_torchs_agent_restarts_over_the_barrier(folders: dict[str, Path]) -> None:
     """A worker fails: all nodes go into the next round; the spare stands by and ends with them."""
-    said = run_nodes("barrier", tmp_path, spares=1)
-    assert sorted(said) == ["SUCCEEDED torch", "SUCCEEDED torch", "standby torch"]
-    results = {path.read_text() for path in tmp_path.glob("rank*")}
-    assert {text.rsplit(" ", 1)[0] for text in results} == {f"{rank} 4" for rank in range(4)}
-    assert len({text.rsplit(" ", 1)[1] for text in results}) == 1
+    folder = folders["barrier"]
+    assert results(folder) == ["SUCCEEDED torch", "SUCCEEDED torch", "standby torch"]
+    ranks = {path.read_text() for path in folder.glob("rank*")}
+    assert {text.rsplit(" ", 1)[0] for text in ranks} == {f"{rank} 4" for rank in range(4)}
+    assert len({text.rsplit(" ", 1)[1] for text in ranks}) == 1
 
 
-def test_torchs_agent_restarts_over_the_older_rendezvous(tmp_path: Path) -> None:
+def test_torchs_agent_restarts_over_the_older_rendezvous(folders: dict[str, Path]) -> None:
     """A worker fails: both nodes go into the next round and end well."""
-    assert run_nodes("legacy", tmp_path) == ["SUCCEEDED torch"] * NODES
-    assert len(list(tmp_path.glob("rank*"))) == 2 * NODES
+    folder = folders["legacy"]
+    assert results(folder) == ["SUCCEEDED torch"] * NODES
+    assert len(list(folder.glob("rank*"))) == 2 * NODES
 
 
-def test_our_agent_restarts_its_workers_under_monitors(tmp_path: Path) -> None:
+def test_our_agent_restarts_its_workers_under_monitors(folders: dict[str, Path]) -> None:
     """With our agent, too, all restart and a spare stands by; ranks have a monitor each."""
-    said = run_nodes("ours", tmp_path, spares=1)
-    assert sorted(said) == ["SUCCEEDED torch", "SUCCEEDED torch", "standby torch"]
-    assert len(list(tmp_path.glob("rank*"))) == 2 * NODES
-    assert {path.read_text() for path in tmp_path.glob("watched*")} == {"True"}
+    folder = folders["ours"]
+    assert results(folder) == ["SUCCEEDED torch", "SUCCEEDED torch", "standby torch"]
+    assert len(list(folder.glob("rank*"))) == 2 * NODES
+    assert {path.read_text() for path in folder.glob("watched*")} == {"True"}
 
 
-def test_our_agent_leaves_survivors_alone(tmp_path: Path) -> None:
+def test_our_agent_leaves_survivors_alone(folders: dict[str, Path]) -> None:
     """One of two nodes fails where one is enough: the other goes on, and its end is the job's."""
-    said = run_nodes("min-healthy", tmp_path)
-    assert sorted(said) == ["SUCCEEDED {0: True, 1: True}", "standby None"]
+    assert results(folders["min-healthy"]) == ["SUCCEEDED {0: True, 1: True}", "standby None"]
 
 
 def test_a_handler_that_does_not_fit_is_refused() -> None:

@@ -204,6 +204,17 @@ def test_a_monitor_process_takes_the_stamps_of_a_progress_watchdog() -> None:
         monitor._page.close()
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Undo for a test what the test run has frozen."""
+    was_frozen = gc.get_freeze_count() > 10_000
+    gc.unfreeze()
+    yield
+    if was_frozen:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_old_objects_are_frozen_where_python_itself_has_frozen_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -462,7 +462,7 @@ def data_loader(method):
 
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
     loader = torch.utils.data.DataLoader(
-        data, batch_size=2, num_workers=2, multiprocessing_context=method
+        data, batch_size=2, num_workers=1, multiprocessing_context=method
     )
     print([batch[0].tolist() for batch in loader])
 
@@ -487,6 +487,15 @@ def pickle_tensors():
 
     module = pickle.loads(pickle.dumps(torch.nn.Linear(2, 2)))
     print(type(module) is torch.nn.Linear, module.weight.shape)
+
+
+def torch_features():
+    """Load batches in every way, pickle and start a process; the fork comes before any output."""
+    data_loader("fork")
+    pickle_tensors()
+    data_loader("forkserver")
+    data_loader("spawn")
+    torch_spawn()
 
 
 def compile_function():
@@ -539,11 +548,7 @@ CASES = {
     "reimport": reimport,
     "warnings": warn,
     "title": set_title,
-    "loader-fork": lambda: data_loader("fork"),
-    "loader-spawn": lambda: data_loader("spawn"),
-    "loader-forkserver": lambda: data_loader("forkserver"),
-    "torch-spawn": torch_spawn,
-    "pickle": pickle_tensors,
+    "torch": torch_features,
     "compile": compile_function,
 }
 

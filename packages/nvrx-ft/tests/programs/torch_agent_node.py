@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node of a job under torch's elastic agent, or ours; nodes meet through our handler.
+"""One node of jobs under torch's elastic agent, or ours; nodes meet through our handler.
 
-Arguments: which agent, number of this node, nodes that work, port of the store, and a directory.
+Arguments: number of this node, nodes that work, and for each job a word
+WHICH:COUNT:PORT:DIRECTORY, with which agent, how many nodes with the spares, where the store is,
+and a directory for what the job leaves.
 """
 
 import os
@@ -9,9 +11,8 @@ import sys
 from pathlib import Path
 
 
-def serve_node() -> int:
-    """Run this node's agent; print its result."""
-    which, number, nodes, port, directory = sys.argv[1:]
+def serve_node(which: str, count: str, port: str, directory: str, number: str, nodes: str) -> None:
+    """Run this node's agent of one job; write its result."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -36,7 +37,7 @@ def serve_node() -> int:
         local_world_size=2,
         rdzv_handler=handler,
         entrypoint=half if min_healthy else sys.executable,
-        args=() if min_healthy else ("-S", __file__, "worker", directory),
+        args=() if min_healthy else ("-S", __file__, "worker", directory, count),
         max_restarts=2,
         monitor_interval=0.05,
     )
@@ -62,8 +63,7 @@ def serve_node() -> int:
     values = getattr(result, "return_values", None) if min_healthy else handler.get_run_id()
     if isinstance(values, dict):
         values = dict(sorted(values.items()))  # torch has them in the order in which ranks ended
-    print("RESULT", state, values, flush=True)
-    return 0
+    Path(directory, f"result{number}").write_text(f"{state} {values}")
 
 
 def half() -> bool:
@@ -74,7 +74,7 @@ def half() -> bool:
     return all(Path(os.environ[name]).is_socket() for name in names)
 
 
-def work(directory: str) -> int:
+def work(directory: str, count: int) -> int:
     """Be a worker: rank 1 of the first cycle fails, its peers wait to be stopped."""
     import contextlib
     import signal
@@ -87,7 +87,7 @@ def work(directory: str) -> int:
     if str(first.readlink()) == port:
         if rank == "1":
             # A node that comes when the job is over would look for its store in vain.
-            wait_for_nodes(Path(directory), int(os.environ["TEST_NODES"]))
+            wait_for_nodes(Path(directory), count)
             return 3
         # Its agent may be killed: then nobody stops it.
         signal.sigtimedwait([signal.SIGTERM], 120)
@@ -109,4 +109,7 @@ def wait_for_nodes(directory: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(work(sys.argv[2]) if sys.argv[1] == "worker" else serve_node())
+    if sys.argv[1] == "worker":
+        sys.exit(work(sys.argv[2], int(sys.argv[3])))
+    for job in sys.argv[3:]:
+        serve_node(*job.split(":", 3), *sys.argv[1:3])
