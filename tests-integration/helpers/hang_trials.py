@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random hangs in one job, a hang for each cycle: whom does the record blame?
+"""Random hangs in one job, a hang for each cycle, the last too: whom does the record blame?
 
 The ranks are `hanging_rank.py`: real DDP over gloo, with the data loaded outside the section
 `step` and a limit outside sections that is longer than that of the step, so that the limit of a
@@ -93,7 +93,7 @@ def run_on_one_node(folder: Path, trials: Sequence[Trial], ranks: int) -> list[V
     write_plans(folder, trials)
     command = [
         *(sys.executable, "-m", LAUNCHER, "--standalone", "--nproc-per-node", str(ranks)),
-        *("--max-restarts", str(len(trials)), "--log-dir", str(folder), *flags()),
+        *("--max-restarts", str(len(trials) - 1), "--log-dir", str(folder), *flags()),
         *(str(PROGRAM), str(folder)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -113,7 +113,7 @@ def run_on_hosts(folder: Path, trials: Sequence[Trial], hosts: int) -> list[Verd
     with Network(hosts, keep=[folder], clocks_apart=True) as network:
         job = NodesJob(network, folder)
         write_plans(job.shared, trials)
-        more = ["--max-restarts", str(len(trials))]
+        more = ["--max-restarts", str(len(trials) - 1)]
         job.start(program=PROGRAM, flags=[*flags(), *more])
         job.wait(CYCLE_S * (len(trials) + 1))
         return verdicts(job.events_folder, trials)

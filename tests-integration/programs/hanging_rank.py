@@ -4,9 +4,8 @@
     hanging_rank.py FOLDER
 
 FOLDER has `plans.json`, a list with an entry for each cycle: `victim` (global rank), `kind`,
-`place` (`load`,
-outside all sections, or `step`) and `step`. A cycle without an entry trains to the end. The shape
-is that of the guide's example: data is loaded outside the section `step`.
+`place` (`load`, outside all sections, or `step`) and `step`. The shape is that of the guide's
+example: data is loaded outside the section `step`.
 """
 
 import ctypes
@@ -93,10 +92,9 @@ KINDS = {
 
 
 def plan_of_this_cycle(folder):
-    """Return this cycle's entry, or one that concerns no rank."""
+    """Return this cycle's entry."""
     plans = json.loads((Path(folder) / "plans.json").read_text(encoding="utf-8"))
-    cycle = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    return plans[cycle] if cycle < len(plans) else {"victim": -1}
+    return plans[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 
 
 def load(step, rank):

@@ -51,7 +51,7 @@ def test_garbage_is_answered(service, mode):
     schema = schemathesis.openapi.from_dict(described)
     generation = schemathesis.GenerationMode(mode)
     settings = hypothesis.settings(
-        max_examples=30,
+        max_examples=15,
         deadline=None,
         database=None,
         derandomize=True,

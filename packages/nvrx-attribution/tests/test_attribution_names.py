@@ -4,6 +4,7 @@
 import ast
 import asyncio
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -57,18 +58,22 @@ def table():
     return [(module, name, test) for module, names in rows.items() for name, test in names.items()]
 
 
+source_of = functools.cache(inspect.getsource)  # it parses the whole file each time
+
+
 def resolve(module, name):
     """Return what a name of a module stands for; `Class.member` is allowed."""
     found = importlib.import_module(f"nvidia_resiliency_ext.{module}")
     for part in name.split("."):
         if dataclasses.is_dataclass(found) and part in found.__dataclass_fields__:
             return found.__dataclass_fields__[part]
-        if isinstance(found, type) and f"self.{part} = " in inspect.getsource(found):
+        if isinstance(found, type) and f"self.{part} = " in source_of(found):
             return part
         found = getattr(found, part)
     return found
 
 
+@functools.cache
 def sources(file):
     """Return the source of each test of a file, with its decorators."""
     text = (HERE / file).read_text()
@@ -85,12 +90,10 @@ def sources(file):
 
 def test_each_public_name_has_a_test():
     """Every name of the table exists, its test exists and calls it; the package's are all there."""
-    known = {}
     for module, name, test in table():
         assert resolve(module, name) is not None
         file, _, function = test.partition("::")
-        tests = known.setdefault(file, sources(file))
-        assert name.rpartition(".")[2] in tests[function], f"{test} does not name {name}"
+        assert name.rpartition(".")[2] in sources(file)[function], f"{test} does not name {name}"
     listed = {name.partition(".")[0] for _, name, _ in table()}
     assert set(_api.__all__) <= listed
 

@@ -47,6 +47,11 @@ def until(condition):
 """
 
 
+def in_lines(answers):
+    """Return answers of the driver as the text of the file from which it takes them."""
+    return "".join(f"{key} {value}\n" for key, value in answers.items())
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Build the driver once for all tests of this module."""
@@ -64,7 +69,7 @@ def run(request, library, tmp_path):
     def run(program, answers=HEALTHY, **environment):
         control, calls = tmp_path / "control", tmp_path / "calls"
         calls.unlink(missing_ok=True)
-        control.write_text("".join(f"{key} {value}\n" for key, value in answers.items()))
+        control.write_text(in_lines(answers))
         hidden = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NVRX_EXPECTED_GPUS")
         env = {k: v for k, v in os.environ.items() if k not in hidden}
         env |= library.environment()
@@ -122,23 +127,42 @@ def test_calls_run_where_they_should(run) -> None:
     assert len(pids) == 1
 
 
+VERDICTS = [
+    ({f"field.1.{RECOVERY}": 1}, "unhealthy", "GPU 1: the driver asks to reset"),
+    ({"gone.1": 15}, "unhealthy", "GPU is lost"),
+    ({"count": 0}, "skipped", "no GPU"),
+    ({"return.nvmlDeviceGetFieldValues": 4242}, "unhealthy", "4242"),
+]
+
+
+def test_verdicts(run) -> None:
+    """What the driver says becomes the right verdict, in words that name it."""
+    program = """
+path, found = os.environ["FAKE_NVML_CONTROL"], []
+for answers in json.loads(os.environ["ANSWERS"]):
+    with open(path + ".x", "w") as file:
+        file.write(answers)
+    os.replace(path + ".x", path)
+    found.append(gpu())
+print(json.dumps(found))"""
+    answers = [in_lines({**HEALTHY, **changes}) for changes, _, _ in VERDICTS]
+    found = run(program, ANSWERS=json.dumps(answers))
+    for (_, wanted, words), (status, reason) in zip(VERDICTS, found, strict=True):
+        assert (status, words in reason) == (wanted, True), found
+
+
 @pytest.mark.parametrize(
-    ("changes", "status", "words"),
+    ("changes", "wanted", "words"),
     [
-        ({f"field.1.{RECOVERY}": 1}, "unhealthy", "GPU 1: the driver asks to reset"),
         ({"return.nvmlInit": 9}, "skipped", "Driver Not Loaded"),
         ({"return.nvmlInit": 18}, "unhealthy", "version mismatch"),
-        ({"gone.1": 15}, "unhealthy", "GPU is lost"),
         ({"driver": "550.54"}, "skipped", "older than 570"),
-        ({"count": 0}, "skipped", "no GPU"),
-        ({"return.nvmlDeviceGetFieldValues": 4242}, "unhealthy", "4242"),
     ],
 )
-def test_verdicts(run, changes, status, words) -> None:
-    """What the driver says becomes the right verdict, in words that name it."""
-    found = run("print(json.dumps(gpu()))", {**HEALTHY, **changes})
-    assert found[0] == status
-    assert words in found[1]
+def test_verdicts_about_a_session_that_begins(run, changes, wanted, words) -> None:
+    """So does what it says once, at the start."""
+    status, reason = run("print(json.dumps(gpu()))", {**HEALTHY, **changes})
+    assert (status, words in reason) == (wanted, True), reason
 
 
 def test_hung_driver(run) -> None:
@@ -283,7 +307,7 @@ def test_command_line(library, tmp_path) -> None:
         )
         return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
-    control.write_text("".join(f"{key} {value}\n" for key, value in HEALTHY.items()))
+    control.write_text(in_lines(HEALTHY))
     code, results = program("--checks", "gpu,nvlink", "--expected-gpus", "2")
     assert code == 0
     assert [(each["name"], each["status"]) for each in results] == [

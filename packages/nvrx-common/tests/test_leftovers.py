@@ -2,12 +2,12 @@
 """The guard against leftovers, which all packages' tests have, does fail tests."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import leftovers
-import pytest
 
 CONFTEST = """
 import leftovers
@@ -24,6 +24,16 @@ LEAKS = {
     "socket": "keep.append(socket.socketpair())",
     "run directory": "keep.append(RunDir.create('leak'))",
     "shared memory": "keep.append(open(f'/dev/shm/leak-{os.getpid()}', 'w'))",
+}
+# The look that sees it first.
+LOOKS = {
+    "zombie": "children",
+    "process": "children",
+    "grandchild": "marked_processes",
+    "thread": "threads",
+    "socket": "descriptors",
+    "run directory": "run_directories",
+    "shared memory": "shared_memory",
 }
 PREAMBLE = """
 import os, socket, subprocess, threading, time
@@ -48,12 +58,12 @@ def test_clean():
 """
 
 
-@pytest.mark.parametrize("kind", LEAKS)
-def test_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
-    """A test that leaves this behind fails, and the message says what it left."""
+def test_leaks_fail_their_tests(tmp_path: Path) -> None:
+    """A test that leaves one of these behind fails, alone, and the message says what it left."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    program = PREAMBLE.format(leak=LEAKS[kind]) + EPILOGUE
-    (tmp_path / "test_leak.py").write_text(program)
+    for kind, leak in LEAKS.items():
+        program = PREAMBLE.format(leak=leak) + EPILOGUE
+        (tmp_path / f"test_{kind.replace(' ', '_')}.py").write_text(program)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path)],
@@ -62,8 +72,18 @@ def test_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
         check=False,
         timeout=150,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(leftovers.__file__).parent)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(leftovers.__file__).parent),
+            "COLUMNS": "300",  # the summary has whole messages
+        },
     )
-    assert "the test left behind" in result.stdout, result.stdout + result.stderr
-    assert "test_leak.py::test_leak" in result.stdout
+    said = result.stdout + result.stderr
+    failures = re.findall(
+        r"^ERROR (\S+) - .*the test left behind: (\w+): ", result.stdout, re.MULTILINE
+    )
+    assert dict(failures) == {
+        f"test_{kind.replace(' ', '_')}.py::test_leak": look for kind, look in LOOKS.items()
+    }, said
+    assert f"{2 * len(LEAKS)} passed, " in said
     assert result.returncode == 1

@@ -2,7 +2,9 @@
 """A dump of the flight recorder is saved under the rank's name, with the health of its devices."""
 
 import json
+import os
 import pickle
+import signal
 import stat
 import subprocess
 import sys
@@ -150,7 +152,8 @@ def test_with_torch(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "import torch, torch.distributed as dist\n"
         "from nvidia_resiliency_ext.shared_utils.trace_collector import *\n"
-        "rank = int(os.environ['RANK'])\n"
+        "rank = int(os.fork() == 0)\n"
+        "os.environ['RANK'] = str(rank)\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store',\n"
         "                        rank=rank, world_size=2)\n"
         "dist.barrier()\n"
@@ -159,30 +162,24 @@ def test_with_torch(tmp_path: Path) -> None:
         "    print(TorchFRTraceCollector(sys.argv[1], checks={}).collect(), flush=True)\n"
         "    open(sys.argv[1] + '/taken', 'w').close()\n"
         "    work.wait()\n"
-        "    while not os.path.exists(sys.argv[1] + '/reduced'): time.sleep(0.01)\n"
+        "    assert os.wait()[1] == 0\n"
         "else:\n"
         "    while not os.path.exists(sys.argv[1] + '/taken'): time.sleep(0.01)\n"
         "    dist.all_reduce(torch.ones(7))\n"
-        "    open(sys.argv[1] + '/reduced', 'w').close()\n"
         # Now and then torch aborts at the interpreter's end while a thread of gloo runs.
         "os._exit(0)\n"
     )
-    import os
-
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "out")],
-            env={**os.environ, "RANK": str(rank), "TORCH_FR_BUFFER_SIZE": "100"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    dump = json.loads(Path(outputs[0][0].strip()).read_text())
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "out")],
+        env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as ranks:  # fmt: skip
+        try:
+            output, errors = ranks.communicate(timeout=150)
+        finally:
+            if ranks.poll() is None:
+                os.killpg(ranks.pid, signal.SIGKILL)
+    assert ranks.returncode == 0, errors
+    dump = json.loads(Path(output.strip()).read_text())
     active = [each for each in dump["entries"] if each["input_sizes"] == [[7]]]
     assert [each["profiling_name"] for each in active] == ["gloo:all_reduce"]
