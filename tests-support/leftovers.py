@@ -7,7 +7,6 @@ A conftest names the looks that its tests need: `_guard = leftovers.guard(leftov
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import re
@@ -28,8 +27,7 @@ _older: set[str] = set()
 Look = Callable[[], Mapping[object, str]]
 
 _GRACE_S = 5.0
-_TESTS_BETWEEN_COLLECTIONS = 200
-_tests = itertools.count(1)
+_FROZEN_BY_PYTHON = 10_000  # and more: Python 3.12 begins with 375
 _MARK = "NVRX_TEST_MARK"
 _SHM = "/dev/shm"
 _PROCESS_LOOKS = ("children:", "marked_processes:")
@@ -124,23 +122,14 @@ def shared_memory() -> dict[object, str]:
     }
 
 
-def _set_aside_what_is_older() -> None:
-    """Let collections look at what the test makes only: all that torch has made takes 0.5 s each.
-
-    What has become garbage since is collected now and then.
-    """
-    if next(_tests) % _TESTS_BETWEEN_COLLECTIONS == 0:
-        gc.unfreeze()
-        gc.collect()
-    gc.freeze()
-
-
 def guard(*looks: Look, grace_s: float = _GRACE_S) -> Any:
     """Return a fixture that fails each test after which one of the looks shows something new."""
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-        _set_aside_what_is_older()
+        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+            # All that is loaded, torch and the tests: a collection takes 0.5 s with it.
+            gc.freeze()
         before = _seen(looks)
         _older.clear()
         _older.update(_numbers())

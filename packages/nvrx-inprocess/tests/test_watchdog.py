@@ -204,21 +204,11 @@ def test_a_monitor_process_takes_the_stamps_of_a_progress_watchdog() -> None:
         monitor._page.close()
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """Undo for a test what the test run has frozen."""
-    was_frozen = gc.get_freeze_count() > 10_000
-    gc.unfreeze()
-    yield
-    if was_frozen:
-        gc.freeze()
-
-
-@pytest.mark.usefixtures("nothing_frozen")
 def test_old_objects_are_frozen_where_python_itself_has_frozen_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python 3.12 begins with 375 frozen objects: a restart must not search all of torch for it."""
+    gc.unfreeze()  # the tests' guard froze them
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
     with watchdog_module.old_objects_frozen():
         monkeypatch.undo()
