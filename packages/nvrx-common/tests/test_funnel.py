@@ -7,13 +7,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_files import PREFIX_BYTES, Hung, largest_file, make_large
 
-from nvidia_resiliency_ext.shared_utils._funnel.server import files
+from nvidia_resiliency_ext.shared_utils._funnel.server import files, queue
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place, Roots, ledger_name
+from nvidia_resiliency_ext.shared_utils._funnel.server.files import (
+    LogFile,
+    Place,
+    Roots,
+    ledger_name,
+)
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
@@ -714,6 +720,35 @@ def test_fsync_policies(rigs, monkeypatch: pytest.MonkeyPatch, policy: str) -> N
     if policy == "interval":
         assert synced.wait(WAIT_S)
     assert synced.is_set() == (policy != "never")
+
+
+def test_file_closed_for_another_is_synced(rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `interval`, a file that is closed early has been synced: nobody does so later."""
+    monkeypatch.setattr(queue, "_SYNC_S", 1000.0)
+    synced = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda _descriptor: synced.set())
+    rig = rigs(fsync="interval", max_open_files=1)
+    for number in range(2):
+        rig.offer(rig.source(), f"{number}.log", b"x\n")
+    assert synced.wait(WAIT_S)
+
+
+def test_bug_in_writing_one_file_is_survived(rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose writing fails in an unforeseen way is tried again, as after an error."""
+    failures = iter([ValueError("unforeseen")])
+    original = LogFile.append
+
+    def append(log: LogFile, *args: Any, **options: Any) -> None:
+        for failure in failures:
+            raise failure
+        original(log, *args, **options)
+
+    monkeypatch.setattr(LogFile, "append", append)
+    rig = rigs()
+    source = rig.source()
+    rig.offer(source, "x.log", b"x\n")
+    assert rig.settle(source)
+    assert rig.read("x.log") == b"x\n"
 
 
 def test_clock_that_jumps_changes_nothing(rigs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,22 @@ def test_connects_before_the_first_line(
     peer.wait_for_calls(1)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_flush_ends_with_its_sender_thread(
+    start_peer: Callable[..., FunnelPeer], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush without a deadline does not wait for a sender thread that a bug has ended."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(SendBuffer, "_make_call", fail)
+    target = connect(start_peer().endpoint).open("/logs/job.log")
+    target.write(b"a line\n")
+    with pytest.raises(DeadlineExceededError):
+        target.flush(None)
+
+
 def test_many_threads(
     start_peer: Callable[..., FunnelPeer], connect: Connect, tmp_path: Path
 ) -> None:

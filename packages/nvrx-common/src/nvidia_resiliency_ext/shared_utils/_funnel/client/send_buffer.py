@@ -350,7 +350,7 @@ class SendBuffer:
             stream.is_urgent = True
             self._work.notify_all()
             while self._refusal is None and not stream.is_done(upto):
-                if deadline.expired() or self._is_stopped:
+                if deadline.expired() or self._is_stopped or self._sender_has_ended:
                     left = stream.unconfirmed
                     message = (
                         f"{left.lines} lines ({left.size} bytes) for {self.path} are not"

@@ -261,8 +261,13 @@ class Queue:
                     self._work.wait()
                     self._idle_writers -= 1
                 target = self._ready.popleft()
-            # One target's bug must not stop all others.
-            _guarded(lambda target=target: self._serve(target))  # type: ignore[misc]
+            try:
+                self._serve(target)
+            except Exception as error:
+                # One target's bug must not stop all others, nor hold its file for ever.
+                _logger.exception("writing %r failed in an unforeseen way", target.path)
+                self._close_log(target)
+                self._on_error(target, OSError(f"{type(error).__name__}: {error}"))
 
     def _serve(self, target: Target) -> None:
         """Write what waits for a target; in a writer's thread, which alone has it."""
@@ -293,7 +298,7 @@ class Queue:
                 return
 
     def _serve_idle(self, target: Target) -> None:
-        if target.is_unsynced and target.log is not None and not target.is_closing:
+        if target.is_unsynced and target.log is not None:
             target.is_unsynced = False
             target.log.sync()
         if target.is_closing:
