@@ -259,8 +259,9 @@ class LineReader:
                 return text
         levels = (value[k] for k in _JSON_LEVEL if isinstance(value.get(k), str))
         line.is_no_error = any(level.lower() in _LOW_LEVELS for level in levels)
-        labels = value.get("labels") or value.get("kubernetes") or {}
-        for source in (value, labels if isinstance(labels, dict) else {}):
+        sources = [value]
+        for source in sources:
+            sources += [v for v in source.values() if isinstance(v, dict)]
             node = next((source[k] for k in _JSON_NODE if isinstance(source.get(k), str)), None)
             line.node = line.node or node
             rank = next((source[key] for key in _JSON_RANK if key in source), None)
