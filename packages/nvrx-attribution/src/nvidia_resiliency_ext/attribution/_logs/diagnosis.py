@@ -243,7 +243,7 @@ def _may_be_same(one: Event, other: Event) -> bool:
 
 
 def _ranks_of(found: Diagnosis, fault: Event, scan: ScanResult) -> tuple[set[int], set[int]]:
-    """Set the rank of a fault as its lines say it; return the job's known ranks, and the fault's."""
+    """Set the rank of a fault as its lines say it; return the ranks of the job and of the fault."""
     known, ranks = scan.ranks, set(fault.ranks)
     found.rank = fault.first.rank
     if not ranks and fault.first.local_rank is None and len(known) < _LEAST_REPORTERS:
