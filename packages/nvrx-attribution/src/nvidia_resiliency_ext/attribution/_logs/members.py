@@ -104,8 +104,9 @@ class Members:
         votes: Counter[int] = Counter()
         for _, text in [each for each in self._sample if each[0] > line][:_MOST_FOLLOWING]:
             rank = LineReader().read(text.encode()).rank
-            others = self._named(text) - {self._writer(text) if rank is None else rank}
-            if len(others) == 1:
+            writer = self._writer(text) if rank is None else rank
+            others = self._named(text) - {writer}
+            if writer is not None and len(others) == 1:
                 votes.update(others)
         first, second = [*votes.most_common(2), (0, 0), (0, 1)][:2]
         return first[0] if first[1] > max(1, second[1]) else None

@@ -110,14 +110,13 @@ def epoch_in(raw: bytes) -> int | None:
     return None if epoch is None else int(float(epoch[1]) * 10_000)
 
 
-def counted(lines: Sequence[str]) -> list[int]:
-    """Return which lines repeat an earlier one with a count that has grown.
+def counted(lines: Sequence[str]) -> set[int]:
+    """Return which lines repeat an earlier one with a number that has grown: other words for steps.
 
-    Trainers that print steps in words of their own are known by that: the words stay, one number
-    grows. Without a word for steps it has to be beside a measurement, such as a loss.
+    Where none of these words is a usual one, the number has to be beside a measurement.
     """
     newest: dict[tuple[str, int], int] = {}
-    found = []
+    found = set()
     for index, text in enumerate(lines):
         if _NOT_COUNTED.search(text):
             continue
@@ -126,12 +125,11 @@ def counted(lines: Sequence[str]) -> list[int]:
             count = int(match[2].replace(",", ""))
             before = newest.get((shape, place), count)
             newest[shape, place] = max(count, before)
-            is_step = _COUNTED.search(match[1]) is not None
-            if match[1].lower().endswith(("rank", "worker")):
+            is_usual = _COUNTED.search(match[1]) is not None
+            if match[1].lower() in {"rank", "worker"} or count <= before:
                 continue
-            if count > before and (is_step or (before >= _LEAST_COUNT and _DECIMAL.search(text))):
-                found.append(index)
-                break
+            if is_usual or (before >= _LEAST_COUNT and _DECIMAL.search(text)):
+                found.add(index)
     return found
 
 
