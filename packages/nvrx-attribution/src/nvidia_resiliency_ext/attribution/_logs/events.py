@@ -35,6 +35,7 @@ __all__ = [
     "ScanResult",
 ]
 
+_Raw = bytes  # a class below has an attribute `bytes`
 # In the place of a rule's id, for a line whose words alone tell its code.
 GUESSED = "wording"
 
@@ -183,8 +184,8 @@ class ScanResult:
     departed_ranks: set[int] = field(default_factory=set)
     year: int = NO_YEAR
     places: set[tuple[str | None, int]] = field(default_factory=set)
-    head: bytes = b""
-    tail: bytes = b""
+    head: _Raw = b""
+    tail: _Raw = b""
 
     def sample(self) -> list[tuple[int, str]]:
         """Return number and text of the first and last lines."""
