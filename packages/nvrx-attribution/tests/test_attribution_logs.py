@@ -384,12 +384,12 @@ def test_failures_written_without_knowing_the_rules():
     shares = {name: count / len(cases) for name, count in right.items()}
     assert shares["code"] >= 0.95, shares
     assert shares["action"] >= 0.98, shares
-    assert shares["rank"] >= 0.95, shares
+    assert shares["rank"] >= 0.97, shares
     assert stopped == []
 
 
 @pytest.mark.parametrize(
-    ("writer", "code", "action", "rank"), [("fg", 0.8, 0.88, 0.7), ("fh", 0.93, 0.98, 0.85)]
+    ("writer", "code", "action", "rank"), [("fg", 0.8, 0.9, 0.86), ("fh", 0.93, 0.98, 0.95)]
 )
 def test_failures_that_nothing_was_made_for(writer, code, action, rank):
     """Logs of two more writers, for which no rule or word was mended, keep their share of right ones."""
@@ -436,6 +436,69 @@ XID = "n1 kernel: NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n"
 def test_rank_of_a_line_that_another_wrote(text, rank):
     """A fault that a supervisor or the kernel reports is that of the rank it happened to."""
     assert verdict_of(text).first_fault.rank == rank
+
+
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB\n"
+LABELLED = {
+    "word": "sail 7 ready\nsail 2 ready\nsail 2 {fault}sail 7 lost touch with 2\n",
+    "name and mark": "[kiln/0] lit\n[oven/5] lit\n[kiln/5] {fault}[oven/0] no reply from 5\n",
+    "key": '{"ts":"10:00:01","src":"a","lane":9,"n":4}\n{"ts":"10:00:02","src":"a","lane":3,"n":4}\n'
+    '{"ts":"10:00:03","src":"a","lane":9,"text":"{fault}"}\n',
+    "number first": "06| up\n01| up\n06| {fault}01| partner of 06 closed\n",
+    "report": "berth/4 up\nberth/1 up\nharbour: card of crew 4: {fault}berth/1 waits for 4\n",
+    "blame of others": "cask 3 up\ncask 8 up\n{fault}cask 3 has lost 8\ncask 1 has lost 8\n",
+}
+SHOWN = {
+    "word": 2,
+    "name and mark": 5,
+    "key": 9,
+    "number first": 6,
+    "report": 4,
+    "blame of others": 8,
+}
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_ranks_that_no_prefix_says(kind):
+    """Numbers at the begin of lines that go up and down are those of the ranks that write them."""
+    fault = OOM.strip() if kind == "key" else OOM
+    assert verdict_of(LABELLED[kind].replace("{fault}", fault)).first_fault.rank == SHOWN[kind]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lap 20 took 3 s\nlap 21 took 3 s\nlap 21 {fault}lap 21 is the last\n",
+        "oak3 up\n[4] lit\n{fault}",
+        "cask 3 up\ncask 8 up\n{fault}cask 3 has lost 8\ncask 8 has lost 3\n",
+    ],
+    ids=["counter", "host", "two accused"],
+)
+def test_unclear_numbers_name_no_rank(text):
+    """A number that may be a counter or a host's, and members that accuse each other, say no rank."""
+    assert verdict_of(text.replace("{fault}", OOM)).first_fault.rank is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "action"),
+    [
+        ("round 4 merged\nround 5 merged\n", "RESTART"),
+        ("chunk 1,204 eaten, bits 1.31\nchunk 1,205 eaten, bits 1.30\n", "RESTART"),
+        ("block 2 built in 1.31 s\nblock 3 built in 1.30 s\n", "STOP"),
+        ("shard 104 read, 1.31 s\nshard 105 read, 1.30 s\n", "STOP"),
+        ("10:00:01.5 warm\n10:00:02.7 warm\n", "STOP"),
+    ],
+    ids=["word", "measured", "building", "loading", "clock"],
+)
+def test_growing_counts_are_steps(lines, action):
+    """Steps in words of a tool's own count: a line comes again and its number has grown."""
+    assert verdict_of(lines + "[rank1]: " + OOM).action == action
+
+
+def test_one_report_of_a_timeout_accuses_its_writer():
+    """Who is told to dump is not behind when only one rank has reported a timeout."""
+    told = "[rank5]: Received a dump signal due to a collective timeout from rank 2\n"
+    assert verdict_of(TIMEOUT + told).first_fault.rank == 2
 
 
 OWN_WORDS = "[rank1]: nodeguard: card 3 vanished from PCIe, lspci shows rev ff\n"

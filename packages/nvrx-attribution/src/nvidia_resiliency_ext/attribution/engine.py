@@ -179,7 +179,6 @@ class LogScanner:
             count_repeats(now, self._earlier),
             self._policy,
             had_steps=had_steps,
-            is_single=len(scan.ranks) <= 1 and (scan.world_size or 1) <= 1,
         )
         confidence = found.confidence
         if found.code == "unknown":

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.attribution._logs.dialects import NO_YEAR
+from nvidia_resiliency_ext.attribution._logs.events import ABOUT_A_RANK
+from nvidia_resiliency_ext.attribution._logs.members import Members, named_members
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +41,6 @@ _SYMPTOMS = {
     "host.sigkill": 0.3,
     "sched.sigterm": 0.3,
 }
-_MEMBER = re.compile(
-    r"(?<!data )(?<!loader )(?<!reader )"
-    r"\b(?:rank|r|member|trainer|replica|learner|proc|process|wkr|worker|w)[ =:#-]{0,2}(\d{1,6})\b",
-    re.IGNORECASE,
-)
 _ENDED_BY_OTHERS = frozenset({0, -15, 143})
 _ENDS = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "unknown"})
 _COMPLAINTS = frozenset({"root", "either", "cascade"})
@@ -70,6 +67,7 @@ class Diagnosis:
         fingerprint: Same for the same fault in another attempt.
         recovered: Events that the job survived.
         contained: The device contained the fault: no node is blamed.
+        is_single: The job has one rank, or the log names none.
     """
 
     code: str = "unknown"
@@ -84,6 +82,7 @@ class Diagnosis:
     fingerprint: str = ""
     recovered: set[int] = field(default_factory=set)
     contained: bool = False
+    is_single: bool = True
 
 
 def diagnose(
@@ -243,12 +242,24 @@ def _may_be_same(one: Event, other: Event) -> bool:
     return not nodes or not other_nodes or bool(nodes & other_nodes)
 
 
-def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event]) -> None:
-    world = scan.world_size or (max(scan.ranks) + 1 if scan.ranks else len(scan.places))
-    ranks = set(fault.ranks)
+def _ranks_of(found: Diagnosis, fault: Event, scan: ScanResult) -> tuple[set[int], set[int]]:
+    """Set the rank of a fault as its lines say it; return the ranks of the job and of the fault."""
+    known, ranks = scan.ranks, set(fault.ranks)
     found.rank = fault.first.rank
-    if found.rank is None and len(ranks) == 1:
+    if not ranks and fault.first.local_rank is None and len(known) < _LEAST_REPORTERS:
+        # No prefix says ranks: the numbers of the lines themselves may.
+        members = Members(scan)
+        known, ranks = members.numbers, members.writers_like(fault.first.raw)
+        found.rank = members.member_of(fault.first.raw, is_report=fault.code in ABOUT_A_RANK)
+    elif found.rank is None and len(ranks) == 1:
         (found.rank,) = ranks  # the first line of it has no prefix
+    return known, ranks
+
+
+def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event]) -> None:
+    known, ranks = _ranks_of(found, fault, scan)
+    world = scan.world_size or (max(known) + 1 if known else len(scan.places))
+    found.is_single = len(known) <= 1 and (scan.world_size or 1) <= 1
     found.node = fault.first.node or scan.node_map.node_of(found.rank)
     if found.rank is None and fault.first.local_rank is not None:
         found.rank = scan.node_map.rank_of(found.node, fault.first.local_rank)
@@ -282,7 +293,8 @@ def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int |
 
     It is the first one that other lines about the same fault name; else the only one that ended
     by itself, or that others say has left; else the next one that complains at the same moment;
-    else the only member, process or worker with a number that the line itself speaks of.
+    else the only member, process or worker with a number that the line itself speaks of; else the
+    one that most of the others speak of afterwards.
     """
     near = [e for e in scan.events if not (node and e.nodes and node not in e.nodes)]
     same = next((e for e in near if e.code == fault.code and e.first.rank is not None), None)
@@ -296,8 +308,8 @@ def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int |
         lines = event.first.line - fault.first.line
         if event.role in _COMPLAINTS and len(event.ranks) == 1 and 0 < lines <= _SAME_LINES:
             return event.first.rank if _distance_s(fault, event) <= _SAME_MOMENT_S else None
-    members = {int(match[1]) for match in _MEMBER.finditer(fault.first.text)}
-    return members.pop() if len(members) == 1 else None
+    named = named_members(fault.first.text)
+    return named.pop() if len(named) == 1 else Members(scan).blamed(fault.first.line)
 
 
 def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:
@@ -313,7 +325,7 @@ def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:
         lowest = min(seqs.values())
         behind = sorted(rank for rank, seq in seqs.items() if seq == lowest)
         found.suspects = tuple(behind) if len(behind) < len(seqs) / 2 else ()
-    elif scan.dump_signal_ranks - reporters and len(scan.dump_signal_ranks - reporters) < world / 2:
+    elif len(reporters) > 1 and 0 < len(scan.dump_signal_ranks - reporters) < world / 2:
         found.suspects = tuple(sorted(scan.dump_signal_ranks - reporters))
     if len(found.suspects) == 1:
         found.rank = found.suspects[0]

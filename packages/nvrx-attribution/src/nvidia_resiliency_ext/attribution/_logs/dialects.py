@@ -68,17 +68,12 @@ _PREFIXES = tuple(
         ),
         ("A", r"(?:stdout|stderr) [FP] "),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}) (?:\| )?r(?P<rank>\d{1,7}) \| "),
-        ("A", r"[rw](?P<rank>\d{1,7})(?:: | (?=[A-Za-z]))"),
         ("[", r"\[(?P<rank>\d{1,7})\]:? (?=\d{4}-\d\d-\d\d)"),
         ("A", r"(?:[Rr](?:ank)?|worker-)0*(?P<rank>\d{1,7})(?:/\w{1,8})? ?(?:>>?|\|) ?(?=\S)"),
-        ("A", r"(?:global_)?rank=(?P<rank>\d{1,7})(?: local_rank=(?P<local>\d{1,3}))?:? (?=\S)"),
         ("A", r"(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3}) (?=\[R\d)"),
-        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62})/\d{1,3} \(global (?P<rank>\d{1,7})\):? "),
         ("A", r"(?P<node>[A-Za-z](?=[\w.-]*\d)[\w.-]{0,62}): (?=\[rank\d)"),
         ("(", r"\((?:global )?rank[= ](?P<rank>\d{1,7})\):? "),
         ("(", r"\([A-Za-z][\w.-]{0,62} pid=\d{1,9}(?:, ip=[^)]{1,60})?\) "),
-        ("A", r"(?P<node>[A-Za-z][\w.-]{0,62})/rank(?P<rank>\d{1,7})> ?(?=\S)"),
-        ("[", r"\[w(?P<rank>\d{1,7})\]:? (?=\S)"),
         (
             "|",
             r"\|\s*(?:(?P<low>DEBUG|INFO|NOTICE)|WARNING|ERROR|CRITICAL|FATAL)\s*(?=\|)",
@@ -259,8 +254,9 @@ class LineReader:
                 return text
         levels = (value[k] for k in _JSON_LEVEL if isinstance(value.get(k), str))
         line.is_no_error = any(level.lower() in _LOW_LEVELS for level in levels)
-        labels = value.get("labels") or value.get("kubernetes") or {}
-        for source in (value, labels if isinstance(labels, dict) else {}):
+        sources = [value]
+        for source in sources:
+            sources += [v for v in source.values() if isinstance(v, dict)]
             node = next((source[k] for k in _JSON_NODE if isinstance(source.get(k), str)), None)
             line.node = line.node or node
             rank = next((source[key] for key in _JSON_RANK if key in source), None)

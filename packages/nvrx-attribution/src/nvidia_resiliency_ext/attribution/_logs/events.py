@@ -17,13 +17,14 @@ from nvidia_resiliency_ext.attribution._logs.dialects import (
     rank_in_digits,
 )
 from nvidia_resiliency_ext.attribution._logs.nodes import NodeMap
-from nvidia_resiliency_ext.attribution._logs.progress import Progress
+from nvidia_resiliency_ext.attribution._logs.progress import Progress, counted
 from nvidia_resiliency_ext.attribution._logs.registry import Rule, letters
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.attribution._logs.registry import Registry
 
 __all__ = [
+    "ABOUT_A_RANK",
     "GUESSED",
     "MOST_RANKS",
     "Block",
@@ -34,6 +35,7 @@ __all__ = [
     "ScanResult",
 ]
 
+_Raw = bytes  # a class below has an attribute `bytes`
 # In the place of a rule's id, for a line whose words alone tell its code.
 GUESSED = "wording"
 
@@ -59,7 +61,7 @@ _EXIT_BLOCK_LINES = 5
 _LOCAL = re.compile(r"local_rank:?\s*(\d{1,3})")
 _SEQ = re.compile(r"SeqNum=(\d{1,12})|last enqueued(?: NCCL)? work:? (\d{1,12})")
 # Lines about the end of a rank, or about the odd one among ranks, name it, whoever wrote them.
-_ABOUT_A_RANK = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "hang.heartbeat"})
+ABOUT_A_RANK = frozenset({"host.exit_nonzero", "host.sigkill", "host.segfault", "hang.heartbeat"})
 _SUBJECT = re.compile(r"\b(?:(?:[Rr]ank|RANK|[Ww]orker)[ =:#]{1,2}|r)(\d{1,7})\b")
 _DID = re.compile(
     r"(?<![\w.])(\d{1,7}(?:[-,]\d{1,7})*) (?:called|issued|ran|runs|entered|posted|started|sent|"
@@ -94,6 +96,7 @@ class Occurrence:
     node: str | None
     gpu: str | None
     text: str
+    raw: str
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +166,8 @@ class ScanResult:
         departed_ranks: Ranks that others said to have left.
         places: (node, local rank) of writers whose rank no line says.
         year: Of the newest line that had one.
+        head: Begin of the log.
+        tail: End of the log, as far as it was scanned.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -179,6 +184,16 @@ class ScanResult:
     departed_ranks: set[int] = field(default_factory=set)
     year: int = NO_YEAR
     places: set[tuple[str | None, int]] = field(default_factory=set)
+    head: _Raw = b""
+    tail: _Raw = b""
+
+    def sample(self) -> list[tuple[int, str]]:
+        """Return number and text of the first and last lines."""
+        tail = self.tail.split(b"\n")
+        first = self.lines - len(tail) + 2 if tail[-1:] == [b""] else self.lines - len(tail) + 1
+        head = self.head.split(b"\n")[: max(0, first - 1)]
+        numbered = [*enumerate(head, 1), *enumerate(tail, first)]
+        return [(number, line.decode("utf-8", "replace")) for number, line in numbered]
 
 
 class Block:
@@ -351,7 +366,9 @@ class EventTable:
         progress = self.result.progress
         found.at.byte = place.byte()
         event = Event(rule, found.code, found.role, found.at, progress.mark(), progress.phase)
-        event.steps_before = progress.last_step is not None
+        event.steps_before = progress.last_step is not None or bool(
+            counted(place.lines_before(_BACK_LINES))
+        )
         event.xid, event.exit_code = found.xid, found.exit_code
         event.phase = rule.phase or event.phase
         self._describe(event, line, place)
@@ -414,13 +431,14 @@ def _occurrence(line: Line, place: LinePlace) -> Occurrence:
     return Occurrence(
         *(place.number, -1, line.time_s, line.rank, line.local_rank, line.node, line.gpu),
         line.text[:_TEXT],
+        place.block.raw[place.index][:_TEXT].decode("utf-8", "replace"),
     )
 
 
 def _named_rank(code: str, text: str, writer: int | None) -> int | None:
     """Return the rank that a line is about; the one that wrote it where it names none."""
     named = set()
-    if code in _ABOUT_A_RANK:
+    if code in ABOUT_A_RANK:
         named = set(_SUBJECT.findall(text))
     elif code == "user.collective_mismatch":
         groups = [match[1] for match in _DID.finditer(text)]

@@ -5,8 +5,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["BAR_TEMPLATE", "NOTE_ANCHORS", "STEP_ANCHORS", "Progress", "epoch_in", "step_in"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "BAR_TEMPLATE",
+    "NOTE_ANCHORS",
+    "STEP_ANCHORS",
+    "Progress",
+    "counted",
+    "epoch_in",
+    "step_in",
+]
 
 # Reduced as templates are. A line with one of these may be that of a completed step.
 STEP_ANCHORS = (
@@ -65,6 +77,15 @@ _LOADING = re.compile(r"\b(?:loading|load)[ _](?:\w+ )?checkpoint\b", re.IGNOREC
 _LOADED = re.compile(
     r"(?:successfully )?loaded (?:\w+ )?checkpoint|checkpoint loaded", re.IGNORECASE
 )
+# Whole numbers, with or without marks between thousands, that are no part of a time or an address.
+_COUNT = re.compile(
+    r"([A-Za-z]*)[^\w.]{0,3}(?<![\w.:/-])(?<!\d,)"
+    r"(\d{1,3}(?:,\d{3})+|\d{1,12})(?![\w.:/-]|,\d| ?/| of )"
+)
+_COUNTED = re.compile(r"step|iter|update|batch|tick|round", re.IGNORECASE)
+_DECIMAL = re.compile(r"(?<![:\d.,])\d+\.\d+(?![\d.:Z])")
+_NOT_COUNTED = re.compile(r"retry|attempt|\btry\b|error|fail|load|layer|shard", re.IGNORECASE)
+_LEAST_COUNT = 10
 _ROLLED_BACK = 3
 _LEAST_ADVANCE = 2
 
@@ -87,6 +108,29 @@ def epoch_in(raw: bytes) -> int | None:
     """Return ten thousandths of an epoch, for trainers that print no number of a step."""
     epoch = _EPOCH.search(raw[:2000])
     return None if epoch is None else int(float(epoch[1]) * 10_000)
+
+
+def counted(lines: Sequence[str]) -> set[int]:
+    """Return which lines repeat an earlier one with a number that has grown: other words for steps.
+
+    Where none of these words is a usual one, the number has to be beside a measurement.
+    """
+    newest: dict[tuple[str, int], int] = {}
+    found = set()
+    for index, text in enumerate(lines):
+        if _NOT_COUNTED.search(text):
+            continue
+        shape = re.sub(r"[\W\d_]+", " ", text)
+        for place, match in enumerate(_COUNT.finditer(text)):
+            count = int(match[2].replace(",", ""))
+            before = newest.get((shape, place), count)
+            newest[shape, place] = max(count, before)
+            is_usual = _COUNTED.search(match[1]) is not None
+            if match[1].lower() in {"rank", "worker"} or count <= before:
+                continue
+            if is_usual or (before >= _LEAST_COUNT and _DECIMAL.search(text)):
+                found.add(index)
+    return found
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from nvidia_resiliency_ext.attribution._logs.progress import (
     BAR_TEMPLATE,
     NOTE_ANCHORS,
     STEP_ANCHORS,
+    counted,
     epoch_in,
     step_in,
 )
@@ -104,7 +105,6 @@ class Scanner:
         self._hot: dict[bytes, _Template] = {}
         self._cache: dict[bytes, _Read] = {}
         self._rest = b""
-        self._tail = b""
         self._has_partial_line = False
 
     def feed(self, data: bytes) -> None:
@@ -133,7 +133,7 @@ class Scanner:
         if rest:
             self._scan(rest, start_byte=self.result.bytes - len(rest))
         # The last line tells how long the job was silent, whatever it is about.
-        self._note_time(self._reader.read(self._tail.rstrip(b"\n").rpartition(b"\n")[2]))
+        self._note_time(self._reader.read(self.result.tail.rstrip(b"\n").rpartition(b"\n")[2]))
 
     def guessed(self) -> Event | None:
         """Return the line that most probably reports a failure, or None.
@@ -141,12 +141,13 @@ class Scanner:
         Looks at lines that no rule matches, in the kept end of the log after the last completed
         step; of equally probable lines the newest counts.
         """
-        raw = self._tail.rstrip(b"\n").split(b"\n")
+        raw = self.result.tail.rstrip(b"\n").split(b"\n")
         first_line = self.result.lines - len(raw) + 1
-        block = Block(raw, first_line, self.result.bytes - len(self._tail), b"")
+        block = Block(raw, first_line, self.result.bytes - len(self.result.tail), b"")
         least, best = _LEAST_PROBABILITY, None
+        counts = counted([line.decode("utf-8", "replace") for line in raw])
         for index in range(len(raw) - 1, -1, -1):
-            if (
+            if index in counts or (
                 _has_step_anchor(raw[index].translate(_TO_LOWER, _NO_LETTERS))
                 and step_in(raw[index]) is not None
             ):
@@ -171,7 +172,11 @@ class Scanner:
         hot = distinct & self._hot.keys()
         if hot:
             self._scan_lines(block, templates, hot, first_line, start_byte)
-        self._tail = (block if len(block) > _TAIL_BYTES else self._tail + block)[-_TAIL_BYTES:]
+        self.result.tail = (block if len(block) > _TAIL_BYTES else self.result.tail + block)[
+            -_TAIL_BYTES:
+        ]
+        if len(self.result.head) < _TAIL_BYTES:
+            self.result.head += block[: _TAIL_BYTES - len(self.result.head)]
         self.result.year = self._reader.year
         self.result.lines += len(templates) - (1 if self._has_partial_line else 0)
         self._has_partial_line = not ends_line
@@ -211,7 +216,7 @@ class Scanner:
         raw = block.split(b"\n")
         steps = {template for template in hot if self._hot[template].is_step}
         marked = {t for t in hot if self._hot[t].rules or self._hot[t].is_note}
-        where = Block(raw, first_line, start_byte, self._tail)
+        where = Block(raw, first_line, start_byte, self.result.tail)
         looked_at = -1
         if marked:
             for index, template in enumerate(templates):

@@ -54,7 +54,6 @@ def decide(
     policy: RetryPolicy,
     *,
     had_steps: bool,
-    is_single: bool,
 ) -> Decision:
     """Return the decision about one attempt.
 
@@ -64,7 +63,6 @@ def decide(
         repeats: How often it came back.
         policy: Of the site.
         had_steps: This attempt had completed a step before the fault.
-        is_single: The job has one rank, or the log names none.
     """
     scope = "root_and_entity" if code.per_entity else "root"
     used = repeats.entity if code.per_entity and found.entity else repeats.root
@@ -79,7 +77,7 @@ def decide(
         state = RetryState("workload_unrecoverable", 0, repeats.root, scope)
         return Decision("STOP", state, (), text)
     is_early = not had_steps and not repeats.had_steps
-    if code.stop_first and is_early and (not code.most_ranks or found.is_mass or is_single):
+    if code.stop_first and is_early and (not code.most_ranks or found.is_mass or found.is_single):
         text = "before any step was completed: another start meets the same"
         state = RetryState("workload_unrecoverable", code.budget, repeats.root, scope)
         return Decision("STOP", state, (), text)
