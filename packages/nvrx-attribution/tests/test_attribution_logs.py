@@ -389,10 +389,16 @@ def test_failures_written_without_knowing_the_rules():
 
 
 @pytest.mark.parametrize(
-    ("writer", "code", "action", "rank"), [("fg", 0.8, 0.9, 0.86), ("fh", 0.93, 0.98, 0.95)]
+    ("writer", "code", "action", "rank"),
+    [
+        ("fg", 0.82, 0.9, 0.88),
+        ("fh", 0.93, 0.98, 0.96),
+        ("fi", 0.87, 0.95, 0.88),
+        ("fj", 0.93, 0.98, 0.91),
+    ],
 )
 def test_failures_that_nothing_was_made_for(writer, code, action, rank):
-    """Logs of two more writers, for which no rule or word was mended, keep their share of right ones."""
+    """Of logs from which no rule or word was learned nearly all get code, action and rank."""
     cases = [case for case in _cases("unseen_failures.jsonl") if case["id"].startswith(writer)]
     found = [verdict_of("\n".join(case["lines"]) + "\n") for case in cases]
     pairs = list(zip(cases, found, strict=True))
@@ -523,7 +529,7 @@ def test_words_that_no_rule_knows():
     assert verdict_of(STEPS + OWN_WORDS + XID).explanation == verdict_of(XID).explanation
 
 
-@pytest.mark.parametrize(("probability", "action"), [(0.29, "RESTART"), (0.31, "STOP")])
+@pytest.mark.parametrize(("probability", "action"), [(0.39, "RESTART"), (0.41, "STOP")])
 def test_words_end_a_job_only_when_they_are_sure(monkeypatch, probability, action):
     """A code that stops jobs does so only when its words leave little doubt."""
     monkeypatch.setattr(scanner, "guess", lambda *_, **__: ("user.config_error", probability))

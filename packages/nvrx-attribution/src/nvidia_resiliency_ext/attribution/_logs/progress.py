@@ -83,7 +83,7 @@ _COUNT = re.compile(
     r"(\d{1,3}(?:,\d{3})+|\d{1,12})(?![\w.:/-]|,\d| ?/| of )"
 )
 _COUNTED = re.compile(r"step|iter|update|batch|tick|round", re.IGNORECASE)
-_DECIMAL = re.compile(r"(?<![:\d.,])\d+\.\d+(?![\d.:Z])")
+_DECIMAL = re.compile(r"(?<![:\d.,\w])\d*\.\d+(?![\d.:Z])")
 _NOT_COUNTED = re.compile(r"retry|attempt|\btry\b|error|fail|load|layer|shard", re.IGNORECASE)
 _LEAST_COUNT = 10
 _ROLLED_BACK = 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.attribution._logs.dialects import Line, LineReader, rank_in_digits
@@ -49,8 +50,9 @@ _TAIL_BYTES = 16 * 1024
 _SETTLED = 256
 _PREFIX_BYTES = 64
 _QUICK_RANK = re.compile(rb"\[(?:rank|Rank )(\d{1,7})\]|^(\d{1,7}): ?")
+_NEARLY = 0.7  # of the highest probability of a line with the same code
 _STEP_TRIES = 64
-_LEAST_PROBABILITY = 0.1  # that a line without a rule is about a failure of one kind
+_LEAST_PROBABILITY = 0.125  # that a line without a rule is about a failure of one kind
 _WORLD = re.compile(r"world[ _]?size\s*[=:(]?\s*(\d{1,7})|\bn[Rr]anks\s+(\d{1,7})")
 _COMM = re.compile(r"\brank (\d{1,7}) n[Rr]anks (\d{1,7})(?: nNodes \d+ localRanks (\d{1,3}))?")
 
@@ -139,12 +141,12 @@ class Scanner:
         """Return the line that most probably reports a failure, or None.
 
         Looks at lines that no rule matches, in the kept end of the log after the last completed
-        step; of equally probable lines the newest counts.
+        step; the first line counts that is nearly as probable as the best one of its code.
         """
         raw = self.result.tail.rstrip(b"\n").split(b"\n")
         first_line = self.result.lines - len(raw) + 1
         block = Block(raw, first_line, self.result.bytes - len(self.result.tail), b"")
-        least, best = _LEAST_PROBABILITY, None
+        best: list[tuple[float, str, Line, LinePlace]] = []
         counts = counted([line.decode("utf-8", "replace") for line in raw])
         for index in range(len(raw) - 1, -1, -1):
             if index in counts or (
@@ -154,9 +156,13 @@ class Scanner:
                 break
             line = self._reader.read(raw[index])
             code, probability = guess(line.text, is_quiet=line.is_no_error)
-            if probability > least and not self._registry.has_pattern(line.text):
-                least, best = probability, (code, line, LinePlace(block, index))
-        return None if best is None else self._table.guessed(least, *best)
+            if probability >= _LEAST_PROBABILITY and not self._registry.has_pattern(line.text):
+                best.append((probability, code, line, LinePlace(block, index)))
+        if not best:
+            return None
+        most, code, _, _ = max(best, key=itemgetter(0))
+        alike = [each for each in best if each[1] == code and each[0] >= _NEARLY * most]
+        return self._table.guessed(*alike[-1])
 
     def _byte_at(self, view: bytes, start: int) -> int:
         return self.result.bytes - len(view) + start
