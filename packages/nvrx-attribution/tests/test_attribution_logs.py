@@ -395,6 +395,7 @@ def test_failures_written_without_knowing_the_rules():
         ("fh", 0.93, 0.98, 0.96),
         ("fi", 0.87, 0.95, 0.88),
         ("fj", 0.93, 0.98, 0.91),
+        ("fk", 0.9, 0.93, 0.93),
     ],
 )
 def test_failures_that_nothing_was_made_for(writer, code, action, rank):
