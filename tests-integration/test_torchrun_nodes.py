@@ -118,9 +118,15 @@ def test_an_excluded_host_leaves_under_plain_torchrun(nodes_job: Callable[..., N
     job.assert_fenced()
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
-@pytest.mark.parametrize("backend", ["", "--rdzv-backend=static"])
-@pytest.mark.parametrize("form", [STATIC, ENDPOINT], ids=["static", "endpoint"])
+@pytest.mark.parametrize(
+    ("form", "backend", "hosts"),
+    [  # any two of the three together
+        pytest.param(STATIC, "", 2, id="static-2"),
+        pytest.param(STATIC, "--rdzv-backend=static", 3, id="static-backend-3"),
+        pytest.param(ENDPOINT, "", 3, id="endpoint-3"),
+        pytest.param(ENDPOINT, "--rdzv-backend=static", 2, id="endpoint-backend-2"),
+    ],
+)
 def test_the_port_of_the_meeting_is_given_as_master_port_too(
     nodes_job: Callable[..., NodesJob], form: str, backend: str, hosts: int
 ) -> None:

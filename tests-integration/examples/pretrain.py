@@ -89,13 +89,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--inprocess-hard-timeout", type=float, default=90, help="seconds")
     parser.add_argument("--inprocess-last-call-wait", type=float, default=1, help="seconds")
     parser.add_argument("--fault-injector-ranks", type=int, nargs="*", default=[])
-    parser.add_argument("--fault-injector-fault-types", type=str.upper, default="SIGKILL")
+    parser.add_argument(
+        "--fault-injector-fault-types", default="sigkill", help="with commas, one for each cycle"
+    )
     parser.add_argument("--fault-injector-delay-start-iteration", type=int, default=0)
     parser.add_argument("--fault-injector-fault-delay", type=float, default=0.0, help="seconds")
     options = parser.parse_args()
     if options.non_persistent_ckpt_type and not options.non_persistent_local_ckpt_dir:
         parser.error("--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir")
-    if options.fault_injector_fault_types not in Fault.__members__:
+    options.fault_injector_fault_types = options.fault_injector_fault_types.upper().split(",")
+    if not set(options.fault_injector_fault_types) <= set(Fault.__members__):
         parser.error(f"--fault-injector-fault-types: choose from {', '.join(Fault.__members__)}")
     return options
 
@@ -284,8 +287,8 @@ class Trainer:
 
 
 def fail(options: argparse.Namespace) -> None:
-    """Have the fault, and wait until it has come."""
-    fault = Fault[options.fault_injector_fault_types]
+    """Have the fault of this cycle, and wait until it has come."""
+    fault = Fault[options.fault_injector_fault_types[CYCLE]]
     dispatch_fault_injection(fault=fault, delay=options.fault_injector_fault_delay, callback=None)
     workload_raise_event.wait(FAULT_DEADLINE_S)
     maybe_raise_workload_exception()
@@ -321,10 +324,11 @@ def pretrain(
             straggler.Detector.initialize(report_time_interval=60, cuda_profiling="off")
             straggler.Detector.wrap_callables([straggler.CallableId(trainer, "train_step")])
     print(f"rank {rank} starts at {trainer.iteration} from {source} checkpoint", flush=True)
+    has_fault = attempt == 0 and CYCLE in range(len(options.fault_injector_fault_types))
     while trainer.iteration < options.train_iters:
         is_due = trainer.iteration == options.fault_injector_delay_start_iteration
         with monitoring.section("step"):
-            if rank in options.fault_injector_ranks and is_due and CYCLE == attempt == 0:
+            if rank in options.fault_injector_ranks and is_due and has_fault:
                 fail(options)
             loss = trainer.train_step()
         if rank == 0:

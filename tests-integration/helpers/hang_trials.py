@@ -69,8 +69,9 @@ def plan(seed: int, count: int, ranks: int, kinds: Sequence[str] = KINDS) -> lis
 
 
 def flags() -> list[str]:
-    """Return the launcher's flags: the limits, and no end for lack of progress."""
+    """Return the launcher's flags: the limits, no standbys, and no end for lack of progress."""
     return [
+        *("--ft-prewarm", "off"),
         *("--ft-rank-section-timeouts", f"setup:{SETUP_LIMIT_S},step:{STEP_LIMIT_S}"),
         *("--ft-rank-out-of-section-timeout", str(OUTSIDE_LIMIT_S)),
         *("--ft-max-no-progress-cycles", "0", "--workers-stop-timeout", "5"),

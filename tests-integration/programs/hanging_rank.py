@@ -17,6 +17,9 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import no_compiler  # noqa: F401 - before torch
 import torch
 import torch.distributed as dist
 from torch import nn
