@@ -4,37 +4,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-_PROGRAM = Path(__file__).with_name("fork_ranks.py")
+from fork_server import ForkServer
 
 
 class RanksOfNode:
     """Ranks that run; their output is in `rank<number>.log`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        assert process.stdout is not None
-        self._lines = process.stdout
+    def __init__(self, server: ForkServer, pids: list[int]) -> None:
+        self._server = server
         #: Process numbers by rank; each is the leader of a session.
-        self.pids: list[int] = json.loads(self._lines.readline() or "[]")
+        self.pids = pids
 
     def are_running(self) -> bool:
         """Say whether one of them has not ended."""
-        return self._process.poll() is None
+        return any(self._server.is_running(pid) for pid in self.pids)
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """Wait until all have ended; return their exit codes."""
-        code = self._process.wait(timeout_s)
-        assert code == 0, f"what forks the ranks has ended with {code}"
-        codes: list[int] = json.loads(self._lines.readline())
-        return codes
+        if timeout_s is None:
+            return [self._server.wait(pid) for pid in self.pids]
+        deadline = time.monotonic() + timeout_s
+        return [self._server.wait(pid, deadline - time.monotonic()) for pid in self.pids]
 
     def abort(self) -> None:
         """Abort the ranks that still run and what is in their sessions."""
@@ -62,11 +58,33 @@ def started(
         environ: Their environment, to which `RANK` is added.
         modules: What is imported before there are ranks.
     """
-    command = [sys.executable, str(_PROGRAM), ",".join(modules), str(world), str(folder)]
-    with subprocess.Popen(
-        [*command, str(program), *words], env=dict(environ), stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield RanksOfNode(process)
-        finally:
-            process.kill()
+    server = ForkServer(modules, environ)
+    try:
+        with started_by(server, folder, world, program, words, environ) as ranks:
+            yield ranks
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def started_by(
+    server: ForkServer,
+    folder: Path,
+    world: int,
+    program: Path,
+    words: Iterable[str],
+    environ: Mapping[str, str],
+) -> Iterator[RanksOfNode]:
+    """Run a program as `world` ranks, forked by a server that goes on; kill those that are left."""
+    ranks = RanksOfNode(server, [])
+    command = [program, *words]
+    try:
+        for rank in range(world):
+            with open(os.devnull) as nothing, (folder / f"rank{rank}.log").open("w") as log:
+                streams = [nothing.fileno(), log.fileno(), log.fileno()]
+                own = {**environ, "RANK": str(rank)}
+                ranks.pids.append(server.start(command, streams, own))
+        yield ranks
+    finally:
+        for pid in ranks.pids:
+            server.kill(pid)

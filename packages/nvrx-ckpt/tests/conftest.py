@@ -6,6 +6,7 @@ import subprocess
 
 import leftovers
 import pytest
+from fork_server import ForkServer
 
 leftovers.open_pipe_of_libuv()
 
@@ -16,6 +17,14 @@ _leaves_nothing_behind = leftovers.guard(
     leftovers.descriptors,
     leftovers.shared_memory,
 )
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """Run programs in processes that need not import torch."""
+    server = ForkServer(["torch.distributed.checkpoint"])
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ SCENARIOS = (
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
-def run(folder, *scenarios):
+def run(fork_server, folder, *scenarios):
     """Run scenarios of `save_ranks.py` with two ranks; return what each rank came to, by name."""
     found = {}
-    for code, text in run_ranks(folder, 2, "save_ranks.py", *scenarios):
+    for code, text in run_ranks(fork_server, folder, 2, "save_ranks.py", *scenarios):
         assert code == 0, text
         for line in text.splitlines():
             if line.startswith("RESULT "):
@@ -43,10 +43,10 @@ def run(folder, *scenarios):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(fork_server, tmp_path_factory):
     """Run all scenarios that need nothing else, one after the other."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, run(folder, *SCENARIOS)
+    return folder, run(fork_server, folder, *SCENARIOS)
 
 
 @pytest.fixture
@@ -106,10 +106,11 @@ TROUBLES = {
 }
 
 
-def test_trouble_with_the_disk_fails_one_save_on_all_ranks(mounted, tmp_path):
+def test_trouble_with_the_disk_fails_one_save_on_all_ranks(fork_server, mounted, tmp_path):
     """Each failure names path and next step, on all ranks; what is saved before and after loads."""
     mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", name="disk_trouble")
-    for rank, told in enumerate(run(tmp_path, "disk_trouble")["disk_trouble"]):
+    found = run(fork_server, tmp_path, "disk_trouble")["disk_trouble"]
+    for rank, told in enumerate(found):
         assert told.keys() == TROUBLES.keys()
         for name, (failed, text, seconds) in told.items():
             if name in {"no metadata", "made anew"} and rank:

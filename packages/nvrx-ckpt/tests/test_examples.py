@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples do what they say, with two ranks."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
-from dcp_saves import TORCH_WITH_DDP, run_ranks
+from dcp_saves import run_ranks
+from fork_server import ForkServer
 
 from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
 
+# With what DistributedDataParallel imports at its first use.
+MODULES = ("torch.distributed.checkpoint", "torch._dynamo.utils")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -18,7 +22,8 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     names = ("train_dcp.py", "train_dcp.py", "megatron_style.py")
     examples = [str(EXAMPLES / name) for name in names]
-    ranks = run_ranks(folder, 2, "examples_in_turn.py", *examples, modules=TORCH_WITH_DDP)
+    with contextlib.closing(ForkServer(MODULES)) as server:
+        ranks = run_ranks(server, folder, 2, "examples_in_turn.py", *examples)
     texts = [text for _, text in ranks]
     assert [code for code, _ in ranks] == [0, 0], "\n".join(texts)
     return folder, texts

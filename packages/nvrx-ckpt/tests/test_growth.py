@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager impor
 )
 
 # NVRX_TEST_SAVES=200 NVRX_TEST_SAVE_MB=64 is what the requirement says.
-SAVES = int(os.environ.get("NVRX_TEST_SAVES", "25"))
+SAVES = int(os.environ.get("NVRX_TEST_SAVES", "15"))
 STATE_MB = int(os.environ.get("NVRX_TEST_SAVE_MB", "16"))
 WARM = 5
 DEADLINE_S = 30

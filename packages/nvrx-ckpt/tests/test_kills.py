@@ -5,8 +5,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -47,16 +45,14 @@ def newest_loaded(folder):
 @pytest.mark.no_second_try
 @pytest.mark.timeout(100 * KILLS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_random_kills_leave_a_checkpoint_that_loads(tmp_path):
+def test_random_kills_leave_a_checkpoint_that_loads(fork_server, tmp_path):
     """After each kill the newest checkpoint loads, all that verify as whole do, none is lost."""
     chance = random.Random(7)
     newest, kills = 0, 0
     while kills < KILLS:
-        command = [sys.executable, str(PROGRAMS / "save_stream.py"), str(tmp_path), str(newest + 1)]
-        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         workers = set()
-        try:
-            for line in trainer.stdout:
+        with fork_server.running(PROGRAMS / "save_stream.py", tmp_path, newest + 1) as trainer:
+            for line in trainer.output:
                 if not line[0].isdigit():
                     continue
                 workers.add(int(line))
@@ -68,10 +64,6 @@ def test_random_kills_leave_a_checkpoint_that_loads(tmp_path):
                         kill(int(line))
                     if both > 0.5:
                         break
-        finally:
-            trainer.kill()
-            trainer.wait()
-            trainer.stdout.close()
         limit = time.monotonic() + DEADLINE_S
         while any(os.path.exists(f"/proc/{pid}") for pid in workers):
             assert time.monotonic() < limit

@@ -43,9 +43,9 @@ pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def two_ranks(fork_server):
     """Two rank processes that serve all tests of this module."""
-    with started(2) as ranks:
+    with started(fork_server, 2) as ranks:
         yield ranks
 
 

@@ -68,9 +68,9 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def four_ranks():
+def four_ranks(fork_server):
     """Four rank processes that serve all tests of this module."""
-    with started(4) as ranks:
+    with started(fork_server, 4) as ranks:
         yield ranks
 
 

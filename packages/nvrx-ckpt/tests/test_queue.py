@@ -398,58 +398,30 @@ def test_caller_can_be_driven_by_itself(tmp_path):
 
 @pytest.mark.no_second_try
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "writes"])
-def test_nothing_outlives_the_trainer(how, tmp_path):
+def test_nothing_outlives_the_trainer(how, fork_server, tmp_path):
     """Killed, or ended while a save is under way, a trainer leaves no process behind."""
-    program = subprocess.Popen(
-        [sys.executable, str(PROGRAMS / "lone_trainer.py"), how, str(tmp_path / "file")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        worker = int(program.stdout.readline())
+    program = PROGRAMS / "lone_trainer.py"
+    with fork_server.running(program, how, tmp_path / "file") as trainer:
+        worker = int(trainer.output.readline())
         if how == "SIGKILL":
-            program.kill()
-        _, text = program.communicate(timeout=DEADLINE_S)
+            trainer.kill()
+        trainer.wait(DEADLINE_S)
         wait_until(lambda: not os.path.exists(f"/proc/{worker}"))
-        assert how == "SIGKILL" or "saves were not finalised: 0" in text
+        errors = trainer.errors.read()
+        assert how == "SIGKILL" or "saves were not finalised: 0" in errors
         assert (tmp_path / "file").exists() == (how == "writes")
-        numbers = {str(worker), str(program.pid)}
+        numbers = {str(worker), str(trainer.pid)}
         assert not [n for n in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", n))]
-    finally:
-        program.kill()
-        program.communicate()
 
 
-FORKS = """
-import os, sys, time
-sys.path.insert(0, sys.argv[1])
-import failing_files
-from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
-begun, go = sys.argv[2:]
-queue = AsyncCallsQueue(sigterm_timeout=5)
-queue.schedule_async_request(AsyncRequest(failing_files.touch_and_wait, (begun, go), []))
-while not os.path.exists(begun):
-    time.sleep(0.01)
-child = os.fork()
-if child == 0:
-    sys.exit()  # with everything that runs at the interpreter's end
-os.waitpid(child, 0)  # the save is still under way
-open(go, "w").close()
-print(queue.maybe_finalize_async_calls(blocking=True))
-queue.close()
-"""
-
-
-def test_forked_child_leaves_the_queue_to_its_parent(tmp_path):
+def test_forked_child_leaves_the_queue_to_its_parent(fork_server, tmp_path):
     """A child that the trainer forks and that exits takes no result and ends no worker."""
-    arguments = [str(Path(failing_files.__file__).parent), tmp_path / "begun", tmp_path / "go"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS, *arguments],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert done.stdout == "[0]\n", done.stderr
-    assert "not finalised" not in done.stderr
+    program = PROGRAMS / "forking_trainer.py"
+    with fork_server.running(program, tmp_path / "begun", tmp_path / "go") as trainer:
+        trainer.wait(DEADLINE_S)
+        errors = trainer.errors.read()
+        assert trainer.output.read() == "[0]\n", errors
+    assert "not finalised" not in errors
 
 
 @pytest.mark.parametrize("max_pending", [1, 2])

@@ -2,10 +2,7 @@
 """Two jobs that save to one directory: the second is told so, and the first loses nothing."""
 
 import os
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 from dcp_saves import PROGRAMS, assert_same, load_like, request_for, state_of
@@ -27,22 +24,16 @@ pytestmark = [
 DEADLINE_S = 100
 
 
-@contextmanager
-def first_job(*arguments):
-    """Run the other job; give a function that lets it go on and returns what it says."""
-    command = [sys.executable, str(PROGRAMS / "first_job.py"), *map(str, arguments)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+def first_job(fork_server, *arguments):
+    """Run the other job, with pipes to it."""
+    return fork_server.running(PROGRAMS / "first_job.py", *arguments)
 
-        def go_on():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            return process.stdout.readline().strip()
 
-        try:
-            yield process, go_on
-        finally:
-            process.kill()
+def go_on(job):
+    """Let the other job go on; return what it says then."""
+    job.input.write("\n")
+    job.input.flush()
+    return job.output.readline().strip()
 
 
 def save(queue, value, folder):
@@ -58,12 +49,12 @@ def queue():
     made.close(abort=True)
 
 
-def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, tmp_path):
+def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, fork_server, tmp_path):
     """Until it is finalised nobody else writes or removes it; afterwards it may be replaced."""
     folder, go = tmp_path / "5", tmp_path / "go"
     save(queue, 3, tmp_path / "6")
-    with first_job("dcp", folder, go) as (process, go_on):
-        assert process.stdout.readline().strip().isdigit()
+    with first_job(fork_server, "dcp", folder, go) as job:
+        assert job.output.readline().strip().isdigit()
         deadline = time.monotonic() + DEADLINE_S
         while not (folder / ".nvrx_manifest.0.json").exists():
             assert time.monotonic() < deadline
@@ -75,7 +66,7 @@ def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, tmp_path):
             assert remove_old([folder, tmp_path / "6"], keep=1) == [], stage
             assert sorted(os.listdir(folder)) == before, stage
             go.touch()
-            assert go_on() == ("written" if stage == "writing" else "finalised")
+            assert go_on(job) == ("written" if stage == "writing" else "finalised")
         assert verify_checkpoint(folder).whole
         assert_same(state_of(1), load_like(state_of(0), folder))
         save(queue, 2, folder)
@@ -83,11 +74,11 @@ def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, tmp_path):
     assert verify_checkpoint(folder).whole
 
 
-def test_the_job_after_a_killed_one_saves_to_its_directory(queue, tmp_path):
+def test_the_job_after_a_killed_one_saves_to_its_directory(queue, fork_server, tmp_path):
     """The lock of a killed job ends with its worker, and a failed save leaves no file behind."""
-    with first_job("dcp", tmp_path / "5", tmp_path / "go") as (process, _):
-        worker = process.stdout.readline().strip()
-        process.kill()
+    with first_job(fork_server, "dcp", tmp_path / "5", tmp_path / "go") as job:
+        worker = job.output.readline().strip()
+        job.kill()
     deadline = time.monotonic() + DEADLINE_S
     while os.path.exists(f"/proc/{worker}"):
         assert time.monotonic() < deadline
@@ -107,17 +98,17 @@ def job_of(folder):
 
 
 @pytest.mark.parametrize("iteration", [5, 9])
-def test_local_shards_of_another_job_are_not_touched(iteration, tmp_path):
+def test_local_shards_of_another_job_are_not_touched(iteration, fork_server, tmp_path):
     """A job that saves where another one does is refused; when that is gone it can save."""
     manager = LocalCheckpointManager(tmp_path)
     state = BasicTensorAwareStateDict({"job": 2})
-    with first_job("local", tmp_path) as (process, _):
-        assert process.stdout.readline().strip() == "saved"
+    with first_job(fork_server, "local", tmp_path) as job:
+        assert job.output.readline().strip() == "saved"
         with pytest.raises(CheckpointingException, match=r"another process saves to it.*/0'"):
             manager.save(state, iteration)
         assert job_of(tmp_path) == (5, 1)
-        process.kill()
-        process.wait()
+        job.kill()
+        job.wait()
         # Its forked child is still there.
         manager.save(state, iteration)
         assert job_of(tmp_path) == (iteration, 2)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests-support"))
 
 import chaos
+import jobs
 from chaos_plan import cells, plan
 
 
@@ -48,8 +49,11 @@ def main() -> int:
         wanted = ((options.kind, last.kind), (options.moment, last.moment), (options.who, last.who))
         if all(asked in (None, found) for asked, found in wanted):
             # A short name: Unix sockets lie below it.
-            with tempfile.TemporaryDirectory(prefix="nvrx-chaos-") as folder:
-                report = chaos.run_job(Path(folder), options.seed, job, options.per_job)
+            with (
+                tempfile.TemporaryDirectory(prefix="nvrx-chaos-") as folder,
+                jobs.server_of(jobs.TORCH_WITH_DDP) as server,
+            ):
+                report = chaos.run_job(server, Path(folder), options.seed, job, options.per_job)
             tried += report.cells
             wrong += report.wrong
             for kind, seconds in report.seconds.items():

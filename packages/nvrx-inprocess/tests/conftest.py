@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for all tests of nvrx-inprocess: none leaves anything behind."""
 
+import jobs
 import leftovers
+import pytest
 
 leftovers.open_pipe_of_libuv()
 
@@ -13,3 +15,10 @@ _leaves_nothing_behind = leftovers.guard(
     leftovers.run_directories,
     leftovers.shared_memory,
 )
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """Run programs in processes that need not import torch."""
+    with jobs.server_of(jobs.TORCH) as server:
+        yield server

@@ -2,13 +2,22 @@
 """Wrapped calls by real ranks: what comes back to the function, and what to its caller."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import chaos
 import jobs
 import pytest
+from fork_server import ForkServer
 
 pytestmark = [pytest.mark.timeout(jobs.DEADLINE_S + 30), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def ddp_server() -> Iterator[ForkServer]:
+    """Run programs in processes that have what DistributedDataParallel imports at its first use."""
+    with jobs.server_of(jobs.TORCH_WITH_DDP) as server:
+        yield server
 
 
 def seen(rank: int, iteration: int, world_size: int) -> dict[str, object]:
@@ -16,7 +25,7 @@ def seen(rank: int, iteration: int, world_size: int) -> dict[str, object]:
     return {"iteration": iteration, "rank": str(rank), "world_size": str(world_size)}
 
 
-def test_calls_of_three_ranks(tmp_path: Path) -> None:
+def test_calls_of_three_ranks(fork_server: ForkServer, tmp_path: Path) -> None:
     """Whatever one rank raises or misses, all are in the function again, and then return.
 
     For a monitor that is killed nobody restarts.
@@ -25,10 +34,10 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         "returns", "one_raises", "all_raise", "asks_for_restart", "reserve", "hangs", "collective",
         "group_after_abort",
         "in_init_by_store", "in_init_by_port", "in_init_as_host", "in_atomic", "gives_up",
-        "monitor_killed", "trains_in_peace", "trains", "many_restarts",
-        "forks", "nested", "monitor_gone", "returns", "left_over",
+        "monitor_killed", "many_restarts", "forks", "nested", "monitor_gone", "returns",
+        "left_over",
     )  # fmt: skip
-    ended = jobs.run_calls(tmp_path, 3, *calls)
+    ended = jobs.run_calls(fork_server, tmp_path, 3, *calls)
     texts = "\n".join(end.text[-3000:] for end in ended)
     assert [end.code for end in ended] == [0, 0, 0], texts
     for rank, end in enumerate(ended):
@@ -51,14 +60,11 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         assert results["in_init_as_host"] < 20.0
         assert results["in_atomic"] == [seen(rank, 1, 3), "begin and end" if rank else ""]
         assert results["monitor_killed"] == seen(rank, 0, 3)
-        assert results["trains_in_peace"][0] == 0
-        assert results["trains"][0] == 10
-        assert results["trains"][1:] == results["trains_in_peace"][1:]
         early, late = results["many_restarts"]
         # Threads and descriptors: none more; one of an earlier call may just have ended.
         assert late[0] <= early[0]
         assert late[1] <= early[1]
-        assert late[2] < early[2] + 8
+        assert late[2] < early[2] + 4
         assert results["forks"] == [seen(rank, 0, 3), [4, 4]]
         assert results["nested"][0] == 1
         if rank < 2:
@@ -73,9 +79,9 @@ def test_calls_of_three_ranks(tmp_path: Path) -> None:
         assert results["left_over"] == [0, [], str(rank), "3"]
 
 
-def test_tries_and_leftovers(tmp_path: Path) -> None:
+def test_tries_and_leftovers(fork_server: ForkServer, tmp_path: Path) -> None:
     """Ranks that have tried unequally often meet; a call leaves nothing for the collector."""
-    ended = jobs.run_calls(tmp_path, 2, "tries_again", "without_collector", "returns")
+    ended = jobs.run_calls(fork_server, tmp_path, 2, "tries_again", "without_collector", "returns")
     assert [end.code for end in ended] == [0, 0], "\n".join(end.text[-3000:] for end in ended)
     for rank, end in enumerate(ended):
         (tries, world), (before, after, stores), returned = end.results
@@ -85,13 +91,23 @@ def test_tries_and_leftovers(tmp_path: Path) -> None:
         assert returned == [rank * 10, seen(rank, 0, 2)]
 
 
-def test_who_waits_in_backward_is_kept(tmp_path: Path) -> None:
+def test_training_with_restarts_comes_to_the_same(ddp_server: ForkServer, tmp_path: Path) -> None:
+    """Weights after four restarts, in which each rank raises, are those of a run in peace."""
+    ended = jobs.run_calls(ddp_server, tmp_path, 3, "trains_in_peace", "trains")
+    assert [end.code for end in ended] == [0, 0, 0], "\n".join(end.text[-3000:] for end in ended)
+    for end in ended:
+        (restarts, *weights), (more_restarts, *same_weights) = end.results
+        assert (restarts, more_restarts) == (0, 4)
+        assert same_weights == weights
+
+
+def test_who_waits_in_backward_is_kept(ddp_server: ForkServer, tmp_path: Path) -> None:
     """A rank that waits in backward when the other one fails comes back each time.
 
     What ends its collective, and what frees its model, do not wait for each other; the groups of
     20 iterations have left no threads.
     """
-    ended = jobs.run_calls(tmp_path, 2, "in_backward", modules=jobs.TORCH_WITH_DDP)
+    ended = jobs.run_calls(ddp_server, tmp_path, 2, "in_backward")
     assert [end.code for end in ended] == [0, 0], "\n".join(end.text[-3000:] for end in ended)
     for rank, end in enumerate(ended):
         who, threads = end.results[0]
@@ -100,17 +116,19 @@ def test_who_waits_in_backward_is_kept(tmp_path: Path) -> None:
         assert threads <= 6
 
 
-def test_a_group_that_cannot_be_made_again_gets_a_hint(tmp_path: Path) -> None:
+def test_a_group_that_cannot_be_made_again_gets_a_hint(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """A group that fails in a later iteration is logged with advice about old keys; once each."""
-    (end,) = jobs.run_calls(tmp_path, 1, "no_group")
+    (end,) = jobs.run_calls(fork_server, tmp_path, 1, "no_group")
     assert (end.code, end.results) == (0, [2]), end.text[-3000:]
     assert end.text.count("in init_process_group") >= 2
     assert end.text.count("give init_process_group store=PrefixStore(str(call.iteration)") == 1
 
 
-def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
+def test_who_is_lost_is_done_without(fork_server: ForkServer, tmp_path: Path) -> None:
     """Ranks are killed, rank 0 among them, and one leaves with its own code; the rest go on."""
-    ended = jobs.run_calls(tmp_path, 4, "losses")
+    ended = jobs.run_calls(fork_server, tmp_path, 4, "losses")
     assert [end.code for end in ended] == [-9, 7, 0, -9], ended[2].text[-3000:]
     who, terminated, phases = ended[2].results[0]
     assert who == seen(0, 3, 1)
@@ -118,13 +136,13 @@ def test_who_is_lost_is_done_without(tmp_path: Path) -> None:
     assert {"abort", "unwind", "barrier", "initialize"} <= set(phases)
 
 
-def test_who_hangs_is_named(tmp_path: Path) -> None:
+def test_who_hangs_is_named(fork_server: ForkServer, tmp_path: Path) -> None:
     """Every rank that goes on names the rank that hung, in its log and its report.
 
     One that loops in Python stamps like a healthy one; one that keeps the GIL is killed, and its
     stack is logged.
     """
-    ended = jobs.run_calls(tmp_path, 3, "one_loops", "one_keeps_the_gil")
+    ended = jobs.run_calls(fork_server, tmp_path, 3, "one_loops", "one_keeps_the_gil")
     assert [end.code for end in ended] == [0, -15, 0], "\n".join(end.text[-3000:] for end in ended)
     for end in (ended[0], ended[2]):
         (loops, *_), (keeps, *_) = end.results
@@ -140,7 +158,10 @@ def test_who_hangs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_second_try
-def test_twenty_random_faults(tmp_path: Path) -> None:
-    """Whatever happens to whom and when, the others end with the right result."""
-    report = chaos.run_job(tmp_path, seed=1, job=0, trials=20)
+def test_random_faults(ddp_server: ForkServer, tmp_path: Path) -> None:
+    """Whatever happens to whom and when, the others end with the right result.
+
+    In this plan are eleven of the twelve moments, all those of a restart among them.
+    """
+    report = chaos.run_job(ddp_server, tmp_path, seed=7433, job=0, trials=12)
     assert not report.wrong, "\n".join(report.wrong)

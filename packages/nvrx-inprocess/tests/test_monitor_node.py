@@ -7,14 +7,13 @@ import queue
 import signal
 import stat
 import struct
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from monitor_lab import Lab, environ_of_monitor, open_files, wait_gone, with_torch
 from torch.distributed import TCPStore
 
@@ -28,19 +27,21 @@ from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_messag
 
 pytestmark = pytest.mark.slow
 
+PROGRAMS = Path(__file__).parent / "programs"
 FAST = {
     "interval_s": 0.02,
     "heartbeat_interval_s": 0.1,
     "heartbeat_timeout_s": 2.0,
     "termination_grace_s": 0.2,
 }
-HOST = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+
+
+@pytest.fixture(scope="module")
+def light_server():
+    """Run the ranks in processes that have imported what they need, which is not torch."""
+    server = ForkServer(["monitor_modules"])
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,12 @@ def port():
 
 
 @pytest.fixture
-def make(port, tmp_path):
+def make(light_server, port, tmp_path):
     """Return what makes a lab; it is cleaned up, and leaves nothing behind."""
     labs = []
 
     def make_lab(world, port=port, **settings):
-        labs.append(Lab(port, world, tmp_path, **settings))
+        labs.append(Lab(light_server, port, world, tmp_path, **settings))
         return labs[-1]
 
     yield make_lab
@@ -68,15 +69,10 @@ def make(port, tmp_path):
 
 
 @pytest.fixture
-def host():
+def host(fork_server):
     """Start a store in a process of its own; return it with its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process, int(process.stdout.readline())
-    process.send_signal(signal.SIGCONT)
-    process.kill()
-    process.communicate()
+    with fork_server.running(PROGRAMS / "store_host.py") as process:
+        yield process, int(process.output.readline())
 
 
 def iteration_store(lab) -> IterationStore:
@@ -253,7 +249,7 @@ def test_time_counts_from_the_start_of_the_iteration(make) -> None:
 def test_nothing_polls(make) -> None:
     """However long the intervals are, a fault is known to all ranks at once."""
     slow = {"interval_s": 20.0, "heartbeat_interval_s": 20.0, "heartbeat_timeout_s": 60.0}
-    lab = make(8, last_call_wait_s=0.0, **slow)
+    lab = make(4, last_call_wait_s=0.0, **slow)
     ranks = lab.up()
     ranks[3].do("report", "EXCEPTION")
     for rank in ranks:
@@ -333,7 +329,7 @@ def test_next_call_has_the_same_monitor(make) -> None:
     other.environ = lab.environ
     other.up()
     assert other.monitor_pid(0) == pid
-    assert rank.process.poll() is None
+    assert rank.is_running()
 
 
 def test_lost_leaver_is_missed_and_discarded_one_is_not(make) -> None:
@@ -392,7 +388,7 @@ def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
     lab = make(3, port=port, **FAST, soft_timeout_s=0.6, hard_timeout_s=1.2, barrier_timeout_s=20.0)
     ranks = lab.up()
     wait_for_nodes(lab, {0, 1, 2})
-    process.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     ranks[1].kill(signal.SIGSTOP)
     assert ranks[1].wait() in {-signal.SIGTERM, -signal.SIGKILL}
     ranks[2].do("leave", True)

@@ -20,9 +20,6 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEADLINE_S = 240
 _PORTS = 3  # from MASTER_PORT on, that programs use
-# What ranks need, and what DistributedDataParallel imports at its first use.
-TORCH = ("torch.distributed.checkpoint",)
-TORCH_WITH_DDP = (*TORCH, "torch._dynamo.utils")
 
 
 def state_of(value, count=5, prefix=""):
@@ -61,7 +58,7 @@ def assert_same(left, right):
         assert same, key
 
 
-def run_ranks(folder, world, program, *words, modules=TORCH):
+def run_ranks(fork_server, folder, world, program, *words):
     """Run a program of `programs` as ranks of one node; return what each printed.
 
     Ranks that do not end print the stacks of their threads and of their workers, and fail.
@@ -71,8 +68,8 @@ def run_ranks(folder, world, program, *words, modules=TORCH):
     with ports.claimed(_PORTS) as port:
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
         arguments = [str(folder), *words]
-        with ranks_of_node.started(
-            folder, world, PROGRAMS / program, arguments, base, modules
+        with ranks_of_node.started_by(
+            fork_server, folder, world, PROGRAMS / program, arguments, base
         ) as ranks:
             late = threading.Timer(DEADLINE_S, ranks.abort)
             late.start()

@@ -3,11 +3,12 @@
 
 import contextlib
 import importlib.util
-import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import ports
@@ -19,11 +20,13 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager impor
     LocalCheckpointManager,
 )
 
+PROGRAM = Path(__file__).parents[1] / "programs" / "local_rank.py"
 STOP_S = 20
 ANSWER_S = 100
 
 
-def _serve(rank, world, port, connection):
+def serve(rank, world, port, connection):
+    """Run what is asked for over a connection, as one of the ranks."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -53,17 +56,16 @@ def _module_at(path):
 class Ranks:
     """Processes of one job; `run` calls a function on all of them."""
 
-    def __init__(self, world, port):
-        context = multiprocessing.get_context("spawn")
-        self.connections, self.processes = [], []
+    def __init__(self, fork_server, world, port):
+        self._fork_server = fork_server
+        self.connections, self.pids = [], []
         self.broken = False
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.connections.append(ours)
-            self.processes.append(process)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = (PROGRAM, rank, world, port)
+                self.pids.append(fork_server.start(command, [theirs.fileno(), 1, 2]))
+            self.connections.append(Connection(ours.detach()))
 
     def start(self, function, *args):
         for connection in self.connections:
@@ -95,20 +97,20 @@ class Ranks:
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
-        for process in self.processes:
-            process.join(STOP_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+        for pid in self.pids:
+            try:
+                self._fork_server.wait(pid, STOP_S)
+            except TimeoutError:
+                self._fork_server.kill(pid)
+                self._fork_server.wait(pid)
         for connection in self.connections:
             connection.close()
 
 
 @contextlib.contextmanager
-def started(world):
+def started(fork_server, world):
     with ports.claimed() as port:
-        ranks = Ranks(world, port)
+        ranks = Ranks(fork_server, world, port)
         try:
             yield ranks
         finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jobs
+from fork_server import ForkServer
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
@@ -44,11 +45,11 @@ class Report:
     cells: Counter[Any] = field(default_factory=Counter)
 
 
-def run_job(folder: Path, seed: int, job: int, trials: int) -> Report:
+def run_job(server: ForkServer, folder: Path, seed: int, job: int, trials: int) -> Report:
     """Run one job of a campaign."""
     planned = plan(seed, job, trials)
     words = (str(seed), str(job), str(trials))
-    ended = jobs.run_program(folder, WORLD, "chaos_rank.py", *words, modules=jobs.TORCH_WITH_DDP)
+    ended = jobs.run_program(server, folder, WORLD, "chaos_rank.py", *words)
     report = Report()
     name = f"seed {seed} job {job}"
     for rank, end in enumerate(ended):

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of real processes that make wrapped calls."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ports
 import ranks_of_node
+from fork_server import ForkServer
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEADLINE_S = 150
@@ -15,6 +18,14 @@ TORCH = ("torch.distributed",)
 # What DistributedDataParallel imports at its first use, too.
 TORCH_WITH_DDP = (*TORCH, "torch._dynamo.utils")
 _PORTS = 3  # from MASTER_PORT on, that the programs use
+
+
+@contextlib.contextmanager
+def server_of(modules: tuple[str, ...]) -> Iterator[ForkServer]:
+    """Give what forks ranks that have imported modules; torch writes errors only."""
+    environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with contextlib.closing(ForkServer(modules, environ)) as server:
+        yield server
 
 
 class Ended:
@@ -31,24 +42,22 @@ class Ended:
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
-def run_calls(
-    folder: Path, world: int, *calls: str, modules: tuple[str, ...] = TORCH
-) -> list[Ended]:
+def run_calls(server: ForkServer, folder: Path, world: int, *calls: str) -> list[Ended]:
     """Let `world` ranks make calls, by their names in `programs/calls.py`; return their ends."""
-    return run_program(folder, world, "calls.py", *calls, modules=modules)
+    return run_program(server, folder, world, "calls.py", *calls)
 
 
 def run_program(
-    folder: Path, world: int, program: str, *words: str, modules: tuple[str, ...] = TORCH
+    server: ForkServer, folder: Path, world: int, program: str, *words: str
 ) -> list[Ended]:
     """Run a program as `world` ranks of one node, and return how each has ended.
 
     Args:
+        server: What forks the ranks.
         folder: A directory of the test's own; its part `shared` is the program's first argument.
         world: How many ranks.
         program: In `programs`.
         words: Further arguments.
-        modules: What is imported once for all ranks.
     """
     base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "NVRX", "TORCH"))}
     base.pop("LOCAL_RANK", None)
@@ -57,11 +66,10 @@ def run_program(
     with ports.claimed(_PORTS) as port:
         base |= {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
-            "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "TMPDIR": str(folder),
+            "RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": str(folder),
         }  # fmt: skip
-        with ranks_of_node.started(
-            folder, world, PROGRAMS / program, [str(shared), *words], base, modules
+        with ranks_of_node.started_by(
+            server, folder, world, PROGRAMS / program, [str(shared), *words], base
         ) as ranks:
             codes = ranks.wait(DEADLINE_S)
     return [

@@ -6,8 +6,6 @@ import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -37,25 +35,26 @@ class RankProcess:
     def __init__(self, lab, rank, settings, *options, environ=None) -> None:
         self.rank = rank
         self.logs = lab.tmp
-        self.process = subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(lab.world), json.dumps(settings), *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**lab.environ, **(environ or {})},
-        )
-        os.set_blocking(self.process.stdout.fileno(), False)
+        self._fork_server = lab.fork_server
+        theirs, to_rank = os.pipe()
+        from_rank, output = os.pipe()
+        self._input = os.fdopen(to_rank, "wb", buffering=0)
+        self._output = os.fdopen(from_rank, "rb", buffering=0)
+        with open(os.devnull, "w") as nowhere:
+            self.pid = self._fork_server.start(
+                [PROGRAM, rank, lab.world, json.dumps(settings), *options],
+                [theirs, output, nowhere.fileno()],
+                environ={**lab.environ, **(environ or {})},
+            )
+        os.close(theirs)
+        os.close(output)
+        os.set_blocking(from_rank, False)
         self.lines: list[list] = []
         self.received: list[list] = []
         self._rest = b""
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
     def do(self, *what) -> None:
-        self.process.stdin.write((json.dumps(what) + "\n").encode())
-        self.process.stdin.flush()
+        self._input.write((json.dumps(what) + "\n").encode())
 
     def expect(self, name, *begin, limit_s=LIMIT_S) -> list:
         """Return the next line that begins like this; what others say is kept."""
@@ -76,10 +75,10 @@ class RankProcess:
 
     def _read(self, timeout_s) -> bool:
         with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
+            selector.register(self._output, selectors.EVENT_READ)
             if timeout_s <= 0 or not selector.select(timeout_s):
                 return False
-        data = os.read(self.process.stdout.fileno(), 65536)
+        data = self._output.read(65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         found = [json.loads(line) for line in lines]
         self.lines += found
@@ -87,27 +86,31 @@ class RankProcess:
         return bool(data)
 
     def kill(self, number=signal.SIGKILL) -> None:
-        self.process.send_signal(number)
+        if self.is_running():
+            os.kill(self.pid, number)
+
+    def is_running(self) -> bool:
+        return self._fork_server.is_running(self.pid)
 
     def wait(self, limit_s=LIMIT_S) -> int:
-        return self.process.wait(limit_s)
+        return self._fork_server.wait(self.pid, limit_s)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self.process.send_signal(signal.SIGCONT)
+        self._input.close()
+        self.kill(signal.SIGCONT)
         try:
-            self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(5.0)
-        self.process.stdout.close()
+            self.wait(5.0)
+        except TimeoutError:
+            self.kill()
+            self.wait(5.0)
+        self._output.close()
 
 
 class Lab:
     """A call of `world` ranks on one node, or on several that share this host."""
 
-    def __init__(self, port, world, tmp_path, **settings) -> None:
+    def __init__(self, fork_server, port, world, tmp_path, **settings) -> None:
+        self.fork_server = fork_server
         self.world = world
         self.port = port
         self.tmp = tmp_path

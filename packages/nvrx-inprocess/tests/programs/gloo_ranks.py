@@ -88,7 +88,7 @@ def the_default(rank: int) -> object:
 
 QUIET = {"several groups": several_groups, "interface": other_interface}
 # Nobody is waited for: one collective follows the other, as in training.
-BUSY = {f"busy {number}": the_default for number in range(20)}
+BUSY = {f"busy {number}": the_default for number in range(8)}
 ROUNDS = BUSY if "busy" in sys.argv else QUIET
 
 

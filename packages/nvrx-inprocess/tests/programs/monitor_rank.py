@@ -4,32 +4,20 @@
 Lines are JSON lists: a name and arguments. The rank stamps from a thread until it is told not to.
 """
 
-import importlib.util
 import json
-import os
 import sys
 import threading
 
-import nvidia_resiliency_ext
-
-_BOOT = next(
-    path
-    for folder in nvidia_resiliency_ext.__path__
-    if os.path.exists(path := os.path.join(folder, "inprocess", "_monitor", "boot.py"))
-)
-_spec = importlib.util.spec_from_file_location("boot", _BOOT)
-boot = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(boot)
-boot.make_shell()
-
-from nvidia_resiliency_ext.inprocess._monitor import start  # noqa: E402
-from nvidia_resiliency_ext.inprocess._monitor.client import (  # noqa: E402
+from monitor_modules import (
+    Decided,
+    Interrupted,
+    Interruption,
     MonitorLink,
     MonitorSettings,
+    Phase,
+    ProgressPage,
+    start,
 )
-from nvidia_resiliency_ext.inprocess._monitor.messages import Decided, Interrupted  # noqa: E402
-from nvidia_resiliency_ext.inprocess._monitor.page import Phase, ProgressPage  # noqa: E402
-from nvidia_resiliency_ext.inprocess.attribution import Interruption  # noqa: E402
 
 _lock = threading.Lock()
 
