@@ -51,7 +51,7 @@ def test_garbage_is_answered(service, mode):
     schema = schemathesis.openapi.from_dict(described)
     generation = schemathesis.GenerationMode(mode)
     settings = hypothesis.settings(
-        max_examples=15,
+        max_examples=8,
         deadline=None,
         database=None,
         derandomize=True,
@@ -222,7 +222,7 @@ def test_killed_while_it_writes(tmp_path):
     accepted = []
     draw = random.Random(4)
     with ports.claimed() as port:
-        for life in range(3):
+        for life in range(2):
             with (
                 contextlib.suppress(AssertionError),
                 running(root, f"127.0.0.1:{port}", STATE_DIR=state) as service,

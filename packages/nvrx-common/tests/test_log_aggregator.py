@@ -555,13 +555,14 @@ def _started(place: Place, start: Start, *arguments: str) -> "subprocess.Popen[s
     return process
 
 
-def _kill_again_and_again(place: Place, start: Start, seconds: float, least: int) -> None:
-    """Kill so many aggregators at random moments, at first while two processes log."""
+@pytest.mark.no_second_try
+def test_killed_again_and_again(place: Place, start: Start) -> None:
+    """Of what two processes log while aggregators are killed, each line is there once, in order."""
     # Before there was any aggregator, writers keep only the newest files.
     first = _started(place, start)
     first.kill()
     first.communicate()
-    arguments = [str(place.temp), str(seconds), _FORMAT]
+    arguments = [str(place.temp), "4.0", _FORMAT]
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(rank), *arguments],
@@ -572,7 +573,7 @@ def _kill_again_and_again(place: Place, start: Start, seconds: float, least: int
     ]
     kills = 0
     try:
-        while kills < least or any(writer.poll() is None for writer in writers):
+        while kills < 4 or any(writer.poll() is None for writer in writers):
             process = _started(place, start, *["--en-chronological-ordering"][kills % 2 :])
             threading.Event().wait((kills * 37 % 100) / 400)
             process.kill()
@@ -592,19 +593,6 @@ def _kill_again_and_again(place: Place, start: Start, seconds: float, least: int
         found = re.findall(rf"workload:{rank}\\(.* a.py:1 (\\d+) x".replace("\\\\", "\\"), merged)
         assert [int(number) for number in found] == list(range(count))
     assert merged.count("\n\tmore\n") == sum(-(-count // 5) for count in counts)
-
-
-@pytest.mark.no_second_try
-def test_killed_again_and_again(place: Place, start: Start) -> None:
-    """Of what two processes log while aggregators are killed, each line is there once, in order."""
-    _kill_again_and_again(place, start, 3.0, least=3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_killed_for_longer(place: Place, start: Start) -> None:
-    """The same over twice the time."""
-    _kill_again_and_again(place, start, 6.0, least=5)
 
 
 @pytest.mark.serial

@@ -4,11 +4,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import ports
 import pytest
+import ranks_of_node
 
 from nvidia_resiliency_ext.fault_tolerance._cli.check import NodeReport, compare, nodes_finding
 from nvidia_resiliency_ext.fault_tolerance._cli.check_local import (
@@ -204,30 +204,27 @@ def test_what_a_node_tells_is_shortened_and_not_cut():
     assert json.loads(json_within(report, 10**9)) == report
 
 
-@pytest.mark.parametrize("lease", ["1", "2"])
-def test_nodes_meet_and_say_the_same(script, lease, tmp_path):
+def test_nodes_meet_and_say_the_same(script, tmp_path):
     """Two launchers meet through the store; what differs is named on both, and both exit 1."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("NVRX_", "FT_", "PET_"))}
-    with ports.claimed() as port:
-        launchers = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", LAUNCHER, "--check", "--json", "--nnodes=2"),
-                    *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--ft-lease={value}", script),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environ,
-                cwd=tmp_path,
-            )
-            for value in ("1", lease)
-        ]
-        said = [launcher.communicate(timeout=90) for launcher in launchers]
-    found = [checks(out) for out, _ in said]
-    assert all(one["nodes"][0] == "pass" for one in found), said
-    assert found[0]["options of all nodes"] == found[1]["options of all nodes"]
-    status, text = found[0]["options of all nodes"]
-    assert status == ("pass" if lease == "1" else "fail")
-    if lease == "2":
-        assert "--ft-lease is 1.0 on" in text
-    assert [launcher.returncode for launcher in launchers] == [int(lease == "2")] * 2
+    program = Path(__file__).parent / "programs" / "check_of_node.py"
+    with ports.claimed() as same, ports.claimed() as different, ranks_of_node.started(
+        tmp_path,
+        4,
+        program,
+        [
+            json.dumps([f"--rdzv-endpoint=127.0.0.1:{port}", f"--ft-lease={lease}", script])
+            for port, lease in ((same, 1), (same, 1), (different, 1), (different, 2))
+        ],
+        environ,
+    ) as launchers:  # fmt: skip
+        codes = launchers.wait(120)
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(4)]
+    found = [checks(log.partition("REPORT\n")[2]) for log in logs]
+    assert all(one["nodes"][0] == "pass" for one in found), logs
+    options = [one["options of all nodes"] for one in found]
+    assert options[0] == options[1]
+    assert options[2] == options[3]
+    assert [options[0][0], options[2][0]] == ["pass", "fail"]
+    assert "--ft-lease is 1.0 on" in options[2][1]
+    assert codes == [0, 0, 1, 1]

@@ -272,44 +272,27 @@ def test_ranks_agree_on_calculated_timeouts(monitor, tmp_path):
 def test_a_program_with_megatrons_calls(monitor, tmp_path):
     """A program of our own that calls what Megatron-LM's integration calls, twice over a restart.
 
-    It stands in for that module, whose source is not part of this repository.
+    It stands in for that module, whose source is not part of this repository. With a configuration
+    that lacks a section which the program selects, it goes on without it.
     """
-    monitor(
-        rank_section_timeouts={"setup": 60.0, "step": 60.0, "checkpointing": 60.0},
-        rank_out_of_section_timeout=60.0,
-    )
-    program = Path(__file__).parent / "programs" / "megatron_calls.py"
-    states = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, str(program), str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        states.append(json.loads((tmp_path / "ft_state.json").read_text()))
-    section = states[0]["current_timeouts"]["section"]
-    assert section["calculated_sections"] == ["checkpointing", "setup", "step"]
-    assert states[1] != states[0], "the second run merges its own measurements"
-
-
-def test_sections_that_are_not_configured_are_left_out_of_a_selection(monitor, tmp_path):
-    """A program that selects a section which the configuration lacks goes on without it."""
-    monitor(
-        rank_section_timeouts={"step": 60.0, "checkpointing": 60.0},
-        rank_out_of_section_timeout=60.0,
-    )
+    limits = {"step": 60.0, "checkpointing": 60.0}
+    words = []
+    for name, sections in (("all", {"setup": 60.0, **limits}), ("some", limits)):
+        monitor(rank_section_timeouts=sections, rank_out_of_section_timeout=60.0)
+        (tmp_path / name).mkdir()
+        words.append((os.environ["FT_RANK_MONITOR_IPC_SOCKET"], str(tmp_path / name)))
     program = Path(__file__).parent / "programs" / "megatron_calls.py"
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)],
+        [sys.executable, str(program), *words[0], *words[0], *words[1]],
         capture_output=True,
         text=True,
         timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    state = json.loads((tmp_path / "ft_state.json").read_text())
-    section = state["current_timeouts"]["section"]
-    assert section["calculated_sections"] == ["checkpointing", "step"]
+    first, second, other = map(json.loads, done.stdout.splitlines())
+    calculated = [
+        state["current_timeouts"]["section"]["calculated_sections"] for state in (first, other)
+    ]
+    assert calculated == [["checkpointing", "setup", "step"], ["checkpointing", "step"]]
+    assert second != first, "the second run merges its own measurements"

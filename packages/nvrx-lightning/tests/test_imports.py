@@ -66,27 +66,37 @@ print(json.dumps(told))
         assert f"pip install 'nvrx-lightning[{extra}]'" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "blocked", "wanted"),
-    [
-        ("import pytorch_lightning", [], "pytorch_lightning"),
-        ("", ["pytorch_lightning"], "lightning"),
-    ],
-)
-def test_the_programs_own_lightning_is_taken(code, blocked, wanted):
-    """The callbacks derive from the Lightning that the program uses, or that is installed."""
-    base = python(
-        f"""
-import json, warnings
-warnings.simplefilter("ignore")
-{code}
+FRAMEWORK = """
 from nvidia_resiliency_ext.ptl_resiliency import _framework
-print(json.dumps(_framework.Callback.__module__.split(".")[0]))
-""",
-        blocked,
-    )
-    assert base == wanted
+print(_framework.Callback.__module__.split(".")[0])
+"""
+# Runs programs one after the other, each in a process of its own that has torch already.
+FORKING = """
+import os, sys, warnings
+import torch
+warnings.simplefilter("ignore")
+for program in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        exec(program, {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_the_programs_own_lightning_is_taken():
+    """The callbacks derive from the Lightning that the program uses, or that is installed."""
+    uses = "import pytorch_lightning" + FRAMEWORK
+    has_one = BLOCK % (["pytorch_lightning"],) + FRAMEWORK
+    result = subprocess.run(
+        [sys.executable, "-c", FORKING, uses, has_one],
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["pytorch_lightning", "lightning"]
 
 
 def test_without_any_lightning():

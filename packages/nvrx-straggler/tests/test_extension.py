@@ -552,12 +552,19 @@ def test_build_fails_with_one_line_or_goes_without(build_hook, tmp_path, monkeyp
     assert list((tmp_path / "src").iterdir()) == []
 
 
-def run_native(tmp_path, program, *flags):
-    """Compile a test program with the core and the fake, run it, and return what it printed."""
+def build_core(tmp_path, *flags):
+    """Compile the fake and the core; return both libraries."""
     library = fake_cupti.build(tmp_path / "libcupti_fake.so", "-shared", *flags)
-    core = fake_cupti.SOURCES
-    sources = (fake_cupti.NATIVE / program, core / "capture.cpp", core / "kernel_table.cpp")
-    built = fake_cupti.build(tmp_path / "program", *flags, str(library), sources=sources)
+    sources = tuple(fake_cupti.SOURCES / name for name in ("capture.cpp", "kernel_table.cpp"))
+    core = tmp_path / "libcore.so"
+    return library, fake_cupti.build(core, "-shared", *flags, sources=sources)
+
+
+def run_native(tmp_path, program, libraries, *flags):
+    """Compile a test program for the core, run it, and return what it printed."""
+    library, core = libraries
+    sources = (fake_cupti.NATIVE / program, core, library)
+    built = fake_cupti.build(tmp_path / "program", *flags, sources=sources)
     env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "ASAN_OPTIONS": "detect_leaks=0"}
     result = subprocess.run(
         [built, library], capture_output=True, text=True, timeout=280, env=env, check=False
@@ -568,17 +575,20 @@ def run_native(tmp_path, program, *flags):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_core_under_sanitizers(tmp_path, sanitizer):
-    """Capture from many threads, with late and foreign buffers, is clean under a sanitizer."""
-    assert run_native(tmp_path, "stress.cpp", f"-fsanitize={sanitizer}").startswith("done")
+@pytest.mark.parametrize(
+    ("sanitizer", "programs"),
+    [("address", ["stress.cpp", "no_memory.cpp"]), ("thread", ["stress.cpp"])],
+    ids=["address", "thread"],
+)
+def test_core_under_sanitizers(tmp_path, sanitizer, programs):
+    """Capture from many threads, with late and foreign buffers, is clean under a sanitizer.
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_callbacks_without_memory(tmp_path):
-    """No allocation that fails in a callback ends the process; its record counts as dropped."""
-    assert run_native(tmp_path, "no_memory.cpp", "-fsanitize=address").startswith("done")
+    Nor does an allocation that fails in a callback end the process: its record counts as dropped.
+    """
+    flag = f"-fsanitize={sanitizer}"
+    core = build_core(tmp_path, flag)
+    for program in programs:
+        assert run_native(tmp_path, program, core, flag).startswith("done"), program
 
 
 EXERCISES = """

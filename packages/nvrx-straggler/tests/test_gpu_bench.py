@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# What another installation answers.
+OF_ANOTHER = {"plain_ms": 2.5, "measured_ms": 3.5, "slowdown_percent": 40.0}
 PROGRAM = Path(__file__).resolve().parents[1] / "bench" / "gpu_step.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,10 +34,13 @@ def test_what_is_missing_is_said():
     assert "nothing was measured: torch" in result.stderr
 
 
-def test_every_way_runs_without_a_gpu():
+def test_every_way_runs_without_a_gpu(tmp_path):
     """On the CPU all ways take their turns, and each gives a line with its slowdown."""
+    other = tmp_path / "python"
+    other.write_text(f"#!/bin/sh\necho '{json.dumps(OF_ANOTHER)}'\n")
+    other.chmod(0o700)
     result = run("--device", "cpu", "--steps", "1", "--blocks", "1", "--rounds", "1",
-                 "--other", sys.executable)  # fmt: skip
+                 "--other", str(other))  # fmt: skip
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["way"] for line in lines] == [
@@ -43,3 +48,4 @@ def test_every_way_runs_without_a_gpu():
     ]  # fmt: skip
     assert all(line["plain_ms"] > 0 and line["measured_ms"] > 0 for line in lines)
     assert lines[1]["kernels"] == 0
+    assert OF_ANOTHER.items() <= lines[3].items()

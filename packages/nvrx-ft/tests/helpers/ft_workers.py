@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of real torch.distributed ranks, each an interpreter of its own."""
+"""Groups of real torch.distributed ranks, each a process of its own."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import ranks_of_node
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 def run_ranks(program: str, arguments: list[str], directory: Path, timeout_s: float = 180.0):
-    """Run `programs/<program> <arguments[rank]>` for every rank; return each rank's JSON output.
+    """Run `programs/<program> <arguments>` for every rank; return each rank's JSON output.
 
-    Ranks meet in a file below `directory`. A rank that fails fails the caller, with its output.
+    A rank's argument is the one of its number. Ranks meet in a file below `directory`. A rank that
+    fails fails the caller, with its output.
     """
     environment = {
         **os.environ,
         "NVRX_TEST_STORE": str(directory / "store"),
         "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(len(arguments)),
     }
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAMS / program), argument],
-            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(len(arguments))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, argument in enumerate(arguments)
-    ]
-    try:
-        outputs = [child.communicate(timeout=timeout_s) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-            child.stdout.close()
-            child.stderr.close()
-    for rank, (child, output) in enumerate(zip(children, outputs, strict=True)):
-        assert child.returncode == 0, f"rank {rank}: {output[1]}"
-    return [json.loads(output[0]) for output in outputs]
+    path = PROGRAMS / program
+    with ranks_of_node.started(directory, len(arguments), path, arguments, environment) as ranks:
+        codes = ranks.wait(timeout_s)
+    said = [(directory / f"rank{rank}.log").read_text() for rank in range(len(arguments))]
+    for rank, code in enumerate(codes):
+        assert code == 0, f"rank {rank}: {said[rank]}"
+    return [json.loads(output.splitlines()[-1]) for output in said]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient, RankMonitorClientError
 
-order = json.loads(sys.argv[1])
+order = json.loads(sys.argv[1 + int(os.environ["RANK"])])
 os.environ["FT_RANK_MONITOR_IPC_SOCKET"] = order["socket"]
 dist.init_process_group(
     "gloo",

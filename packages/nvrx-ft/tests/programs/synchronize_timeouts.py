@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank that synchronises measured times, group by group, and prints what came out as JSON.
 
-The argument is a list with what it brings to each group; None where it is no member of one.
+The argument of its number is a list with what it brings to each group; None where it is no member
+of one.
 """
 
 import json
@@ -40,6 +41,6 @@ def synchronize(order, store):
 
 results = [
     order and synchronize(order, f"{os.environ['NVRX_TEST_STORE']}{number}")
-    for number, order in enumerate(json.loads(sys.argv[1]))
+    for number, order in enumerate(json.loads(sys.argv[1 + int(os.environ["RANK"])]))
 ]
 print(json.dumps(results))
