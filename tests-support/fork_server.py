@@ -92,7 +92,8 @@ class ForkServer:
             environ: Its environment.
         """
         with contextlib.ExitStack() as stack:
-            theirs, ours = [], []
+            theirs: list[int] = []
+            ours: list[IO[str]] = []
             for number in range(3):
                 ends = os.pipe()
                 mine, its = ends if number else ends[::-1]
