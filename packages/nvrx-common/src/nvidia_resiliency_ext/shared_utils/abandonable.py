@@ -58,11 +58,7 @@ class AbandonableCall(Generic[T]):
     """
 
     def __init__(self, name: str, function: Callable[[], T]) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: The system gives no thread.
-        """
+        """Start the thread, or raise `RuntimeError` when the system gives none."""
         self.name = name
         self.pid = os.getpid()
         self.ended = threading.Event()

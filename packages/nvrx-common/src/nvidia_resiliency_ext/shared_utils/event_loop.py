@@ -47,11 +47,7 @@ class WakeUp:
     """
 
     def __init__(self) -> None:
-        """Open the descriptor.
-
-        Raises:
-            OSError: There are no descriptors left.
-        """
+        """Open the descriptor, or raise `OSError` when none is left."""
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Reentrant: a signal handler may call `set` in the middle of `close`.
         self._lock = threading.RLock()

@@ -261,10 +261,7 @@ class StoreClient:
             )
 
     def _ask(self, answer: Callable[[], _Answer], query: _Query, *parts: bytes) -> _Answer:
-        """Send a question and return what `answer` reads.
-
-        Unless that is whole the connection ends: what came late would answer the next question.
-        """
+        """Send a question and return what `answer` reads; end the connection if that fails."""
         try:
             self._send(query, *parts)
             return answer()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Event:
     """One thing that happened: immutable, compared by value.
 
-    Equality and representation live here, once, because generating them for every kind would
-    double the cost of importing this module.
+    Equality and representation live here: generated for every kind they would double the import
+    time.
     """
 
     __slots__ = ()

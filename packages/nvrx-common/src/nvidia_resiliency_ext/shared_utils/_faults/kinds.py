@@ -99,12 +99,7 @@ def _pair(name: str, values: tuple[float, float]) -> tuple[float, float]:
 
 
 class Action:
-    """One fault on its way; made while it is dispatched, used by one background thread.
-
-    Args:
-        effect: Makes it happen; a lasting effect that can end ends when the event is set.
-        undo: Gives back what it holds when it is withdrawn before its time.
-    """
+    """One fault on its way; made while it is dispatched, used by one background thread."""
 
     def __init__(
         self,

@@ -205,8 +205,7 @@ def _number(name: str, instead: str) -> float | None:
 def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
     """Run `checks` at the same time, within `deadline_s` seconds; return results in their order.
 
-    A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
-    so; it is abandoned.
+    One that has not ended by then gets its `late_status` and is abandoned.
     """
     start = time.monotonic()
     # Their threads are daemons: a check that never ends must not keep the interpreter from ending.

@@ -26,8 +26,7 @@ def match_nics(
 ) -> dict[int, str]:
     """Return an adapter for each GPU that has a PCI ancestor in common with one.
 
-    The closest pairs are joined first, each adapter to one GPU; GPUs that are left share the
-    adapter that is closest to them.
+    The closest pairs are joined first, each adapter once; GPUs that are left share the closest.
     """
     distances = {
         (gpu, nic): distance

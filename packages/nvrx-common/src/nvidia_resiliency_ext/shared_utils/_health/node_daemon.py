@@ -19,10 +19,7 @@ _TEXT_LENGTH = 500
 
 
 def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
-    """Return the Unix socket that the arguments mean; `None` when they mean none.
-
-    An endpoint wins over a path.
-    """
+    """Return the Unix socket that the arguments mean, the endpoint first; `None` for none."""
     target = endpoint or socket_path
     if not target or "\0" in target:
         return None

@@ -180,10 +180,7 @@ class NvmlQueries:
         return _text(self._call("nvmlDeviceGetPciInfo", self._handle(device)).busId)
 
     def memory(self, device: int | str) -> list[int]:
-        """Return total, used and free bytes; what the driver reserves is in none of them but total.
-
-        Drivers that do not tell count what they reserve as used.
-        """
+        """Return total, used and free bytes; old drivers count what they reserve as used."""
         handle = self._handle(device)
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         if version is not None:

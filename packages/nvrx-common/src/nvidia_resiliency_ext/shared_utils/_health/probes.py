@@ -78,8 +78,8 @@ class Probe:
     def result(self, timeout_s: float) -> bytes | None:
         """Wait for its end; return its output, `None` when the time is up first.
 
-        What it writes is read at its end only, so one that writes more than a pipe holds (64 KiB)
-        does not end.
+        Output is read at the end only: one that writes more than a pipe holds (64 KiB) does not
+        end.
         """
         if self._child.wait(timeout_s) is None:
             return None

@@ -149,11 +149,7 @@ def read_position(directory: int) -> Position | None:
 
 
 class PositionFile:
-    """The position file of one directory, written by one aggregator.
-
-    Args:
-        directory: Descriptor of the directory; it stays open.
-    """
+    """The position file of one directory, written by one aggregator; the descriptor stays open."""
 
     def __init__(self, directory: int) -> None:
         self._directory = directory

@@ -37,15 +37,10 @@ _Timed = tuple[int, bytes]
 
 
 def render(parts: Sequence[bytes], *, is_ordered: bool) -> bytes:
-    """Return the bytes that stand for these parts in the merged file.
+    """Return the bytes of these parts in the merged file, merged by time if `is_ordered`.
 
-    Blank lines go, a line that begins no record is marked with a tab, bytes that are no UTF-8
-    are replaced.
-
-    Args:
-        parts: Bytes of one file each, in lines; a missing line break at the end is added.
-        is_ordered: Whether records of different parts are merged by their times. Those of one
-            part keep their order.
+    Blank lines go, a line that begins no record is marked with a tab, bytes that are no UTF-8 are
+    replaced. Records of one part keep their order.
     """
     whole = [part if part.endswith(b"\n") else part + b"\n" for part in parts if part]
     if is_ordered and len(whole) > 1:
@@ -93,9 +88,9 @@ def _clean_line(line: bytes) -> bytes:
 
 
 def _timed(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield time, start and end of each record; the time is the latest so far in these bytes.
+    """Yield time, start and end of each record; the time is the latest so far, so order is kept.
 
-    So a file keeps its order. Lines before the first record are taken for one without a time.
+    Lines before the first record are taken for one without a time.
     """
     latest_ms = start = 0
     if not data:
@@ -165,12 +160,7 @@ class Read:
 
 
 def take(reads: Sequence[Read], *, now_ms: int | None) -> list[int]:
-    """Return for each file how many bytes are taken.
-
-    Args:
-        reads: One per file.
-        now_ms: The time, when records are to be ordered by theirs and may wait; else None.
-    """
+    """Return how many bytes of each file are taken; `now_ms` is set to order records by time."""
     lengths = [_whole(read) for read in reads]
     if now_ms is None:
         return lengths
@@ -243,11 +233,7 @@ class Source:
 
 
 class Sources:
-    """The files of one directory.
-
-    Args:
-        directory: Descriptor of the directory; it stays open.
-    """
+    """The files of one directory, whose descriptor stays open."""
 
     def __init__(self, directory: int) -> None:
         self._directory = directory

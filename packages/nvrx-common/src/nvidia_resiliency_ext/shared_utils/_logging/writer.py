@@ -63,11 +63,7 @@ class DirectoryLock:
 
 
 class Output:
-    """A file that is appended to; it may be renamed or removed at any time.
-
-    Args:
-        directory: Descriptor of its directory; it stays open.
-    """
+    """A file that is appended to; it may be renamed or removed at any time."""
 
     def __init__(self, directory: int, name: str) -> None:
         self._directory = directory
@@ -167,11 +163,7 @@ class Step:
 
 
 class Aggregation:
-    """Used by one thread. It goes on where an earlier aggregation of the directory ended.
-
-    Args:
-        report: Is told, once each, what goes wrong while it goes on.
-    """
+    """Merges from where an earlier one ended, in one thread; `report` hears each problem once."""
 
     def __init__(self, job: Job, report: Callable[[str], None]) -> None:
         self._job = job
@@ -198,11 +190,9 @@ class Aggregation:
             self._stack = stack.pop_all()
 
     def step(self, names: Iterable[str] | None, *, is_final: bool = False) -> Step:
-        """Merge what is there now.
+        """Merge what is there now; only `names` have changed in the directory, if given.
 
-        Args:
-            names: What has changed in the directory; None when that is not known.
-            is_final: Take what is there at the first such step, and nothing that comes later.
+        `is_final` takes what is there at the first such step, and nothing that comes later.
         """
         if names is None or (is_final and self._targets is None):
             self._sources.look()

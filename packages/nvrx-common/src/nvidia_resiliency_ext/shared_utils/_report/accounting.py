@@ -76,8 +76,7 @@ def key_of(event: TimedEvent) -> str:
 def saves(history: JobHistory) -> list[Save]:
     """Return the complete checkpoints in the order of their end.
 
-    Each rank may report its own part. A checkpoint is complete when as many ranks reported it as
-    any checkpoint of that cycle, and none of them an error.
+    Complete is one that as many ranks reported as any of that cycle, none of them an error.
     """
     complete: list[Save] = []
     for events in history.events.values():

@@ -99,10 +99,7 @@ _MOST_DOUBLINGS = 10
 
 
 class Backoff:
-    """Delays that double up to 5 s, each drawn between nothing and all of it.
-
-    A thousand clients that lose the same server thus come back spread over time.
-    """
+    """Delays that double up to 5 s, each drawn between 0 and all of it: clients spread out."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
         self._draw = draw or random.Random()  # noqa: S311 - spreads load, guards nothing
@@ -128,16 +125,9 @@ RESERVE_BYTES = 128 * 1024
 
 
 class MemoryBudget:
-    """Two limits, shared by threads. Its lock is taken last.
+    """Bytes that all targets may hold in memory and in files together; its lock is taken last.
 
-    Args:
-        memory_limit_bytes: What the targets may hold in memory together.
-        spill_limit_bytes: What they may hold in files together.
-
-    Attributes:
-        memory_bytes: Bytes held in memory now.
-        spill_bytes: Bytes held in files now.
-        version: Read it before trying to take, and hand it to `wait` when that failed.
+    Read `version` before trying to take, and hand it to `wait` when that failed.
     """
 
     def __init__(self, memory_limit_bytes: int, spill_limit_bytes: int) -> None:
@@ -150,12 +140,7 @@ class MemoryBudget:
         self._waiters = 0
 
     def take_memory(self, size: int, held: int) -> bool:
-        """Count bytes in, if there is space or the taker holds next to nothing.
-
-        Args:
-            size: Bytes wanted.
-            held: Bytes that this target holds already.
-        """
+        """Count `size` bytes in if there is space, or if the target's `held` is next to nothing."""
         with self._changed:
             fits = self.memory_bytes + size <= self.memory_limit_bytes
             if fits or not held or held + size <= RESERVE_BYTES:

@@ -106,15 +106,9 @@ _ABANDONED: list[object] = []
 
 
 class Link:
-    """The way to one server; for all threads. The lock guards the channel.
+    """The gRPC channel to one server, for all threads; the lock guards the channel.
 
-    Args:
-        endpoint: `host:port` or `unix:/path`.
-        access: The job's secret and certificates.
-        server_name: Name in the server's certificate, where it is not the endpoint's host.
-
-    Attributes:
-        call_errors: What reading from a call raises when it has failed; its status tells why.
+    `call_errors` are what reading from a failed call raises; its status tells why.
     """
 
     def __init__(

@@ -34,11 +34,7 @@ _LARGEST_RECORD_BYTES = 2 * MAX_LINE_BYTES
 
 
 class Segment:
-    """One open file.
-
-    Attributes:
-        unread: Lines and bytes that have still to be read.
-    """
+    """One open file; `unread` counts the lines and bytes that have still to be read."""
 
     def __init__(self, number: int, fd: int = -1) -> None:
         self.number = number
@@ -133,12 +129,6 @@ class Spill:
 
     Nothing here raises: files that cannot be written count as full, files that cannot be read as
     empty, and one line says so.
-
-    Args:
-        spill_dir: Where the directory is made when it is first needed.
-
-    Attributes:
-        path: The directory, empty as long as nothing has been spilled.
     """
 
     def __init__(
@@ -163,10 +153,7 @@ class Spill:
         return Gap(0, lines, sum(segment.unread.size for segment in self._segments))
 
     def next_generation(self) -> int:
-        """Return a number for a chunk that no process can have used for this stream so far.
-
-        A killed process may have sent more than its files tell, from memory.
-        """
+        """Return a number for a chunk above all that a killed process may have sent from memory."""
         highest = max((segment.last_seq for segment in self._segments), default=0)
         return (highest // _GENERATION + 1) * _GENERATION
 
@@ -235,8 +222,8 @@ class Spill:
     def drop_oldest(self) -> Gap | None:
         """Give up the unread lines of the oldest file that has any; None without such a file.
 
-        Files before it that were read but not confirmed are removed too: the window still holds
-        their chunks, and `put_first` relies on all remaining files being newer.
+        Read, unconfirmed files before it go too: the window holds their chunks, and `put_first`
+        relies on all remaining files being newer.
         """
         while self.has_unread():
             segment = self._segments[0]
@@ -322,10 +309,7 @@ class Spill:
 
 
 def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Report) -> Spill | None:
-    """Take over what an earlier process of the same name left for this target.
-
-    Of several the oldest is taken; the others wait for later processes.
-    """
+    """Take over the oldest spill that an earlier process of the same name left for this target."""
     for path, fd, found in ownerless(spill_dir, identity.key):
         spill = Spill(spill_dir, found, budget, report)
         try:

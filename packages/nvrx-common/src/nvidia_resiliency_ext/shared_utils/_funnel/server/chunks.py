@@ -17,12 +17,7 @@ RETRY_CODE = "UNAVAILABLE"
 
 
 class Refusal(NvrxError):  # noqa: N818 - what a sender is told; for the server it is none
-    """A chunk, or a whole stream, is not taken.
-
-    Args:
-        code: Name of a gRPC status code.
-        reason: What is wrong, in words for the sender's log.
-    """
+    """A chunk or stream is not taken; `code` names a gRPC status code."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(code, reason)
@@ -70,11 +65,7 @@ class Chunk:
 
 
 def decode(raw: bytes) -> Chunk:  # noqa: C901, PLR0912 - one loop without calls: each costs
-    """Return the chunk that a message holds.
-
-    Raises:
-        Refusal: The bytes are no LogChunk, or a text in it is not UTF-8.
-    """
+    """Return the chunk that a message holds, or raise `Refusal` for bytes that are none."""
     chunk = Chunk()
     view = memoryview(raw)
     position, end = 0, len(raw)

@@ -44,13 +44,7 @@ class CycleFile:
 
 
 class Completion:
-    """The files of cycles. All but `announce` is called with the lock held.
-
-    Args:
-        idle_s: How long nothing must have come for a file.
-        lock: The funnel's lock.
-        call_at: Calls a function at a monotonic time.
-    """
+    """The files of cycles. All but `announce` is called with the lock held."""
 
     def __init__(
         self,

@@ -55,10 +55,7 @@ def is_ledger_name(name: str) -> bool:
 
 
 def encode(start: int, end: int, seqs: Mapping[str, int]) -> bytes:
-    """Return the record of a batch that fills the log from `start` to `end`.
-
-    The stream that writes last comes last.
-    """
+    """Return the record of a batch from `start` to `end`; its last writer comes last in `seqs`."""
     record = {"start": start, "end": end, "seqs": dict(seqs)}
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -71,10 +68,7 @@ def merge(seqs: dict[str, int], newer: Mapping[str, int]) -> None:
 
 
 def encode_all(size: int, seqs: dict[str, int]) -> bytes:
-    """Return the one record that says what a log of that size holds.
-
-    Streams that were silent for longest are forgotten where they are too many for a ledger.
-    """
+    """Return the one record for a log of `size` bytes, without the longest silent streams."""
     while len(record := encode(size, size, seqs)) > _MOST_RECORD_BYTES:
         for stream_id in list(seqs)[: (len(seqs) + 1) // 2]:
             del seqs[stream_id]
@@ -82,10 +76,9 @@ def encode_all(size: int, seqs: dict[str, int]) -> bytes:
 
 
 def read_ledger(data: bytes, log_size: int) -> Ledger:
-    """Return what a ledger says about a log of that size.
+    """Return what a ledger says about a log of that size, passing over lines that are no records.
 
-    Lines that are no records are passed over: a record counts only once it is whole, and its batch
-    is written only after that.
+    A batch is written only after its record is whole.
     """
     found = Ledger()
     last: tuple[int, int, int, dict[str, int]] | None = None
@@ -146,11 +139,9 @@ class Place:
 
 
 class Roots:
-    """Directories below which logs may lie; safe in all threads.
+    """Resolved directories below which logs may lie; safe in all threads.
 
-    Args:
-        paths: Existing directories. They are resolved here, once.
-        must_exist: Without it they need not: for code that checks paths and opens none.
+    `must_exist=False` is for code that checks paths and opens none.
     """
 
     def __init__(self, paths: Iterable[str], *, must_exist: bool = True) -> None:
@@ -293,12 +284,7 @@ class LogFile:
         *,
         sync: bool,
     ) -> None:
-        """Write a batch, whole or not at all.
-
-        Args:
-            buffers: At most IOV_MAX pieces.
-            seqs: What the log holds once they are written; the stream that writes last, last.
-            sync: Wait until a power cut could not lose it.
+        """Write a batch, whole or not at all; `seqs` is what the log holds then, last writer last.
 
         Raises:
             StaleLogError: The log has been removed.

@@ -44,11 +44,7 @@ class Held:
 
 
 class RelayRpc(Rpc):
-    """One call of a node, which carries one stream; kept until the root has all of it.
-
-    Attributes:
-        is_named: The sender gave the stream its name and numbers its chunks.
-    """
+    """One call of a node, which carries one stream; kept until the root has all of it."""
 
     def __init__(self, relay: Relay, roots: Roots, context: Any, *, acknowledges: bool) -> None:
         super().__init__(context, acknowledges=acknowledges)
@@ -155,10 +151,9 @@ class Relay:
         stream.received_bytes += len(chunk.data)
 
     def end_lines(self, stream: RelayRpc) -> None:
-        """End the lines that a stream leaves unfinished, so that nobody's line is glued to them.
+        """End the lines that a stream leaves unfinished, which the root cannot see.
 
-        The root cannot do it, for it does not see the end of a stream. One with a name may come
-        back and go on in the middle of a line, and its numbers are its sender's.
+        A named stream may come back in the middle of a line, and its numbers are its sender's.
         """
         if stream.refusal is None:
             for path in sorted(stream.unfinished):
@@ -271,11 +266,7 @@ _NAME_BYTES = 64 << 10
 
 
 class Upstream:
-    """The way to the root; it lives in the event loop.
-
-    Args:
-        target: `HOST:PORT` or `unix:PATH` of the root.
-    """
+    """The way to the root at `HOST:PORT` or `unix:PATH`; it lives in the event loop."""
 
     def __init__(self, target: str, access: Access, relay: Relay) -> None:
         self._target = target

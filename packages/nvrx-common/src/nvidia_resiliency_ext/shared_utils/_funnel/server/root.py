@@ -32,10 +32,7 @@ _logger = logging.getLogger("LogAggregationServer")
 
 
 class LoopQueue:
-    """Calls from writers' threads into one event loop, in which it must be made.
-
-    Many calls wake the loop once.
-    """
+    """Calls from writers' threads, made in one event loop; many wake it once."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -148,10 +145,7 @@ class StreamRpc(Rpc):
         return made
 
     def _forget_settled(self) -> None:
-        """Forget streams of which nothing waits: a leaf's call does not tell which have ended.
-
-        One that goes on after all is a new source; the ledger knows what it has sent.
-        """
+        """Forget streams of which nothing waits; one that goes on is a new source."""
         if len(self.sources) < _MAX_SOURCES:
             return
         settled = [source for source in self.sources.values() if source.is_settled]
@@ -253,12 +247,7 @@ class RootService(Service):
 
 
 def run(config: ServerConfig, options: FunnelOptions) -> int:
-    """Serve until asked to end; return the exit code.
-
-    Raises:
-        AddressError: It cannot listen.
-        ConfigError: A root or a certificate is unusable.
-    """
+    """Serve until asked to end; return the exit code."""
     funnel = Funnel(options)
 
     async def main() -> None:

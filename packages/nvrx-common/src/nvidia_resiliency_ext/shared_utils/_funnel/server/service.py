@@ -30,7 +30,7 @@ _ACK_SPACING_S = 0.05
 
 
 class Rpc(abc.ABC):
-    """One open StreamLogs or StreamLogsAcked of a root or a leaf; it lives in the event loop.
+    """One open StreamLogs or StreamLogsAcked of a root or a leaf, in the event loop.
 
     However slow the sender reads, one acknowledgement per stream is all that waits for it.
     """
@@ -101,10 +101,7 @@ class Rpc(abc.ABC):
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
 
     def _acknowledge(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Acknowledge a stream to its sender, even if the same number was acknowledged before.
-
-        Several senders behind a leaf may ask for the same numbers one after the other.
-        """
+        """Acknowledge a stream, even a number again: senders behind a leaf may share one."""
         if not self._acknowledges:
             return
         self._unsent[stream_id] = (seq, refusal)

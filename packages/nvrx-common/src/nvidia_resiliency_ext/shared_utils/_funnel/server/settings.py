@@ -91,12 +91,7 @@ def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What both servers are told.
-
-    Attributes:
-        host: Where it listens; `unix:PATH` for a Unix socket.
-        grace_s: How long it goes on serving after it was asked to end.
-    """
+    """Settings of both servers; `host` may be `unix:PATH`, `grace_s` is from the request to end."""
 
     host: str
     port: int
