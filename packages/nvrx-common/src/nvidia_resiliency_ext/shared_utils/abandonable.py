@@ -22,13 +22,7 @@ from typing import Any, Generic, TypeVar
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
-__all__ = [
-    "AbandonableCall",
-    "DeadlineCaller",
-    "ParkedAtExit",
-    "StuckError",
-    "park",
-]
+__all__ = ["AbandonableCall", "DeadlineCaller", "ParkedAtExit", "StuckError", "park"]
 
 
 T = TypeVar("T")

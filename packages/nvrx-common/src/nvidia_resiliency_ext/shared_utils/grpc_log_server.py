@@ -53,10 +53,7 @@ def serve(
         raise ValueError("serve() needs allowed_roots")
     root.run(
         ServerConfig(
-            host=host,
-            port=port,
-            grace_s=graceful_shutdown_timeout,
-            access=Access.for_server(host),
+            host=host, port=port, grace_s=graceful_shutdown_timeout, access=Access.for_server(host)
         ),
         FunnelOptions(
             allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout

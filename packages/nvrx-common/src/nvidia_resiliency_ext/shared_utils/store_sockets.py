@@ -212,9 +212,7 @@ def socket_names() -> frozenset[str]:
     return frozenset(name for _, name in _named())
 
 
-def tcp_sockets(
-    known: Collection[str] = frozenset(),
-) -> Iterator[tuple[str, socket.socket]]:
+def tcp_sockets(known: Collection[str] = frozenset()) -> Iterator[tuple[str, socket.socket]]:
     """Yield name and second descriptor of each TCP socket of this process but the `known` ones.
 
     Whoever takes one closes it.

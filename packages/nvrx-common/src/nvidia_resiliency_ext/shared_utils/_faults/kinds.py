@@ -102,9 +102,7 @@ class Action:
     """One fault on its way; made while it is dispatched, used by one background thread."""
 
     def __init__(
-        self,
-        effect: Callable[[threading.Event], object],
-        undo: Callable[[], object] = lambda: None,
+        self, effect: Callable[[threading.Event], object], undo: Callable[[], object] = lambda: None
     ) -> None:
         self.act = effect
         self._undo = undo

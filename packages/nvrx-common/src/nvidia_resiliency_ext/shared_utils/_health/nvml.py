@@ -60,11 +60,7 @@ Answer = Any
 FieldValue = tuple[int, int]  # nvmlReturn_t, value
 
 UNSUPPORTED = frozenset(
-    {
-        NvmlCallError.INVALID_ARGUMENT,
-        NvmlCallError.NOT_SUPPORTED,
-        NvmlCallError.FUNCTION_NOT_FOUND,
-    }
+    {NvmlCallError.INVALID_ARGUMENT, NvmlCallError.NOT_SUPPORTED, NvmlCallError.FUNCTION_NOT_FOUND}
 )
 """Answers about a field, a link or a version of a structure that the device does not have."""
 

@@ -42,12 +42,7 @@ class NodeLogAggregator:
     """
 
     def __init__(
-        self,
-        log_dir: str,
-        temp_dir: str,
-        log_file: str,
-        max_file_size: int,
-        en_chrono_ord: bool,
+        self, log_dir: str, temp_dir: str, log_file: str, max_file_size: int, en_chrono_ord: bool
     ) -> None:
         self._job = Job(
             temp_dir=os.path.abspath(temp_dir),

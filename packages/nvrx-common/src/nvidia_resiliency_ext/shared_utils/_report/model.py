@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING
 
 from .accounting import attribute_spans, flatten, key_of, node_lanes, rank_lanes, saves, succeeded
 from .cycles import build_history, gather, inprocess_restarts
-from .timeline import (
-    CATEGORIES,
-    Checkpoints,
-    Remark,
-    Restart,
-    Timeline,
-    Workers,
-    clock_time,
-    plain,
-)
+from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers, clock_time, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -139,11 +139,7 @@ class Link:
 
         def encode(chunk: Chunk) -> bytes:
             message = chunk_type(
-                node_id=node_id,
-                data=chunk.data,
-                file_path=path,
-                stream_id=stream_id,
-                seq=chunk.seq,
+                node_id=node_id, data=chunk.data, file_path=path, stream_id=stream_id, seq=chunk.seq
             )
             encoded: bytes = message.SerializeToString()
             return encoded

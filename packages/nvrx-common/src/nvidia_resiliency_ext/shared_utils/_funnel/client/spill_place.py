@@ -15,11 +15,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.os_utils import (
-    lock_file,
-    private_dir,
-    remove_tree_at,
-)
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -277,13 +277,7 @@ class LogFile:
             self.close()
             raise
 
-    def append(
-        self,
-        buffers: Sequence[Piece],
-        seqs: Mapping[str, int],
-        *,
-        sync: bool,
-    ) -> None:
+    def append(self, buffers: Sequence[Piece], seqs: Mapping[str, int], *, sync: bool) -> None:
         """Write a batch, whole or not at all; `seqs` is what the log holds then, last writer last.
 
         Raises:
