@@ -49,19 +49,14 @@ _RESUMED = 102 << 3 | _VARINT
 
 @dataclass(slots=True)
 class Chunk:
-    """One message: some lines of one node for one file.
-
-    Attributes:
-        data: A view of the message; it keeps the whole message alive.
-        resumed: The sender knows that an earlier chunk of this `stream_id` was refused.
-    """
+    """One message: some lines of one node for one file."""
 
     node_id: str = ""
-    data: memoryview = _NO_DATA
+    data: memoryview = _NO_DATA  # keeps the whole message alive
     file_path: str = ""
     stream_id: str = ""
     seq: int = 0
-    resumed: bool = False
+    resumed: bool = False  # the sender knows that an earlier chunk of `stream_id` was refused
 
 
 def decode(raw: bytes) -> Chunk:  # noqa: C901, PLR0912 - one loop without calls: each costs
@@ -182,7 +177,6 @@ def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
 
 
 def health(connected_clients: int, *, healthy: bool = True) -> bytes:
-    """Return a HealthResponse."""
     message = messages().HealthResponse(healthy=healthy, connected_clients=connected_clients)
     return bytes(message.SerializeToString())
 

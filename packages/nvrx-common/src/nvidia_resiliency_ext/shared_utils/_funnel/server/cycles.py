@@ -26,21 +26,15 @@ _MAX_REMEMBERED = 10_000
 
 @dataclass(slots=True, eq=False)
 class CycleFile:
-    """One cycle's log.
-
-    Attributes:
-        is_whole: Nothing waits for the file, and it was written.
-        flushed_at: Wall time of the write that made it so.
-        is_complete: The line that says so was issued and nothing came since.
-    """
+    """One cycle's log."""
 
     path: str
     family: str
     number: int
     arrived_at: float
-    is_whole: bool = False
-    flushed_at: float = 0.0
-    is_complete: bool = False
+    is_whole: bool = False  # nothing waits for the file, and it was written
+    flushed_at: float = 0.0  # wall time of the write that made it so
+    is_complete: bool = False  # the line that says so was issued and nothing came since
 
 
 class Completion:

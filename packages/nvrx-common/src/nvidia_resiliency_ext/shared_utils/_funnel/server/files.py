@@ -29,18 +29,11 @@ _SUFFIX = ".nvrx-acks"
 
 @dataclass(slots=True)
 class Ledger:
-    """What a ledger says about its log.
-
-    Attributes:
-        seqs: The last number of each stream that is in the log.
-        cut_log_to: Size to cut the log back to: it ends inside a batch.
-        cut_ledger_to: Size to cut the ledger back to, after the log.
-        last_stream: Who wrote the log's last bytes, where that is known.
-    """
+    """What a ledger says about its log: each stream's last number in it, who wrote it last."""
 
     seqs: dict[str, int] = field(default_factory=dict)
-    cut_log_to: int | None = None
-    cut_ledger_to: int | None = None
+    cut_log_to: int | None = None  # it ends inside a batch
+    cut_ledger_to: int | None = None  # after the log
     last_stream: str | None = None
 
 
@@ -252,13 +245,7 @@ class StaleLogError(OSError):
 
 
 class LogFile:
-    """A log that this server appends to, locked against other servers.
-
-    Attributes:
-        seqs: The last number of each stream that is in the log.
-        ends_line: The log is empty or its last byte is a newline.
-        last_stream: Who wrote the last bytes, where that is known.
-    """
+    """A log that this server appends to, locked against other servers."""
 
     def __init__(self, roots: Roots, place: Place) -> None:
         self._directory, self._log = roots.open(place)
@@ -305,7 +292,6 @@ class LogFile:
             self._compact(start + size)
 
     def sync(self) -> None:
-        """Wait until a power cut could not lose what was written."""
         os.fdatasync(self._log)
 
     def close(self) -> None:

@@ -40,8 +40,7 @@ class Funnel:
         self._options = options
         self._roots = Roots(options.allowed_roots or ("/",))
         self.queue = Queue(options, self._roots, self._grant)
-        # Sources that wait for space, first come first; guarded by the queue's lock.
-        self._waiting: deque[Source] = deque()
+        self._waiting: deque[Source] = deque()  # for space; guarded by the queue's lock
 
     # --- what the service calls
 

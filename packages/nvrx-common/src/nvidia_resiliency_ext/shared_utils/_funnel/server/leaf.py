@@ -22,8 +22,6 @@ _logger = logging.getLogger("LogAggregationLeaf")
 
 
 class _LeafService(Service):
-    """The leaf's service."""
-
     def __init__(self, access: Access, relay: Relay, upstream: Upstream, roots: Roots) -> None:
         super().__init__(access, _logger)
         self._relay = relay

@@ -32,8 +32,7 @@ CLOSE_S = 10.0
 _STATS_S = 60.0
 _CUT_OFF_S = 5.0
 _COLLECT_AFTER = 10_000
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _KEPT_BYTES = 16 << 20
 _LARGEST_KEPT_BYTES = 1 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 _STREAM_SHARE = 8
-# Begins the ids that a leaf gives to streams of senders that number nothing.
-_NAMELESS = "leaf-"
+_NAMELESS = "leaf-"  # begins the ids of streams whose senders number nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +58,7 @@ class RelayRpc(Rpc):
         self.held_bytes = 0
         self.received_bytes = 0
         self.refusal: Refusal | None = None
-        # Files whose last line has no end yet, of a stream without a name.
-        self.unfinished: set[str] = set()
+        self.unfinished: set[str] = set()  # files whose last line has no end, if it has no name
 
     def response(self) -> bytes:
         seq = self.committed_seq if self.is_named else 0
@@ -334,8 +332,7 @@ class Upstream:
                     _logger.info("the root does not acknowledge: using StreamLogs")
                     self._is_old_root = True
                     continue
-            except asyncio.InvalidStateError as error:
-                # What grpc.aio says of a call that ended while it was written to.
+            except asyncio.InvalidStateError as error:  # a call that ended while it was written to
                 why = str(error)
             finally:
                 was_up, self.is_up = self.is_up, False

@@ -47,8 +47,7 @@ class LoopQueue:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                # The loop has ended, and the streams with it.
-                return
+                return  # the loop has ended, and the streams with it
 
     def _deliver(self) -> None:
         # First: what is added from now on wakes the loop again.
@@ -71,8 +70,7 @@ class StreamRpc(Rpc):
         self._is_relay = acknowledges and ERRORS_IN_ACKS in metadata
         self.sources: dict[str, Source] = {}
         self._is_waiting = False
-        # Why the last bytes of a stream that has ended cannot be written at present.
-        self._trouble = ""
+        self._trouble = ""  # why the last bytes of an ended stream cannot be written at present
 
     def response(self) -> bytes:
         sources = self.sources.values()
@@ -220,8 +218,6 @@ class StreamRpc(Rpc):
 
 
 class RootService(Service):
-    """The root's service."""
-
     def __init__(self, access: Access, funnel: Funnel) -> None:
         super().__init__(access, _logger)
         self._funnel = funnel

@@ -72,8 +72,7 @@ class LogAggregationServicer:
         self.graceful_shutdown_timeout = graceful_shutdown_timeout
         self.completion_idle_timeout = self._options.completion_idle_s
         self._funnel = Funnel(self._options)
-        # Guards `connected_clients`.
-        self.clients_lock = threading.Lock()
+        self.clients_lock = threading.Lock()  # guards `connected_clients`
         self._connected_clients = 0
         self._refusals = RefusalLog(_logger)
         self._nobody = threading.Event()
