@@ -150,7 +150,6 @@ class _Uses(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Check the arguments of a call."""
         self.generic_visit(node)
         self._imported(node)
         called = self._resolve(node.func)

@@ -96,7 +96,6 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _shown(action: argparse.Action) -> list[str]:
-    """Return the spellings of a flag with dashes."""
     return [word for word in action.option_strings if "_" not in word]
 
 

@@ -182,7 +182,6 @@ def exhaust_gpu_memory() -> Action:
 
 
 def _require_cuda(fault: str) -> Any:
-    """Return torch, with CUDA."""
     try:
         import torch
     except ImportError as error:

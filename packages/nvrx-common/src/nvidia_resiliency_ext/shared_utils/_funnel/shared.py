@@ -59,7 +59,6 @@ class Access:
         return access
 
     def admits(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Tell whether a call may proceed."""
         if self.token is None:
             return True
         shown = (value for key, value in metadata if key == "authorization")

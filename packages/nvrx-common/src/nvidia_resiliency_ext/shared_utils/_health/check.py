@@ -164,7 +164,6 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def nvml_timeout_s() -> float:
-    """Return how long one driver call may take."""
     value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}")
     if value is None or value <= 0:
         return _DEFAULT_NVML_TIMEOUT_S

@@ -91,7 +91,6 @@ _session = NvmlSession()
 
 
 def session() -> NvmlSession:
-    """Return the session of this process."""
     return _session
 
 
@@ -205,7 +204,6 @@ def resolve_device(rank: int) -> int | str | None:
 
 
 def device_label(device: int | str) -> str:
-    """Return how a device is called in messages."""
     return f"GPU {device}"
 
 

@@ -101,7 +101,6 @@ def driver_major(version: str) -> int | None:
 
 
 def _problem_of(gpu: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a GPU, by its evidence."""
     if "error" in gpu:
         return f"{gpu['gpu']}: {gpu['error']}"
     number = gpu.get("recovery_action")

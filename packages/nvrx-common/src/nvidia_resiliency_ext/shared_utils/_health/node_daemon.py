@@ -31,7 +31,6 @@ def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
 
 
 def evaluate_answer(answer: Any) -> Finding:
-    """Return what to think of an answer."""
     details = parse_object(answer.output)
     evidence: dict[str, Any] = {"exit_code": answer.exit_code}
     failed: float = 0

@@ -79,7 +79,6 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def load_binding() -> ModuleType:
-    """Import the Python binding of the driver's library."""
     from ctypes import CDLL
 
     try:
@@ -144,7 +143,6 @@ class NvmlQueries:
         return _text(self._call("nvmlSystemGetDriverVersion"))
 
     def device_count(self) -> int:
-        """Return the number of GPUs that this process may see."""
         return int(self._call("nvmlDeviceGetCount"))
 
     def name(self, device: int | str) -> str:

@@ -78,7 +78,6 @@ class TopologyError(NvrxError):
 
 
 def read_topology(path: str) -> dict[str, list[str]]:
-    """Return what `parse_topology` makes of a file."""
     try:
         data = read_regular_file(path, _LIMIT_BYTES + 1, follows_symlink=True)
     except (OSError, ValueError) as error:

@@ -65,7 +65,6 @@ class Probe:
         return cls(child)
 
     def age_s(self) -> float:
-        """Return the seconds since its start."""
         return time.monotonic() - self._start
 
     def has_ended(self) -> bool:

@@ -221,7 +221,6 @@ class Source:
         self.call(name)
 
     def call(self, name: str) -> None:
-        """Set the file's name."""
         self.name = name
         match = _NAME.fullmatch(name)
         self.stem = match["stem"] if match else name
@@ -283,7 +282,6 @@ class Sources:
                 source.is_hungry = True
 
     def read(self, source: Source, limit: int | None = None) -> Read:
-        """Read on in a file."""
         with self._opened(source) as fd:
             size = os.fstat(fd).st_size
             if size < source.offset:

@@ -56,7 +56,6 @@ class DirectoryLock:
             self._held.add(self._key)
 
     def close(self) -> None:
-        """Let others work in the directory."""
         with self._guard:
             self._held.discard(self._key)
             os.close(self._fd)
@@ -73,7 +72,6 @@ class Output:
 
     @property
     def is_behind(self) -> bool:
-        """Whether bytes are still to be written."""
         return bool(self._left)
 
     def place(self) -> tuple[int, int]:
@@ -96,7 +94,6 @@ class Output:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is left of earlier calls."""
         while self._left:
             self._left = self._left[os.write(self._fd, self._left) :]
 
@@ -225,7 +222,6 @@ class Aggregation:
         self._stack.close()
 
     def _merge(self) -> Step:
-        """Read, decide, append."""
         reads = self._read()
         now_ms = None
         if self._job.is_ordered:

@@ -64,7 +64,6 @@ class Save:
 
 
 def succeeded(event: TimedEvent) -> bool:
-    """Say whether a checkpoint event tells of a success."""
     return not event.text("error") and event.text("result").lower() in _GOOD_RESULTS
 
 

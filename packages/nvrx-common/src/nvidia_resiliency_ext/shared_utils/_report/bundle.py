@@ -111,7 +111,6 @@ class Bundle:
             raise
 
     def _readme(self) -> bytes:
-        """Return the page that says what is here and what is not."""
         lines = [
             "What this is: records, logs' ends and settings of a job, for a bug report.",
             f"Taken out: {self._secrets} values that looked like secrets ({REDACTED}).",

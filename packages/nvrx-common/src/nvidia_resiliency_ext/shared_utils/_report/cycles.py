@@ -41,7 +41,6 @@ class TimedEvent:
         return max(0.0, self.number(name) or 0.0)
 
     def integer(self, name: str) -> int | None:
-        """Return a field as a whole number."""
         value = self.number(name)
         return None if value is None else int(value)
 

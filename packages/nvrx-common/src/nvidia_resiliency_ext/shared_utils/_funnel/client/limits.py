@@ -74,7 +74,6 @@ class Notices:
                 self.add(level, line)
 
     def is_in_trouble(self) -> bool:
-        """Say whether the last state logged was a bad one."""
         return self._state not in {"", "up", "plain"}
 
     def emit(self) -> None:
@@ -106,7 +105,6 @@ class Backoff:
         self._failures = 0
 
     def reset(self) -> None:
-        """Begin again with short delays, after something has worked."""
         self._failures = 0
 
     def next_s(self) -> float:
@@ -149,7 +147,6 @@ class MemoryBudget:
             return False
 
     def take_spill(self, size: int) -> bool:
-        """Count bytes of files in, if there is space."""
         with self._changed:
             if self.spill_bytes + size > self.spill_limit_bytes:
                 return False

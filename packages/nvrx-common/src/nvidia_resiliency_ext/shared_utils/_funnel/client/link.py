@@ -161,7 +161,6 @@ class Link:
         return method(chunks, metadata=metadata)
 
     def close(self) -> None:
-        """End every call; harmless when repeated."""
         with self._lock:
             channel, self._channel = self._channel, None
             self._is_closed = True

@@ -67,11 +67,9 @@ class Segment:
         return f"{self.number:08d}{SUFFIX}"
 
     def has_unread(self) -> bool:
-        """Say whether there is a record that was not read."""
         return self.read_at < self.size
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk."""
         rest = _RECORD.pack(0, len(chunk.data), chunk.seq, chunk.lines)[4:]
         checksum = zlib.crc32(chunk.data, zlib.crc32(rest))
         header = checksum.to_bytes(4, "little") + rest
@@ -91,7 +89,6 @@ class Segment:
         return chunk
 
     def discard(self, directory: str) -> None:
-        """Close the file and remove it."""
         os.close(self.fd)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(directory, self.name))
@@ -148,7 +145,6 @@ class Spill:
 
     @property
     def unread(self) -> Gap:
-        """Lines and bytes that have still to be read."""
         lines = sum(segment.unread.lines for segment in self._segments)
         return Gap(0, lines, sum(segment.unread.size for segment in self._segments))
 
@@ -158,7 +154,6 @@ class Spill:
         return (highest // _GENERATION + 1) * _GENERATION
 
     def append(self, chunk: Chunk) -> bool:
-        """Add a chunk behind the others."""
         size = Segment.record_bytes(chunk)
         if not self._budget.take_spill(size):
             return False
@@ -201,7 +196,6 @@ class Spill:
         return True
 
     def has_unread(self) -> bool:
-        """Say whether `read` may return something."""
         return any(segment.has_unread() for segment in self._segments)
 
     def read(self) -> Chunk | None:

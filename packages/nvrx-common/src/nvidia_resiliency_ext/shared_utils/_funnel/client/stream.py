@@ -264,7 +264,6 @@ class Stream:
         return True
 
     def _push_out(self) -> bool:
-        """Move the oldest waiting chunk to the files."""
         if self.spill is None or not self.spill.append(self._waiting[0]):
             return False
         size = len(self._waiting.popleft().data)

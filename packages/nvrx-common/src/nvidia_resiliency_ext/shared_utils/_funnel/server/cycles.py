@@ -69,7 +69,6 @@ class Completion:
         return made
 
     def arrived(self, file: CycleFile, now: float) -> None:
-        """Note that a chunk came."""
         file.arrived_at = now
         if file.is_complete:
             file.is_complete = False

@@ -107,7 +107,6 @@ def raise_file_limit() -> None:
 
 
 def log_to_stderr() -> None:
-    """Show the server's log on stderr."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -155,7 +154,6 @@ async def serve(
 
 
 async def _listen(service: Service, config: ServerConfig) -> tuple[Any, str]:
-    """Start a gRPC server; return it and its address."""
     import grpc.aio
 
     address = _address(config.host, config.port)

@@ -84,7 +84,6 @@ class Queue:
             self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
 
     def stats(self) -> dict[str, int]:
-        """Return counts by their names in a StatsResponse."""
         with self.lock:
             return {
                 "bytes_received": self.received_bytes,

@@ -153,7 +153,6 @@ class Service(abc.ABC):
 
     @property
     def stream_count(self) -> int:
-        """How many streams are open."""
         return len(self._rpcs)
 
     @property
@@ -162,7 +161,6 @@ class Service(abc.ABC):
         return True
 
     def prepare_end(self) -> None:
-        """Refuse new streams from now on."""
         self._refuses_new = True
 
     @abc.abstractmethod
@@ -238,7 +236,6 @@ class Service(abc.ABC):
 
 
 async def _abort(context: Any, refusal: Refusal) -> None:
-    """End the call with the refusal's code."""
     import grpc
 
     await context.abort(grpc.StatusCode[refusal.code], refusal.reason)
