@@ -183,8 +183,7 @@ class ParkedAtExit(threading.Thread):
 def park(thread: ParkedAtExit) -> None:
     """Stop `thread` for good while it waits in the kernel; wait for that for 1 s at most.
 
-    A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
-    ignored.
+    A thread that runs (it may hold a lock of the C library) or has ended is not stopped.
     """
     if thread.parking_signal is None:
         return

@@ -200,8 +200,7 @@ class EventLoop:
     def run_once(self, *, until: float | None = None) -> None:
         """Wait for the next event, at most until `until`, and call what is due."""
         for key, _ in self._selector.select(self._timeout(until)):
-            # A callback of the same round may have closed the descriptor, and another one opened
-            # its number again.
+            # Callbacks of this round may have closed the descriptor and opened its number again.
             current = self._selector.get_map().get(key.fd)
             if current is not None and current.data == key.data:
                 self._call(key.data)

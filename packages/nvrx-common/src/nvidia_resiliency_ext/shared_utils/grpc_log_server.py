@@ -33,8 +33,7 @@ def serve(
         port: Port to listen on; 0 for any.
         max_workers: Not used: a stream needs no worker.
         graceful_shutdown_timeout: Seconds to go on serving open streams when asked to end.
-        completion_idle_timeout: Seconds without a chunk after which an old cycle's file counts as
-            complete.
+        completion_idle_timeout: Seconds without a chunk that make an old cycle's file complete.
         allowed_roots: Directories below which files may lie.
 
     Raises:

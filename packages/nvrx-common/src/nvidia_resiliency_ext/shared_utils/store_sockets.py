@@ -138,8 +138,7 @@ def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
 
     Where the system takes clients' ports from a range that has the store's in it, and nobody
     listens yet, a client that asks often enough is given that very port, and connects to itself.
-    Here that counts as refused, and leaves the port free, which else could not be listened at for a
-    minute.
+    Here that counts as refused, and frees the port, which else is blocked for a minute.
 
     Raises:
         ConnectionRefusedError: Nobody listens.

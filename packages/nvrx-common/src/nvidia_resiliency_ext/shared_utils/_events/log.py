@@ -406,8 +406,7 @@ class EventLog:
             event: What happened.
             cycle: The launcher's cycle, None outside any.
             rank: The global rank that it happened to, None when it is not about one rank.
-            t: Wall time in seconds, default now. Give it, or ``m``, for something noticed late:
-                one follows from the other.
+            t: Wall time in seconds, default now. For something noticed late give it or ``m``.
             m: Monotonic time in seconds, default now.
         """
         if t is None and m is None:

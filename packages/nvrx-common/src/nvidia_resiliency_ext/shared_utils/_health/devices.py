@@ -116,8 +116,7 @@ def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _after_fork() -> None:
-    # The parent's threads are gone, its locks may be held for ever, and its descriptors of the
-    # driver are not ours to use.
+    # The parent's locks may be held for ever, and its descriptors of the driver are not ours.
     global lock, _session  # noqa: PLW0603 - the names under which they are known
     lock = threading.RLock()
     is_forked = _session.is_forked or _session.was_asked

@@ -80,8 +80,7 @@ def _lines(path: str) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-MIN_DRIVER_MAJOR = 570
-"""The first driver that tells which recovery action a GPU needs."""
+MIN_DRIVER_MAJOR = 570  # the first driver that tells which recovery action a GPU needs
 
 _ACTIONS = {
     1: "reset the GPU",

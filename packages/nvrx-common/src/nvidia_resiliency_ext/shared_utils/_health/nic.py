@@ -57,8 +57,7 @@ def _distance(above_gpu: Sequence[str], above_nic: Sequence[str]) -> int | None:
     return None
 
 
-WINDOW_S = 60.0
-"""How long growth is watched before it is compared with a limit per minute anew."""
+WINDOW_S = 60.0  # how long growth is watched before it is compared with a limit per minute anew
 
 
 def is_active(state: str) -> bool:
@@ -279,8 +278,7 @@ _LONGEST_STATE = 40
 class NicLinkStateHealthCheck(Check):
     """Is every port that was ACTIVE at construction still ACTIVE?
 
-    Also looked at, unless a template is given: whether the network devices of RoCE adapters keep
-    their carrier.
+    Without a template it also looks whether network devices of RoCE adapters keep their carrier.
 
     Args:
         link_state_path_template: Path of the state, with ``{nic}`` and perhaps ``{port}``.

@@ -82,8 +82,7 @@ def load_binding() -> ModuleType:
     from ctypes import CDLL
 
     try:
-        # Looked for first: on a machine without a driver importing the binding is the larger part
-        # of what a check costs.
+        # Looked for first: without a driver, importing the binding is most of what a check costs.
         CDLL(_LIBRARY)
     except OSError as error:
         raise NvmlUnavailableError(f"no NVIDIA driver: {error}") from error

@@ -77,8 +77,7 @@ class Probe:
     def result(self, timeout_s: float) -> bytes | None:
         """Wait for its end; return its output, `None` when the time is up first.
 
-        Output is read at the end only: one that writes more than a pipe holds (64 KiB) does not
-        end.
+        Output is read at the end only: writing more than a pipe holds (64 KiB) blocks it.
         """
         if self._child.wait(timeout_s) is None:
             return None

@@ -174,8 +174,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
     Args:
         interval: Seconds between two looks of `async_check`.
         on_failure: Awaited by `async_check` after an unhealthy look.
-        kinds: Types of file systems to look at, such as `beegfs`, `gpfs`, `wekafs`, `ceph`,
-            `fuse.juicefs`.
+        kinds: Types of file systems to look at, such as `beegfs`, `gpfs`, `ceph`, `fuse.juicefs`.
         timeout_s: Time for all mounts together.
         min_free_fraction: Less free space than this part is unhealthy.
         min_free_inodes_fraction: Likewise for inodes.

@@ -252,8 +252,7 @@ def _endings(seen: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[bo
     last = {(event.host, event.launch): event.at for event in seen}
     missing = last.keys() - {(event.host, event.launch) for event in ends}
     losses = [event for event in seen if event.kind == "fault" and event.text("cause") == NODE_LOST]
-    # Another launch has recorded them as lost, and they are silent since then: whoever writes again
-    # was taken for lost by mistake.
+    # Recorded as lost by another launch and silent since: who writes again was not lost.
     lost = {
         launch
         for launch in missing

@@ -10,11 +10,9 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-BATCH_BYTES = 64 * 1024
-"""A batch of this size is sent without waiting for its deadline."""
+BATCH_BYTES = 64 * 1024  # A batch of this size is sent without waiting for its deadline
 
-MAX_LINE_BYTES = 1024 * 1024
-"""A longer line goes on in a new line."""
+MAX_LINE_BYTES = 1024 * 1024  # A longer line goes on in a new line
 
 
 class Chunk(NamedTuple):
@@ -86,11 +84,9 @@ class Notices:
             logger.log(level, "log funnel: %s", line)
 
 
-BATCH_DELAY_S = 0.02
-"""Batches that are not full leave at most this often."""
+BATCH_DELAY_S = 0.02  # batches that are not full leave at most this often
 
-SLOW_RETRY_S = 30.0
-"""Between tries that only a person can make succeed."""
+SLOW_RETRY_S = 30.0  # between tries that only a person can make succeed
 
 _FIRST_S = 0.1
 _LONGEST_S = 5.0
@@ -118,8 +114,7 @@ class Backoff:
         return SLOW_RETRY_S * self._draw.uniform(0.75, 1.25)
 
 
-RESERVE_BYTES = 128 * 1024
-"""What a target may hold even when the others have used up the memory."""
+RESERVE_BYTES = 128 * 1024  # what a target may hold even when the others have used up the memory
 
 
 class MemoryBudget:
@@ -175,14 +170,11 @@ class MemoryBudget:
 class Verdict(enum.Enum):
     """What to do next."""
 
-    RETRY = "retry"
-    """The server is away or went away."""
-    FALL_BACK = "fall back"
-    """The server does not know acknowledged streams."""
+    RETRY = "retry"  # the server is away or went away
+    FALL_BACK = "fall back"  # the server does not know acknowledged streams
     RETRY_SLOWLY = "retry slowly"
     """Nothing helps but a person: a wrong token, or something that is no log server."""
-    REFUSED = "refused"
-    """The server will never take this target."""
+    REFUSED = "refused"  # the server will never take this target
 
 
 def evaluate(code: str, *, is_plain: bool) -> Verdict:

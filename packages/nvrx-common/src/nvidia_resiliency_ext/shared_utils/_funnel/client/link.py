@@ -45,8 +45,7 @@ def access_of(token_file: str | None, tls: FunnelTls | None) -> Access:
     """Return what a connection shows; the token's file is given, or named by the environment.
 
     Raises:
-        ConfigError: A file cannot be used, TLS is given without `ca_file`, or only one of key and
-            certificate is given.
+        ConfigError: A file cannot be used, `ca_file` is missing, or one of key and certificate.
     """
     token_file = token_file or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
     token = TokenFile(token_file) if token_file else None

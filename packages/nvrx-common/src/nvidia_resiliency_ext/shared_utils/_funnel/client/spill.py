@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue in files: how lines stand in them, and how far they were read.
 
-A file holds records that are appended and never changed. Each has a checksum, so what a crash tore
-is known.
+A file holds records that are appended and never changed; checksums tell what a crash tore.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ _GENERATION = 1 << 32  # numbers for the chunks of one process
 class Spill:
     """A queue of chunks in files; the owner holds a lock around every call.
 
-    Nothing here raises: files that cannot be written count as full, files that cannot be read as
-    empty, and one line says so.
+    Nothing here raises: unwritable files count as full, unreadable ones as empty; one line says so.
     """
 
     def __init__(

@@ -46,12 +46,9 @@ class Stream:
         first_seq: int = 1,
     ) -> None:
         self.buffer = bytearray()
-        self.attention_at = 0
-        """Size of `buffer` from which on a writer must do more than append."""
-        self.is_urgent = False
-        """The whole lines in `buffer` leave at once."""
-        self.counts: Counter[str] = Counter()
-        """By the names of `FunnelStats`."""
+        self.attention_at = 0  # size of `buffer` from which on a writer must do more than append
+        self.is_urgent = False  # the whole lines in `buffer` leave at once
+        self.counts: Counter[str] = Counter()  # by the names of `FunnelStats`
         self.budget = budget
         self.spill = spill
         self.drops = drops

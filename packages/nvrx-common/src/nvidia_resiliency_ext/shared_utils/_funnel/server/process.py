@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from .settings import ServerConfig
 
 
-CLOSE_S = 10.0
-"""How long a funnel that closes may take to write what waits."""
+CLOSE_S = 10.0  # how long a funnel that closes may take to write what waits
 
 _STATS_S = 60.0
 _CUT_OFF_S = 5.0

@@ -101,9 +101,8 @@ class Queue:
     def has_space(self, target: Target, size: int) -> bool | None:
         """Return whether a chunk for a target has space now, or None if it is not to wait for it.
 
-        One file may hold an eighth of the buffer, all that cannot be written half of it together. A
-        chunk for a file whose writes fail does not wait: its sender, who still has it, is told.
-        Locked.
+        One file may hold an eighth of the buffer, all that cannot be written half of it. A
+        chunk for a failing file does not wait: its sender, who still has it, is told. Locked.
         """
         limit, held = self._options.max_buffered_bytes, target.held_bytes
         if size > limit:

@@ -2,8 +2,7 @@
 """What the gRPC services of root and leaf have in common: calls, answers, access.
 
 A service lives in the event loop, so an idle stream costs a suspended coroutine and no thread.
-Messages are read one by one, and none while a chunk waits for space: gRPC's flow control then holds
-the sender.
+No message is read while a chunk waits for space: gRPC's flow control then holds the sender.
 """
 
 from __future__ import annotations
