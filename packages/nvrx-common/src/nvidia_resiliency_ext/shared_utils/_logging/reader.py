@@ -138,19 +138,13 @@ _FIRST_OF_MANY = 0xC0
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read of one file.
+    """What was read of one file."""
 
-    Attributes:
-        data: At most ``CHUNK_BYTES``.
-        end: Offset of the end of the data in the file.
-        is_over: Nobody will write to it any more.
-    """
-
-    data: bytes
-    end: int
+    data: bytes  # at most ``CHUNK_BYTES``
+    end: int  # offset of the end of the data in the file
     has_more: bool = False
     is_settled: bool = False
-    is_over: bool = False
+    is_over: bool = False  # nobody will write to it any more
 
     @property
     def may_be_torn(self) -> bool:

@@ -128,15 +128,7 @@ _ALL_TIMES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is aggregated into what.
-
-    Attributes:
-        temp_dir: Directory of the processes' files.
-        log_dir: Directory of the merged file.
-        log_file: Its name.
-        max_file_size: Size in bytes from which on a file that is read and closed is deleted.
-        is_ordered: Whether records of different files are merged by their times.
-    """
+    """What is aggregated into what; see `NodeLogAggregator` for the settings."""
 
     temp_dir: str
     log_dir: str
@@ -147,16 +139,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did.
-
-    Attributes:
-        again_s: When the next one is due at the latest; 0 for at once.
-        is_blocked: Nothing can be written, so there is no use in trying earlier.
-    """
+    """What a step did."""
 
     taken: int
-    again_s: float | None = None
-    is_blocked: bool = False
+    again_s: float | None = None  # when the next one is due at the latest; 0 for at once
+    is_blocked: bool = False  # nothing can be written: there is no use in trying earlier
 
 
 class Aggregation:
