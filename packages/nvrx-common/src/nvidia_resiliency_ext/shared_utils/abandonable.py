@@ -22,13 +22,7 @@ from typing import Any, Generic, TypeVar
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
-__all__ = [
-    "AbandonableCall",
-    "DeadlineCaller",
-    "ParkedAtExit",
-    "StuckError",
-    "park",
-]
+__all__ = ["AbandonableCall", "DeadlineCaller", "ParkedAtExit", "StuckError", "park"]
 
 
 T = TypeVar("T")
@@ -58,11 +52,7 @@ class AbandonableCall(Generic[T]):
     """
 
     def __init__(self, name: str, function: Callable[[], T]) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: The system gives no thread.
-        """
+        """Start the thread, or raise `RuntimeError` when the system gives none."""
         self.name = name
         self.pid = os.getpid()
         self.ended = threading.Event()
@@ -193,8 +183,7 @@ class ParkedAtExit(threading.Thread):
 def park(thread: ParkedAtExit) -> None:
     """Stop `thread` for good while it waits in the kernel; wait for that for 1 s at most.
 
-    A thread that runs is not stopped: it may hold a lock of the C library. One that has ended is
-    ignored.
+    A thread that runs (it may hold a lock of the C library) or has ended is not stopped.
     """
     if thread.parking_signal is None:
         return

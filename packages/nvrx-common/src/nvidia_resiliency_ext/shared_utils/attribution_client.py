@@ -45,8 +45,7 @@ _REQUEST_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 2.0
 # A log that was read while it grew has its verdict at once: the first questions come sooner.
 _FIRST_POLL_S = 0.1
-# Whoever says that a log has begun or ended is about to start workers: until that is done it has
-# the interpreter to itself.
+# Who reports a log is about to start workers: until then it has the interpreter to itself.
 _CALM_S = 0.25
 _HTTP_NOT_FOUND = 404
 _HTTP_TOO_MANY = 429
@@ -189,8 +188,7 @@ class AttributionService:
         log_complete: Whether nothing is written to a log any more when its verdict is asked for.
         on_verdict: Called with action, log and reason of each verdict, in the client's thread. An
             exception of it is logged, as of the next one.
-        on_nodes: Called with the nodes that an analysis would exclude, the log and the reason, in
-            the client's thread.
+        on_nodes: Called in the client's thread with nodes that an analysis excludes, log, reason.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own

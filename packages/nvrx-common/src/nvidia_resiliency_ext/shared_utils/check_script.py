@@ -2,8 +2,7 @@
 """Check scripts for names and arguments of `nvidia_resiliency_ext` that nvrx lacks or changes.
 
 ``python -m nvidia_resiliency_ext.shared_utils.check_script FILE...`` reads Python files and folders
-of them without running anything in them. The names are looked up in the installed nvrx packages,
-which are imported.
+of them without running them. The names are looked up in the installed packages, by import.
 """
 
 from __future__ import annotations
@@ -150,7 +149,6 @@ class _Uses(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Check the arguments of a call."""
         self.generic_visit(node)
         self._imported(node)
         called = self._resolve(node.func)

@@ -205,8 +205,7 @@ class Child:
     The exit status is read once and kept. Nothing is ever signalled after the process was reaped,
     so a recycled process number is safe. All methods may be called from several threads.
 
-    `process` is the running process, `argv` its command, `new_session` whether it leads a session
-    and process group of its own.
+    `process` runs the command `argv`; `new_session` says that it leads its own session and group.
 
     Attributes:
         pid: Its number.
@@ -273,8 +272,7 @@ class Child:
         the session that the process made and no new process with its number.
 
         Raises:
-            ValueError: The process was started without a session of its own, so that its group
-                is ours.
+            ValueError: It was started without a session of its own: its group is ours.
         """
         if not self._leads_group:
             raise ValueError(f"process {self.pid} shares our process group: signal it alone")
@@ -284,8 +282,7 @@ class Child:
                     # Only an unreaped leader, even an ended one, surely holds on to the number.
                     os.killpg(self.pid, 0)
                     # While a group has members the kernel gives its number to no new process, so
-                    # a process under that number, or a member of another session, means that the
-                    # group is somebody else's.
+                    # a process under that number, or another session's member, is somebody else's.
                     members = procfs.running_in_groups([self.pid])
                     is_taken = any(stat.pid == self.pid for stat in members)
                     if is_taken or all(stat.sid != self.pid for stat in members):
@@ -361,8 +358,7 @@ def start_child(  # noqa: PLR0913 - each is one property of the child
 ) -> Child:
     """Start a program and return its owner.
 
-    The child gets default SIGPIPE handling, no blocked signals, and no descriptors but its three
-    streams and `pass_fds`.
+    The child gets default SIGPIPE handling, no blocked signals, its three streams and `pass_fds`.
 
     Args:
         argv: Program and arguments; the program is looked up in PATH.

@@ -96,7 +96,6 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _shown(action: argparse.Action) -> list[str]:
-    """Return the spellings of a flag with dashes."""
     return [word for word in action.option_strings if "_" not in word]
 
 
@@ -114,8 +113,7 @@ def _words_of(action: argparse.Action) -> list[str]:
 class PrintCompletion(argparse.Action):
     """Prints what makes a shell complete the parser's command line, and leaves.
 
-    Its arguments (`option_strings`, `dest`, `more`, `parser`, `values`) are those of
-    `argparse.Action`.
+    Arguments (`option_strings`, `dest`, `more`, `parser`, `values`) are as of `argparse.Action`.
     """
 
     def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:

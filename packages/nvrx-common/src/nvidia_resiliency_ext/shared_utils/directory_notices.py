@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices of the kernel (inotify) about the entries of a directory, or about files that grow.
 
-Where the kernel gives none (`NVRX_FORCE_NO_INOTIFY=1`, some network file systems), the caller looks
-itself from time to time.
+Where the kernel gives none (`NVRX_FORCE_NO_INOTIFY=1`, some network disks), the caller polls.
 """
 
 from __future__ import annotations

@@ -47,11 +47,7 @@ class WakeUp:
     """
 
     def __init__(self) -> None:
-        """Open the descriptor.
-
-        Raises:
-            OSError: There are no descriptors left.
-        """
+        """Open the descriptor, or raise `OSError` when none is left."""
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Reentrant: a signal handler may call `set` in the middle of `close`.
         self._lock = threading.RLock()
@@ -204,8 +200,7 @@ class EventLoop:
     def run_once(self, *, until: float | None = None) -> None:
         """Wait for the next event, at most until `until`, and call what is due."""
         for key, _ in self._selector.select(self._timeout(until)):
-            # A callback of the same round may have closed the descriptor, and another one opened
-            # its number again.
+            # Callbacks of this round may have closed the descriptor and opened its number again.
             current = self._selector.get_map().get(key.fd)
             if current is not None and current.data == key.data:
                 self._call(key.data)

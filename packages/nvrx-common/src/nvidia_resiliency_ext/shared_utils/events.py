@@ -72,6 +72,5 @@ __all__ = [
 _READER_NAMES = frozenset({"EventFile", "EventFileError", "EventRecord", "read_events"})
 
 __getattr__, __dir__ = lazy_names(
-    globals(),
-    {"_events.kinds": frozenset(__all__) - _READER_NAMES, "_events.read": _READER_NAMES},
+    globals(), {"_events.kinds": frozenset(__all__) - _READER_NAMES, "_events.read": _READER_NAMES}
 )

@@ -19,22 +19,14 @@ from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     MemoryBudget,
     Notices,
 )
-from nvidia_resiliency_ext.shared_utils._funnel.client.link import (
-    FunnelTls,
-    Link,
-    access_of,
-)
+from nvidia_resiliency_ext.shared_utils._funnel.client.link import FunnelTls, Link, access_of
 from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.errors import (
-    ConfigError,
-    LogFunnelClosedError,
-    NvrxError,
-)
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, LogFunnelClosedError, NvrxError
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 if TYPE_CHECKING:
@@ -51,8 +43,7 @@ class FunnelStats:
     Attributes:
         lines_taken: Lines cut into chunks so far; the newest 64 KiB may not be counted yet.
         bytes_taken: Their bytes.
-        lines_confirmed: Lines that the server has in the file, with those of earlier processes
-            and notices of dropped ones.
+        lines_confirmed: Lines in the file, also of earlier processes, and notices of drops.
         bytes_confirmed: Their bytes.
         lines_dropped: Lines given up.
         bytes_dropped: Their bytes.
@@ -113,15 +104,13 @@ class LogTarget:
         """Take whole lines or parts of lines; they leave together as whole lines.
 
         A part without a newline waits for the rest of its line. Data of one call stays together; of
-        two threads each should write whole lines. When there is no space, it waits or drops, as the
-        client's `when_full` says.
+        two threads each should write whole lines. Without space `when_full` says: wait or drop.
 
         Args:
             data: The bytes.
 
         Raises:
-            DeadlineExceededError: No space within the client's `write_timeout_s`. Of data up to
-                64 KiB nothing was taken.
+            DeadlineExceededError: No space in `write_timeout_s`; of up to 64 KiB nothing is taken.
             LogTargetRefusedError: The server refuses this file; with `when_full="drop-oldest"` the
                 lines are dropped and counted instead.
             LogFunnelClosedError: It is closed, or was opened before a fork.
@@ -202,10 +191,8 @@ class LogFunnelClient:
         memory_limit_bytes: What all targets may hold in memory, beside 128 KiB each.
         spill_limit_bytes: What they may hold in files when memory is used up; 0 for no files.
         spill_dir: Directory for these files, made with mode 0700 when needed. Default:
-            `nvrx-funnel-<uid>` in `NVRX_NODE_LOCAL_TMPDIR`, or else in the system's temporary
-            directory.
-        spill_name: Clients of the same name and node find what an ended process left for the same
-            path. Default: the endpoint.
+            `nvrx-funnel-<uid>` in `NVRX_NODE_LOCAL_TMPDIR` or the system's temporary directory.
+        spill_name: A later client of this name and node finds what is left; default: the endpoint.
         when_full: `block` makes `write` wait, `drop-oldest` gives up the oldest lines and leaves a
             line `[nvrx] dropped N lines (M bytes)` in their place.
         write_timeout_s: How long `write` waits at most with `block`.

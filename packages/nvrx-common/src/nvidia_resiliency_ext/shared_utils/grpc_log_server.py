@@ -33,8 +33,7 @@ def serve(
         port: Port to listen on; 0 for any.
         max_workers: Not used: a stream needs no worker.
         graceful_shutdown_timeout: Seconds to go on serving open streams when asked to end.
-        completion_idle_timeout: Seconds without a chunk after which an old cycle's file counts as
-            complete.
+        completion_idle_timeout: Seconds without a chunk that make an old cycle's file complete.
         allowed_roots: Directories below which files may lie.
 
     Raises:
@@ -53,10 +52,7 @@ def serve(
         raise ValueError("serve() needs allowed_roots")
     root.run(
         ServerConfig(
-            host=host,
-            port=port,
-            grace_s=graceful_shutdown_timeout,
-            access=Access.for_server(host),
+            host=host, port=port, grace_s=graceful_shutdown_timeout, access=Access.for_server(host)
         ),
         FunnelOptions(
             allowed_roots=tuple(allowed_roots), completion_idle_s=completion_idle_timeout

@@ -2,8 +2,7 @@
 """Faults made on purpose, to see that a job survives them.
 
 `dispatch_fault_injection` makes one happen to the calling process, `inject_fault` to some ranks of
-a job, drawn alike on all of them. The modules are in `_faults/`; torch is imported only for faults
-of the GPU.
+a job, drawn alike on all of them. torch is imported only for faults of the GPU.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a module whose public names stand elsewhere.
 
-    A name that was loaded once stays in the module. For type checkers the names are imported under
-    `TYPE_CHECKING`, too.
+    A loaded name stays in the module. Type checkers need an import under `TYPE_CHECKING`, too.
 
     Args:
         namespace: The module's `globals()`, with `__all__`; its names without a home are modules.

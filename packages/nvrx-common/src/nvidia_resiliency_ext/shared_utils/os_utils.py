@@ -126,8 +126,7 @@ def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int
 
     Raises:
         PathOutsideRootsError: The path is absolute, empty, or has a `..`.
-        UnsafePathError: A component is a symbolic link, or the end is no regular file with a
-            single name.
+        UnsafePathError: A component is a symbolic link, or the end no file with a single name.
         OSError: It cannot be opened.
     """
     relpath = os.fspath(relpath)
@@ -264,12 +263,10 @@ def read_regular_file(
 def private_dir(path: str | os.PathLike[str]) -> str:
     """Create directory `path` that only we may enter, or close an existing one; return the path.
 
-    Missing parents are created likewise. An existing directory of ours that others could only
-    read is closed to them.
+    Missing parents are created likewise. A directory of ours that others could read is closed.
 
     Raises:
-        UnsafePathError: It is a symbolic link or no directory, belongs to somebody else, or
-            others could write to it.
+        UnsafePathError: It is a link or no directory, of somebody else, or others can write to it.
         OSError: It cannot be created.
     """
     path = os.fspath(path)
@@ -392,8 +389,7 @@ def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int
     Args:
         name: For people who look at a process's descriptors.
         size_bytes: Its size, which is sealed; 0: a file that may grow.
-        directories: Where a file without a name is made when the kernel gives no such memory; the
-            first that has space is taken.
+        directories: Where else a file without a name is made: the first with space is taken.
 
     Raises:
         OSError: No directory has space; it names the last one.

@@ -192,10 +192,7 @@ def inspect_kernel(pid: int) -> Kernel:
 
 
 def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:
-    """Return whether a thread of gloo works on a collective; None when the kernel does not tell.
-
-    An idle one waits for work in a futex without a time limit; one that waits for a peer has one.
-    """
+    """Return whether a gloo thread waits for a peer (a futex with a limit); None if not told."""
     call = procfs.syscall(pid, thread.tid)
     if call is None:
         return None

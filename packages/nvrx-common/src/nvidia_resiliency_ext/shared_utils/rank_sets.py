@@ -44,8 +44,7 @@ def parse_ranks(text: str) -> list[int]:
     """Return the sorted ranks of a `text` such as `0-3,6`; the empty text is the empty set.
 
     Raises:
-        ValueError: The text has another form, a range runs backwards, or it names over a million
-            ranks.
+        ValueError: It has another form, a range runs backwards, or it names over a million ranks.
     """
     ranks: set[int] = set()
     for part in text.split(",") if text.strip() else ():

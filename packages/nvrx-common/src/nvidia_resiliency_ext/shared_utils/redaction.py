@@ -247,7 +247,6 @@ class _Redaction:
         return json.dumps(kept, separators=(",", ":")) + ("\n" if text.endswith("\n") else "")
 
     def value(self, value: object) -> object:
-        """Redact a JSON value."""
         if isinstance(value, str):
             return self.text(self.blocks(value))
         if isinstance(value, dict):

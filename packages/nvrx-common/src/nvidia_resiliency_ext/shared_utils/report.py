@@ -174,11 +174,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _followed(path: str) -> str:
-    """Return where a path leads, by the kernel's rule for links in folders such as /tmp.
-
-    Raises:
-        PermissionError: Somebody else put a link there.
-    """
+    """Return where a path leads; `PermissionError` for a link of others in a shared folder."""
     folder = os.stat(os.path.dirname(path) or ".")
     is_shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
     if is_shared and os.path.islink(path):

@@ -37,17 +37,10 @@ invalid, missing, unreadable (and unwritable); exit code 1 when one of them is n
 def _storage_path_probe(
     paths: Iterable[object] | None = None, *, write: bool = False
 ) -> dict[str, list[object]]:
-    """Sort the paths that are not in order by what is wrong with them.
+    """Sort the paths that are not in order by what is wrong; `write` also tests writing.
 
     Of a file the first bytes are read, of a directory one entry; of anything else only the kind is
-    asked, as opening a FIFO would wait for its writer.
-
-    Args:
-        paths: Absolute paths; `None` and `""` among them are skipped.
-        write: Also test writing, which adds the list `unwritable`.
-
-    Returns:
-        The lists `invalid` (no string, not absolute, not a path at all), `missing`, `unreadable`.
+    asked, as opening a FIFO would wait for its writer. `None` and `""` are skipped.
     """
     found: dict[str, list[object]] = {"invalid": [], "missing": [], "unreadable": []}
     if write:

@@ -113,13 +113,11 @@ class StoreClient:
     Args:
         host: Name or address of the store.
         port: Its port.
-        timeout: How long connecting may take with the handshake, and a wait without a limit of its
-            own.
+        timeout: How long connecting with the handshake, and a wait without a limit, may take.
         refused_limit_s: How long (s) to try again where nobody listens. Default 10.
         answer_timeout_s: How long (s) an answer may take, the handshake's included; None: no limit
             but for the handshake's. Default 20.
-        max_answer_bytes: How large a value may be; a larger one ends the connection. Default
-            16 MiB and a byte.
+        max_answer_bytes: Largest value; a larger one ends the connection. Default 16 MiB + 1.
 
     Attributes:
         answer_timeout_s: The same for later answers.
@@ -261,10 +259,7 @@ class StoreClient:
             )
 
     def _ask(self, answer: Callable[[], _Answer], query: _Query, *parts: bytes) -> _Answer:
-        """Send a question and return what `answer` reads.
-
-        Unless that is whole the connection ends: what came late would answer the next question.
-        """
+        """Send a question and return what `answer` reads; end the connection if that fails."""
         try:
             self._send(query, *parts)
             return answer()

@@ -138,8 +138,7 @@ def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
 
     Where the system takes clients' ports from a range that has the store's in it, and nobody
     listens yet, a client that asks often enough is given that very port, and connects to itself.
-    Here that counts as refused, and leaves the port free, which else could not be listened at for a
-    minute.
+    Here that counts as refused, and frees the port, which else is blocked for a minute.
 
     Raises:
         ConnectionRefusedError: Nobody listens.
@@ -212,9 +211,7 @@ def socket_names() -> frozenset[str]:
     return frozenset(name for _, name in _named())
 
 
-def tcp_sockets(
-    known: Collection[str] = frozenset(),
-) -> Iterator[tuple[str, socket.socket]]:
+def tcp_sockets(known: Collection[str] = frozenset()) -> Iterator[tuple[str, socket.socket]]:
     """Yield name and second descriptor of each TCP socket of this process but the `known` ones.
 
     Whoever takes one closes it.

@@ -58,11 +58,7 @@ class TorchFRTraceCollector(TraceCollector):
     """
 
     def __init__(
-        self,
-        path: str,
-        json: bool = True,
-        *,
-        checks: Mapping[str, Check] | None = None,
+        self, path: str, json: bool = True, *, checks: Mapping[str, Check] | None = None
     ) -> None:
         super().__init__(path)
         self.json = json

@@ -2,8 +2,7 @@
 """Unix sockets by path, and one non-blocking stream of messages and descriptors.
 
 Sending on a channel never waits: messages that the peer does not take are kept, up to a bound.
-Beyond that the oldest droppable ones are dropped, or the channel ends. A peer that is stuck delays
-nobody.
+Beyond that the oldest droppable ones are dropped, or the channel ends.
 """
 
 from __future__ import annotations

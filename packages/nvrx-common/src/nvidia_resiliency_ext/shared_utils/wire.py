@@ -253,8 +253,7 @@ class FrameReader:
         """Add received `data`; return the payloads of the frames that are complete.
 
         Raises:
-            FrameTooLargeError: A frame's length is over the limit; the connection cannot be used
-                after that.
+            FrameTooLargeError: A frame's length is over the limit; the connection is lost.
         """
         buffer = self._buffer
         buffer += data

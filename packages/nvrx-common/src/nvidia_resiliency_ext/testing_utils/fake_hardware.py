@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = [
-    "FakeDriver",
-    "FakeNodeDaemon",
-    "FakeNvml",
-    "FakeSysfs",
-    "NoCompilerError",
-    "fake_sysfs",
-]
+__all__ = ["FakeDriver", "FakeNodeDaemon", "FakeNvml", "FakeSysfs", "NoCompilerError", "fake_sysfs"]
 
 
 _METHOD = "RunHealthCheck"
@@ -381,9 +374,7 @@ class FakeSysfs:
 
 
 def fake_sysfs(
-    root: str | os.PathLike[str],
-    nics: Mapping[str, str] | None = None,
-    gpus: Sequence[str] = (),
+    root: str | os.PathLike[str], nics: Mapping[str, str] | None = None, gpus: Sequence[str] = ()
 ) -> FakeSysfs:
     """Make a tree with adapters and GPUs.
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Event:
     """One thing that happened: immutable, compared by value.
 
-    Equality and representation live here, once, because generating them for every kind would
-    double the cost of importing this module.
+    Equality and representation live here: generated for every kind they double the import time.
     """
 
     __slots__ = ()
@@ -153,8 +152,7 @@ class Fault(Event):
         detail: Further evidence, by cause.
         detected_by: The program that noticed it.
         deadline_s: The timeout that was exceeded, in seconds.
-        late_s: Seconds from the earliest moment of detection (death, missed deadline) to this
-            event.
+        late_s: Seconds from the earliest moment of detection (death, deadline) to this event.
     """
 
     kind: ClassVar[str] = "fault"

@@ -30,11 +30,7 @@ _DEEPEST = 6
 
 
 def encode_line(fields: Mapping[str, object]) -> bytes:
-    """Return ``fields`` as one line, cut where it is longer than the limit.
-
-    Values that JSON does not know (numbers of array libraries, exceptions, NaN) become numbers or
-    text: an event is never lost because of what somebody put into it.
-    """
+    """Return ``fields`` as one line, cut at the limit; what JSON does not know becomes text."""
     try:
         line = _ENCODER.encode(fields)
     except (ValueError, TypeError, RecursionError):
@@ -147,10 +143,9 @@ class NodeFile:
         return os.path.join(self.directory, name)
 
     def open(self, *, is_new: bool) -> str:
-        """Open the file unless it is open, and return why that failed, if it did.
+        """Open the file unless it is open, and return why that failed; tries are 5 s apart.
 
-        A new file gets another ``launch_id`` where one of that name is there already. After a
-        failure the next try is made 5 s later.
+        A new file gets another ``launch_id`` where one of that name is there already.
         """
         if self._look() == _OURS:
             return ""
@@ -204,11 +199,7 @@ class NodeFile:
         self.fd = -1
 
     def _look(self) -> int:
-        """Return what stands at the descriptor.
-
-        A program may close every descriptor that it does not know, and the number may then belong
-        to a file of its own.
-        """
+        """Return what is at the descriptor: a program may have closed it and reused its number."""
         if self.fd < 0:
             return _FOREIGN
         try:
@@ -221,10 +212,7 @@ class NodeFile:
         return _OURS if found.st_nlink else _REMOVED
 
     def write(self, line: bytes) -> str:
-        """Write one line and return why that failed, nothing when it did not.
-
-        What a short write left behind is ended by the newline before the next line.
-        """
+        """Write one line, ending what a short write left before; return why that failed."""
         data = b"\n" + line if self._is_line_torn else line
         try:
             written = os.write(self.fd, data)
@@ -418,8 +406,7 @@ class EventLog:
             event: What happened.
             cycle: The launcher's cycle, None outside any.
             rank: The global rank that it happened to, None when it is not about one rank.
-            t: Wall time in seconds, default now. Give it, or ``m``, for something noticed late:
-                one follows from the other.
+            t: Wall time in seconds, default now. For something noticed late give it or ``m``.
             m: Monotonic time in seconds, default now.
         """
         if t is None and m is None:

@@ -140,11 +140,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
-    """Return the event or header in a line, None when there is neither.
-
-    A line that begins with the rest of an event which a dying process left unfinished still ends
-    with a whole one.
-    """
+    """Return the event or header in a line, also behind an unfinished event; else None."""
     found = _parse_object(line)
     if found is None:
         start = line.rfind(b'{"t":')

@@ -187,8 +187,7 @@ def dispatch_fault_injection(
 ) -> DispatchedFault:
     """Make a fault happen to this process after a while; return at once, with what cancels it.
 
-    The delay counts from this call. With `NVRX_FAULT_INJECTION=0` in the environment nothing
-    happens, and a warning says so.
+    The delay counts from this call. `NVRX_FAULT_INJECTION=0` turns it into a warning.
 
     Args:
         fault: What is to happen.

@@ -99,17 +99,10 @@ def _pair(name: str, values: tuple[float, float]) -> tuple[float, float]:
 
 
 class Action:
-    """One fault on its way; made while it is dispatched, used by one background thread.
-
-    Args:
-        effect: Makes it happen; a lasting effect that can end ends when the event is set.
-        undo: Gives back what it holds when it is withdrawn before its time.
-    """
+    """One fault on its way; made while it is dispatched, used by one background thread."""
 
     def __init__(
-        self,
-        effect: Callable[[threading.Event], object],
-        undo: Callable[[], object] = lambda: None,
+        self, effect: Callable[[threading.Event], object], undo: Callable[[], object] = lambda: None
     ) -> None:
         self.act = effect
         self._undo = undo

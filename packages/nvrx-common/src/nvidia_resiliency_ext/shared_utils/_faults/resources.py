@@ -65,7 +65,7 @@ def _hold_all(
 
 
 def drop_network() -> Action:
-    """Prepare to shut every IPv4 and IPv6 socket of the process down.
+    """Prepare to shut every IPv4 and IPv6 socket down.
 
     They are not closed: the next file would get the number, and a library would write into it.
     """
@@ -182,7 +182,6 @@ def exhaust_gpu_memory() -> Action:
 
 
 def _require_cuda(fault: str) -> Any:
-    """Return torch, with CUDA."""
     try:
         import torch
     except ImportError as error:

@@ -26,14 +26,9 @@ _logger = logging.getLogger("LogAggregationServer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What a server asks of its clients, and what a leaf shows to the root.
+    """Credentials that a server asks of its clients, and a leaf shows; `None` asks for none.
 
     What stands in the files when a call or connection begins is what counts.
-
-    Attributes:
-        token: The job's secret; `None`: none is asked for.
-        certificate: This server's certificate; `None`: no TLS.
-        authority: Who signed the certificates of clients, which then must have one.
     """
 
     token: TokenFile | None = None
@@ -47,7 +42,7 @@ class Access:
 
     @classmethod
     def for_server(cls, host: str, *, insecure: bool = False, **files: str | None) -> Access:
-        """Take the token from the file that NVRX_LOG_FUNNEL_TOKEN_FILE names, if it is set.
+        """Take the token from the file in NVRX_LOG_FUNNEL_TOKEN_FILE, if set.
 
         Refuse to listen where everybody in the network could write logs, unless it is meant.
         """
@@ -64,7 +59,6 @@ class Access:
         return access
 
     def admits(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Tell whether a call may proceed."""
         if self.token is None:
             return True
         shown = (value for key, value in metadata if key == "authorization")
@@ -75,10 +69,7 @@ class Access:
         return () if self.token is None else (("authorization", self.token.header()),)
 
     def server_credentials(self) -> Any | None:
-        """Return gRPC's credentials for a server; `None` without TLS.
-
-        gRPC asks at each handshake whether the files have changed.
-        """
+        """Return gRPC's credentials for a server, which reread the files; `None` without TLS."""
         import grpc
 
         if self.certificate is None or self.key is None:
@@ -100,10 +91,7 @@ class Access:
         )
 
     def channel_files(self) -> tuple[bytes, bytes | None, bytes | None] | None:
-        """Return authority, key and certificate for a way to the server, as they are now.
-
-        `None` without TLS. A channel keeps those that it began with.
-        """
+        """Return authority, key and certificate as they are now; `None` without TLS."""
         authority = self._authority()
         if authority is None:
             return None

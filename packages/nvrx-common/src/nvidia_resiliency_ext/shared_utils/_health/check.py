@@ -164,7 +164,6 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def nvml_timeout_s() -> float:
-    """Return how long one driver call may take."""
     value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}")
     if value is None or value <= 0:
         return _DEFAULT_NVML_TIMEOUT_S
@@ -205,8 +204,7 @@ def _number(name: str, instead: str) -> float | None:
 def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]:
     """Run `checks` at the same time, within `deadline_s` seconds; return results in their order.
 
-    A check that has not ended by the deadline is unhealthy, or skipped where its `late_status` says
-    so; it is abandoned.
+    One that has not ended by then gets its `late_status` and is abandoned.
     """
     start = time.monotonic()
     # Their threads are daemons: a check that never ends must not keep the interpreter from ending.

@@ -33,13 +33,7 @@ lock = threading.RLock()
 
 
 class NvmlSession:
-    """Puts questions of `NvmlQueries` to the driver: in a thread per call, or in a helper process.
-
-    Args:
-        binding: The NVML binding; None: pynvml.
-        is_forked: Whether this process was forked from one that has opened the driver. It cannot
-            open the driver itself then.
-    """
+    """Asks `NvmlQueries` in a thread per call, or in a helper process in a forked child."""
 
     def __init__(self, binding: Any = None, *, is_forked: bool = False) -> None:
         self.binding = binding
@@ -50,13 +44,12 @@ class NvmlSession:
         self._caller = DeadlineCaller()
 
     def ask(self, query: str, *arguments: Any) -> Any:
-        """Return the answer to one question, by the name of a method of `NvmlQueries`.
+        """Return the answer of a method of `NvmlQueries`.
 
         Raises:
             NvmlUnavailableError: There is nothing to ask.
             NvmlCallError: The driver says no.
-            DriverHungError: This call, or one before it, has not returned within
-                `NVRX_NVML_TIMEOUT_S`.
+            DriverHungError: This call or an earlier one took longer than `NVRX_NVML_TIMEOUT_S`.
         """
         timeout_s = check.nvml_timeout_s()
         held = lock
@@ -98,7 +91,6 @@ _session = NvmlSession()
 
 
 def session() -> NvmlSession:
-    """Return the session of this process."""
     return _session
 
 
@@ -124,8 +116,7 @@ def with_pynvml_lock(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _after_fork() -> None:
-    # The parent's threads are gone, its locks may be held for ever, and its descriptors of the
-    # driver are not ours to use.
+    # The parent's locks may be held for ever, and its descriptors of the driver are not ours.
     global lock, _session  # noqa: PLW0603 - the names under which they are known
     lock = threading.RLock()
     is_forked = _session.is_forked or _session.was_asked
@@ -136,10 +127,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_of_rank(rank: int, visible: str | None) -> int | str | None:
-    """Return the index or the (perhaps shortened) UUID of the device that a local rank uses.
+    """Return the index or UUID of a local rank's device in CUDA_VISIBLE_DEVICES, None if hidden.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES; `None` is returned when it hides all devices. A
-    rank beyond the list names a device of the node itself: launchers that give each rank its own
+    A rank beyond the list names a device of the node itself: launchers that give each rank its own
     device keep counting ranks over the node.
     """
     if visible is None:
@@ -213,7 +203,6 @@ def resolve_device(rank: int) -> int | str | None:
 
 
 def device_label(device: int | str) -> str:
-    """Return how a device is called in messages."""
     return f"GPU {device}"
 
 

@@ -80,8 +80,7 @@ def _lines(path: str) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-MIN_DRIVER_MAJOR = 570
-"""The first driver that tells which recovery action a GPU needs."""
+MIN_DRIVER_MAJOR = 570  # the first driver that tells which recovery action a GPU needs
 
 _ACTIONS = {
     1: "reset the GPU",
@@ -101,7 +100,6 @@ def driver_major(version: str) -> int | None:
 
 
 def _problem_of(gpu: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a GPU, by its evidence."""
     if "error" in gpu:
         return f"{gpu['gpu']}: {gpu['error']}"
     number = gpu.get("recovery_action")

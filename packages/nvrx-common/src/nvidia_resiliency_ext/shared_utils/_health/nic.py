@@ -26,8 +26,7 @@ def match_nics(
 ) -> dict[int, str]:
     """Return an adapter for each GPU that has a PCI ancestor in common with one.
 
-    The closest pairs are joined first, each adapter to one GPU; GPUs that are left share the
-    adapter that is closest to them.
+    The closest pairs are joined first, each adapter once; GPUs that are left share the closest.
     """
     distances = {
         (gpu, nic): distance
@@ -58,8 +57,7 @@ def _distance(above_gpu: Sequence[str], above_nic: Sequence[str]) -> int | None:
     return None
 
 
-WINDOW_S = 60.0
-"""How long growth is watched before it is compared with a limit per minute anew."""
+WINDOW_S = 60.0  # how long growth is watched before it is compared with a limit per minute anew
 
 
 def is_active(state: str) -> bool:
@@ -280,8 +278,7 @@ _LONGEST_STATE = 40
 class NicLinkStateHealthCheck(Check):
     """Is every port that was ACTIVE at construction still ACTIVE?
 
-    Also looked at, unless a template is given: whether the network devices of RoCE adapters keep
-    their carrier.
+    Without a template it also looks whether network devices of RoCE adapters keep their carrier.
 
     Args:
         link_state_path_template: Path of the state, with ``{nic}`` and perhaps ``{port}``.

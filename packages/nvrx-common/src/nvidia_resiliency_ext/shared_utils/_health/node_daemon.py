@@ -19,10 +19,7 @@ _TEXT_LENGTH = 500
 
 
 def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
-    """Return the Unix socket that the arguments mean; `None` when they mean none.
-
-    An endpoint wins over a path.
-    """
+    """Return the Unix socket that the arguments mean, the endpoint first; `None` for none."""
     target = endpoint or socket_path
     if not target or "\0" in target:
         return None
@@ -34,7 +31,6 @@ def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
 
 
 def evaluate_answer(answer: Any) -> Finding:
-    """Return what to think of an answer."""
     details = parse_object(answer.output)
     evidence: dict[str, Any] = {"exit_code": answer.exit_code}
     failed: float = 0

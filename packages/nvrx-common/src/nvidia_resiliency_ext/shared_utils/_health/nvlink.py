@@ -63,12 +63,7 @@ _METHODS: tuple[Callable[[int | str, int], Counters | None], ...] = (_scoped, _p
 
 
 class Port:
-    """One NVLink port: how its counters can be read, and which of its last windows are flagged.
-
-    Attributes:
-        counters: The last ones that were read, by name; none so far if empty.
-        windows: Which windows are flagged because a counter grew, oldest first.
-    """
+    """One NVLink port: its last counters, and which of its last windows were flagged."""
 
     def __init__(self, device: int | str, number: int, window_count: int) -> None:
         self.device = device

@@ -60,11 +60,7 @@ Answer = Any
 FieldValue = tuple[int, int]  # nvmlReturn_t, value
 
 UNSUPPORTED = frozenset(
-    {
-        NvmlCallError.INVALID_ARGUMENT,
-        NvmlCallError.NOT_SUPPORTED,
-        NvmlCallError.FUNCTION_NOT_FOUND,
-    }
+    {NvmlCallError.INVALID_ARGUMENT, NvmlCallError.NOT_SUPPORTED, NvmlCallError.FUNCTION_NOT_FOUND}
 )
 """Answers about a field, a link or a version of a structure that the device does not have."""
 
@@ -83,12 +79,10 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def load_binding() -> ModuleType:
-    """Import the Python binding of the driver's library."""
     from ctypes import CDLL
 
     try:
-        # Looked for first: on a machine without a driver importing the binding is the larger part
-        # of what a check costs.
+        # Looked for first: without a driver, importing the binding is most of what a check costs.
         CDLL(_LIBRARY)
     except OSError as error:
         raise NvmlUnavailableError(f"no NVIDIA driver: {error}") from error
@@ -148,7 +142,6 @@ class NvmlQueries:
         return _text(self._call("nvmlSystemGetDriverVersion"))
 
     def device_count(self) -> int:
-        """Return the number of GPUs that this process may see."""
         return int(self._call("nvmlDeviceGetCount"))
 
     def name(self, device: int | str) -> str:
@@ -180,10 +173,7 @@ class NvmlQueries:
         return _text(self._call("nvmlDeviceGetPciInfo", self._handle(device)).busId)
 
     def memory(self, device: int | str) -> list[int]:
-        """Return total, used and free bytes; what the driver reserves is in none of them but total.
-
-        Drivers that do not tell count what they reserve as used.
-        """
+        """Return total, used and free bytes; old drivers count what they reserve as used."""
         handle = self._handle(device)
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         if version is not None:

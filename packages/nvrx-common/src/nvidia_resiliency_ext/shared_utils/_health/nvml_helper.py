@@ -54,7 +54,6 @@ class HelperAnswering:
         self._absent: NvmlUnavailableError | None = None
 
     def ask(self, query: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """Return the answer; see `NvmlSession.ask`."""
         if self._absent is not None:
             raise self._absent
         if self._stuck is not None:

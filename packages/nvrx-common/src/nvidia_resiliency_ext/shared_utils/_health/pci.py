@@ -18,10 +18,7 @@ _BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])
 
 
 def normal_bus_id(text: str) -> str | None:
-    """Return an address as /sys names it, such as `0000:3b:00.0`; `None` if it is none.
-
-    The driver writes the domain with eight digits, topology files may leave it out.
-    """
+    """Return an address, however long its domain, as `0000:3b:00.0`; `None` if it is none."""
     match = _BUS_ID.fullmatch(text.strip().lower())
     if match is None:
         return None
@@ -81,7 +78,6 @@ class TopologyError(NvrxError):
 
 
 def read_topology(path: str) -> dict[str, list[str]]:
-    """Return what `parse_topology` makes of a file."""
     try:
         data = read_regular_file(path, _LIMIT_BYTES + 1, follows_symlink=True)
     except (OSError, ValueError) as error:

@@ -65,7 +65,6 @@ class Probe:
         return cls(child)
 
     def age_s(self) -> float:
-        """Return the seconds since its start."""
         return time.monotonic() - self._start
 
     def has_ended(self) -> bool:
@@ -78,8 +77,7 @@ class Probe:
     def result(self, timeout_s: float) -> bytes | None:
         """Wait for its end; return its output, `None` when the time is up first.
 
-        What it writes is read at its end only, so one that writes more than a pipe holds (64 KiB)
-        does not end.
+        Output is read at the end only: writing more than a pipe holds (64 KiB) blocks it.
         """
         if self._child.wait(timeout_s) is None:
             return None

@@ -48,10 +48,7 @@ class Mount:
 
 
 def parse_mounts(text: str, kinds: Collection[str]) -> list[Mount]:
-    """Return the mounts of these types; of several at one place the last, which hides the others.
-
-    Lines that make no sense are passed over.
-    """
+    """Return the mounts of these types, the last of several at one place; skip nonsense."""
     found: dict[str, Mount] = {}
     # Not `splitlines`: a path may hold the other characters that end lines of a text.
     for line in text.split("\n"):
@@ -83,10 +80,7 @@ def parse_object(data: bytes | str) -> dict[str, Any] | None:
 def evaluate_mount(
     answer: Mapping[str, Any], min_free: float = 0.0, min_free_inodes: float = 0.0
 ) -> str | None:
-    """Return what is wrong with a mount after its probe ended, if anything.
-
-    The limits are parts of the whole; that of inodes counts where the file system counts them.
-    """
+    """Return what is wrong with a mount after its probe; limits are parts of the whole."""
     if "error" in answer:
         return f"cannot be listed: {answer['error']}"
     limits = (("blocks", min_free, "space is"), ("files", min_free_inodes, "inodes are"))
@@ -131,7 +125,7 @@ class _Probes:
     def ask(self, paths: Sequence[str], each_s: float, all_s: float = math.inf) -> _Answers:
         """Return each path's JSON object, or why there is none.
 
-        Each path has `each_s` seconds from the moment at which it is asked, all together `all_s`.
+        Each has `each_s` seconds from the moment at which it is asked, all together `all_s`.
         """
         answers: _Answers = {}
         deadline = time.monotonic() + all_s
@@ -180,8 +174,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
     Args:
         interval: Seconds between two looks of `async_check`.
         on_failure: Awaited by `async_check` after an unhealthy look.
-        kinds: Types of file systems to look at, such as `beegfs`, `gpfs`, `wekafs`, `ceph`,
-            `fuse.juicefs`.
+        kinds: Types of file systems to look at, such as `beegfs`, `gpfs`, `ceph`, `fuse.juicefs`.
         timeout_s: Time for all mounts together.
         min_free_fraction: Less free space than this part is unhealthy.
         min_free_inodes_fraction: Likewise for inodes.

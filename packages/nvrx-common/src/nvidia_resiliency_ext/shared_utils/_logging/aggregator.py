@@ -28,26 +28,19 @@ _log = logging.getLogger("nvrx")
 class NodeLogAggregator:
     """Merges the files that the processes of a node log to into one file.
 
-    A record, with the lines that belong to it, stays in one piece. Each comes exactly once, also
-    when the aggregating process is killed and another one goes on; after a power cut, what the
-    file systems kept decides.
+    A record with its lines stays in one piece. Each comes exactly once, also when the process is
+    killed and another one goes on; after a power cut, what the file systems kept decides.
 
     Args:
         log_dir: Directory of the merged file; made when it is missing.
         temp_dir: Directory of the files, ``rank_*``; made with mode 0700 when it is missing.
         log_file: Name of the merged file.
-        max_file_size: Size in bytes from which on a file is deleted when it is read and its
-            writer has gone on to another.
+        max_file_size: Bytes from which on a file is deleted once it is read and closed.
         en_chrono_ord: Merge the records of different files by their times; they come 0.3 s later.
     """
 
     def __init__(
-        self,
-        log_dir: str,
-        temp_dir: str,
-        log_file: str,
-        max_file_size: int,
-        en_chrono_ord: bool,
+        self, log_dir: str, temp_dir: str, log_file: str, max_file_size: int, en_chrono_ord: bool
     ) -> None:
         self._job = Job(
             temp_dir=os.path.abspath(temp_dir),

@@ -82,12 +82,7 @@ class LogMessage:
 
 @lru_cache(maxsize=4096)
 def seconds_of(text: str | bytes, *, is_utc: bool = False) -> int | None:
-    """Return ``YYYY-MM-DD?HH:MM:SS``, local or UTC, as seconds since the epoch, None if nonsense.
-
-    Args:
-        text: The time; most records share their second with the one before.
-        is_utc: It is UTC and not local time.
-    """
+    """Return ``YYYY-MM-DD?HH:MM:SS``, local or UTC, in seconds since the epoch; else None."""
     year, *given = (int(text[at:end]) for at, end in _PARTS)
     if not all(low <= part <= high for part, (low, high) in zip(given, _RANGES, strict=True)):
         return None

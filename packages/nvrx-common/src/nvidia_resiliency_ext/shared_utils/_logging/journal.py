@@ -23,16 +23,11 @@ _FILE_FIELDS = 5
 
 
 class FilePosition(NamedTuple):
-    """How far a file is read. Its first bytes tell it from a later file with its inode number.
-
-    Attributes:
-        done: Offset up to which the merged file has everything.
-        after: Offset after the present batch; ``done`` without one.
-    """
+    """How far a file is read. Its first bytes tell it from a later file with its inode number."""
 
     inode: int
-    done: int
-    after: int
+    done: int  # offset up to which the merged file has everything
+    after: int  # offset after the present batch; ``done`` without one
     head_bytes: int
     head_crc: int
 
@@ -52,19 +47,13 @@ class Batch(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Everything that an aggregator must know when it starts again.
-
-    Attributes:
-        files: What is known of each file, in the order of a batch.
-        batch: What may or may not be in the output; None when nothing is under way.
-        boot_id: The boot that ``monotonic_s`` belongs to.
-    """
+    """Everything that an aggregator must know when it starts again."""
 
     output_inode: int
     output_bytes: int
-    files: tuple[FilePosition, ...]
-    batch: Batch | None
-    boot_id: str
+    files: tuple[FilePosition, ...]  # in the order of a batch
+    batch: Batch | None  # may or may not be in the output; None when nothing is under way
+    boot_id: str  # the boot that ``monotonic_s`` belongs to
     monotonic_s: float
 
     def done_of(self, descriptor: int) -> int:
@@ -149,11 +138,7 @@ def read_position(directory: int) -> Position | None:
 
 
 class PositionFile:
-    """The position file of one directory, written by one aggregator.
-
-    Args:
-        directory: Descriptor of the directory; it stays open.
-    """
+    """The position file of one directory, written by one aggregator; the descriptor stays open."""
 
     def __init__(self, directory: int) -> None:
         self._directory = directory

@@ -37,15 +37,10 @@ _Timed = tuple[int, bytes]
 
 
 def render(parts: Sequence[bytes], *, is_ordered: bool) -> bytes:
-    """Return the bytes that stand for these parts in the merged file.
+    """Return the bytes of these parts in the merged file, merged by time if `is_ordered`.
 
-    Blank lines go, a line that begins no record is marked with a tab, bytes that are no UTF-8
-    are replaced.
-
-    Args:
-        parts: Bytes of one file each, in lines; a missing line break at the end is added.
-        is_ordered: Whether records of different parts are merged by their times. Those of one
-            part keep their order.
+    Blank lines go, a line that begins no record is marked with a tab, bytes that are no UTF-8 are
+    replaced. Records of one part keep their order.
     """
     whole = [part if part.endswith(b"\n") else part + b"\n" for part in parts if part]
     if is_ordered and len(whole) > 1:
@@ -93,9 +88,9 @@ def _clean_line(line: bytes) -> bytes:
 
 
 def _timed(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield time, start and end of each record; the time is the latest so far in these bytes.
+    """Yield time, start and end of each record; the time is the latest so far, so order is kept.
 
-    So a file keeps its order. Lines before the first record are taken for one without a time.
+    Lines before the first record are taken for one without a time.
     """
     latest_ms = start = 0
     if not data:
@@ -143,19 +138,13 @@ _FIRST_OF_MANY = 0xC0
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read of one file.
+    """What was read of one file."""
 
-    Attributes:
-        data: At most ``CHUNK_BYTES``.
-        end: Offset of the end of the data in the file.
-        is_over: Nobody will write to it any more.
-    """
-
-    data: bytes
-    end: int
+    data: bytes  # at most ``CHUNK_BYTES``
+    end: int  # offset of the end of the data in the file
     has_more: bool = False
     is_settled: bool = False
-    is_over: bool = False
+    is_over: bool = False  # nobody will write to it any more
 
     @property
     def may_be_torn(self) -> bool:
@@ -165,12 +154,7 @@ class Read:
 
 
 def take(reads: Sequence[Read], *, now_ms: int | None) -> list[int]:
-    """Return for each file how many bytes are taken.
-
-    Args:
-        reads: One per file.
-        now_ms: The time, when records are to be ordered by theirs and may wait; else None.
-    """
+    """Return how many bytes of each file are taken; `now_ms` is set to order records by time."""
     lengths = [_whole(read) for read in reads]
     if now_ms is None:
         return lengths
@@ -231,7 +215,6 @@ class Source:
         self.call(name)
 
     def call(self, name: str) -> None:
-        """Set the file's name."""
         self.name = name
         match = _NAME.fullmatch(name)
         self.stem = match["stem"] if match else name
@@ -243,11 +226,7 @@ class Source:
 
 
 class Sources:
-    """The files of one directory.
-
-    Args:
-        directory: Descriptor of the directory; it stays open.
-    """
+    """The files of one directory, whose descriptor stays open."""
 
     def __init__(self, directory: int) -> None:
         self._directory = directory
@@ -297,7 +276,6 @@ class Sources:
                 source.is_hungry = True
 
     def read(self, source: Source, limit: int | None = None) -> Read:
-        """Read on in a file."""
         with self._opened(source) as fd:
             size = os.fstat(fd).st_size
             if size < source.offset:

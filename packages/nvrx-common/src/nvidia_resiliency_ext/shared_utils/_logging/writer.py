@@ -56,18 +56,13 @@ class DirectoryLock:
             self._held.add(self._key)
 
     def close(self) -> None:
-        """Let others work in the directory."""
         with self._guard:
             self._held.discard(self._key)
             os.close(self._fd)
 
 
 class Output:
-    """A file that is appended to; it may be renamed or removed at any time.
-
-    Args:
-        directory: Descriptor of its directory; it stays open.
-    """
+    """A file that is appended to; it may be renamed or removed at any time."""
 
     def __init__(self, directory: int, name: str) -> None:
         self._directory = directory
@@ -77,7 +72,6 @@ class Output:
 
     @property
     def is_behind(self) -> bool:
-        """Whether bytes are still to be written."""
         return bool(self._left)
 
     def place(self) -> tuple[int, int]:
@@ -100,7 +94,6 @@ class Output:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is left of earlier calls."""
         while self._left:
             self._left = self._left[os.write(self._fd, self._left) :]
 
@@ -135,15 +128,7 @@ _ALL_TIMES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is aggregated into what.
-
-    Attributes:
-        temp_dir: Directory of the processes' files.
-        log_dir: Directory of the merged file.
-        log_file: Its name.
-        max_file_size: Size in bytes from which on a file that is read and closed is deleted.
-        is_ordered: Whether records of different files are merged by their times.
-    """
+    """What is aggregated into what; see `NodeLogAggregator` for the settings."""
 
     temp_dir: str
     log_dir: str
@@ -154,24 +139,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did.
-
-    Attributes:
-        again_s: When the next one is due at the latest; 0 for at once.
-        is_blocked: Nothing can be written, so there is no use in trying earlier.
-    """
+    """What a step did."""
 
     taken: int
-    again_s: float | None = None
-    is_blocked: bool = False
+    again_s: float | None = None  # when the next one is due at the latest; 0 for at once
+    is_blocked: bool = False  # nothing can be written: there is no use in trying earlier
 
 
 class Aggregation:
-    """Used by one thread. It goes on where an earlier aggregation of the directory ended.
-
-    Args:
-        report: Is told, once each, what goes wrong while it goes on.
-    """
+    """Merges from where an earlier one ended, in one thread; `report` hears each problem once."""
 
     def __init__(self, job: Job, report: Callable[[str], None]) -> None:
         self._job = job
@@ -198,11 +174,9 @@ class Aggregation:
             self._stack = stack.pop_all()
 
     def step(self, names: Iterable[str] | None, *, is_final: bool = False) -> Step:
-        """Merge what is there now.
+        """Merge what is there now; only `names` have changed in the directory, if given.
 
-        Args:
-            names: What has changed in the directory; None when that is not known.
-            is_final: Take what is there at the first such step, and nothing that comes later.
+        `is_final` takes what is there at the first such step, and nothing that comes later.
         """
         if names is None or (is_final and self._targets is None):
             self._sources.look()
@@ -235,7 +209,6 @@ class Aggregation:
         self._stack.close()
 
     def _merge(self) -> Step:
-        """Read, decide, append."""
         reads = self._read()
         now_ms = None
         if self._job.is_ordered:

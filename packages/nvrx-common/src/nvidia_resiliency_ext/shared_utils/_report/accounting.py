@@ -64,7 +64,6 @@ class Save:
 
 
 def succeeded(event: TimedEvent) -> bool:
-    """Say whether a checkpoint event tells of a success."""
     return not event.text("error") and event.text("result").lower() in _GOOD_RESULTS
 
 
@@ -76,8 +75,7 @@ def key_of(event: TimedEvent) -> str:
 def saves(history: JobHistory) -> list[Save]:
     """Return the complete checkpoints in the order of their end.
 
-    Each rank may report its own part. A checkpoint is complete when as many ranks reported it as
-    any checkpoint of that cycle, and none of them an error.
+    Complete is one that as many ranks reported as any of that cycle, none of them an error.
     """
     complete: list[Save] = []
     for events in history.events.values():

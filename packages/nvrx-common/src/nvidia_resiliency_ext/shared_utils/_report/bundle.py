@@ -41,12 +41,7 @@ _NAMES = frozenset(
 
 
 class Bundle:
-    """Collects texts without their secrets, and writes them into an archive at the end.
-
-    Args:
-        top: Name of the directory that everything lies in.
-        max_bytes: How much text is taken.
-    """
+    """Collects at most `max_bytes` of text without its secrets for an archive below `top`."""
 
     def __init__(self, top: str, max_bytes: int) -> None:
         self._top = _safe_part(top)
@@ -116,7 +111,6 @@ class Bundle:
             raise
 
     def _readme(self) -> bytes:
-        """Return the page that says what is here and what is not."""
         lines = [
             "What this is: records, logs' ends and settings of a job, for a bug report.",
             f"Taken out: {self._secrets} values that looked like secrets ({REDACTED}).",
@@ -203,12 +197,7 @@ _WRONG_INPUT = 2
 
 
 def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]) -> int:
-    """Make the archive and return the exit code: 0, or 2 where it cannot be made.
-
-    Args:
-        argv: The command line after `bundle`.
-        report_texts: Gives the reports of the records under paths, by name.
-    """
+    """Make the archive of the arguments after `bundle`; return 0, or 2 where it cannot be made."""
     options = _parse(argv)
     paths = options.paths or [path for path in (os.environ.get("NVRX_EVENT_DIR"),) if path]
     for path in (*paths, *options.config):

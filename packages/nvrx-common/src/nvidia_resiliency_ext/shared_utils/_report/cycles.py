@@ -22,10 +22,7 @@ _LARGEST = 1e15
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """One event with its node, its time on the common axis, and which launch it belongs to.
-
-    ``launch`` counts the launches of a job: cycle numbers begin again in each of them.
-    """
+    """One event with its node, its time on the common axis, and the launch's number in the job."""
 
     at: float
     host: str
@@ -44,7 +41,6 @@ class TimedEvent:
         return max(0.0, self.number(name) or 0.0)
 
     def integer(self, name: str) -> int | None:
-        """Return a field as a whole number."""
         value = self.number(name)
         return None if value is None else int(value)
 
@@ -75,8 +71,8 @@ class TimedEvent:
 def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
     """Return the events of all files in the order of their times.
 
-    Within a file, times follow the monotonic clock where the header allows it, so that a step of
-    the wall clock makes no time appear or vanish. A clock that was found to be off is put right.
+    Times in a file follow its monotonic clock where the header allows it, so that a step of the
+    wall clock makes no time appear or vanish. A clock that was found to be off is put right.
     """
     seen: list[TimedEvent] = []
     for launch, own in enumerate(_launches(files)):
@@ -89,11 +85,7 @@ def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
 
 
 def _launches(files: Sequence[EventFile]) -> list[list[EventFile]]:
-    """Return the files of each launch, in the order of their begins.
-
-    The first launches of all nodes of a job belong together, and so do the second ones; those of
-    two jobs never do.
-    """
+    """Return the files of each launch, by begin: the n-th ones of a job's nodes belong together."""
     by_host: dict[tuple[str, str], list[EventFile]] = defaultdict(list)
     for file in files:
         by_host[str(file.header.get("job_id")), file.host].append(file)
@@ -157,7 +149,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class JobHistory:
-    """A job's cycles with what happened in each. ``windows`` is empty where no step was seen.
+    """A job's cycles with what happened in each; ``windows`` is empty where no step was seen.
 
     The faults of a cycle are in the order in which they were noticed.
     """

@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING
 
 from .accounting import attribute_spans, flatten, key_of, node_lanes, rank_lanes, saves, succeeded
 from .cycles import build_history, gather, inprocess_restarts
-from .timeline import (
-    CATEGORIES,
-    Checkpoints,
-    Remark,
-    Restart,
-    Timeline,
-    Workers,
-    clock_time,
-    plain,
-)
+from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers, clock_time, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -261,8 +252,7 @@ def _endings(seen: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[bo
     last = {(event.host, event.launch): event.at for event in seen}
     missing = last.keys() - {(event.host, event.launch) for event in ends}
     losses = [event for event in seen if event.kind == "fault" and event.text("cause") == NODE_LOST]
-    # Another launch has recorded them as lost, and they are silent since then: whoever writes again
-    # was taken for lost by mistake.
+    # Recorded as lost by another launch and silent since: who writes again was not lost.
     lost = {
         launch
         for launch in missing

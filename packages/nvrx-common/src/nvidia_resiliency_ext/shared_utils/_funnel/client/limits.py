@@ -10,11 +10,9 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-BATCH_BYTES = 64 * 1024
-"""A batch of this size is sent without waiting for its deadline."""
+BATCH_BYTES = 64 * 1024  # A batch of this size is sent without waiting for its deadline
 
-MAX_LINE_BYTES = 1024 * 1024
-"""A longer line goes on in a new line."""
+MAX_LINE_BYTES = 1024 * 1024  # A longer line goes on in a new line
 
 
 class Chunk(NamedTuple):
@@ -74,7 +72,6 @@ class Notices:
                 self.add(level, line)
 
     def is_in_trouble(self) -> bool:
-        """Say whether the last state logged was a bad one."""
         return self._state not in {"", "up", "plain"}
 
     def emit(self) -> None:
@@ -87,11 +84,9 @@ class Notices:
             logger.log(level, "log funnel: %s", line)
 
 
-BATCH_DELAY_S = 0.02
-"""Batches that are not full leave at most this often."""
+BATCH_DELAY_S = 0.02  # batches that are not full leave at most this often
 
-SLOW_RETRY_S = 30.0
-"""Between tries that only a person can make succeed."""
+SLOW_RETRY_S = 30.0  # between tries that only a person can make succeed
 
 _FIRST_S = 0.1
 _LONGEST_S = 5.0
@@ -99,17 +94,13 @@ _MOST_DOUBLINGS = 10
 
 
 class Backoff:
-    """Delays that double up to 5 s, each drawn between nothing and all of it.
-
-    A thousand clients that lose the same server thus come back spread over time.
-    """
+    """Delays that double up to 5 s, each drawn between 0 and all of it: clients spread out."""
 
     def __init__(self, draw: random.Random | None = None) -> None:
         self._draw = draw or random.Random()  # noqa: S311 - spreads load, guards nothing
         self._failures = 0
 
     def reset(self) -> None:
-        """Begin again with short delays, after something has worked."""
         self._failures = 0
 
     def next_s(self) -> float:
@@ -123,21 +114,13 @@ class Backoff:
         return SLOW_RETRY_S * self._draw.uniform(0.75, 1.25)
 
 
-RESERVE_BYTES = 128 * 1024
-"""What a target may hold even when the others have used up the memory."""
+RESERVE_BYTES = 128 * 1024  # what a target may hold even when the others have used up the memory
 
 
 class MemoryBudget:
-    """Two limits, shared by threads. Its lock is taken last.
+    """Bytes that all targets may hold in memory and in files together; its lock is taken last.
 
-    Args:
-        memory_limit_bytes: What the targets may hold in memory together.
-        spill_limit_bytes: What they may hold in files together.
-
-    Attributes:
-        memory_bytes: Bytes held in memory now.
-        spill_bytes: Bytes held in files now.
-        version: Read it before trying to take, and hand it to `wait` when that failed.
+    Read `version` before trying to take, and hand it to `wait` when that failed.
     """
 
     def __init__(self, memory_limit_bytes: int, spill_limit_bytes: int) -> None:
@@ -150,12 +133,7 @@ class MemoryBudget:
         self._waiters = 0
 
     def take_memory(self, size: int, held: int) -> bool:
-        """Count bytes in, if there is space or the taker holds next to nothing.
-
-        Args:
-            size: Bytes wanted.
-            held: Bytes that this target holds already.
-        """
+        """Count `size` bytes in if there is space, or if the target's `held` is next to nothing."""
         with self._changed:
             fits = self.memory_bytes + size <= self.memory_limit_bytes
             if fits or not held or held + size <= RESERVE_BYTES:
@@ -164,7 +142,6 @@ class MemoryBudget:
             return False
 
     def take_spill(self, size: int) -> bool:
-        """Count bytes of files in, if there is space."""
         with self._changed:
             if self.spill_bytes + size > self.spill_limit_bytes:
                 return False
@@ -193,14 +170,11 @@ class MemoryBudget:
 class Verdict(enum.Enum):
     """What to do next."""
 
-    RETRY = "retry"
-    """The server is away or went away."""
-    FALL_BACK = "fall back"
-    """The server does not know acknowledged streams."""
+    RETRY = "retry"  # the server is away or went away
+    FALL_BACK = "fall back"  # the server does not know acknowledged streams
     RETRY_SLOWLY = "retry slowly"
     """Nothing helps but a person: a wrong token, or something that is no log server."""
-    REFUSED = "refused"
-    """The server will never take this target."""
+    REFUSED = "refused"  # the server will never take this target
 
 
 def evaluate(code: str, *, is_plain: bool) -> Verdict:

@@ -45,8 +45,7 @@ def access_of(token_file: str | None, tls: FunnelTls | None) -> Access:
     """Return what a connection shows; the token's file is given, or named by the environment.
 
     Raises:
-        ConfigError: A file cannot be used, TLS is given without `ca_file`, or only one of key and
-            certificate is given.
+        ConfigError: A file cannot be used, `ca_file` is missing, or one of key and certificate.
     """
     token_file = token_file or os.environ.get("NVRX_LOG_FUNNEL_TOKEN_FILE")
     token = TokenFile(token_file) if token_file else None
@@ -106,15 +105,9 @@ _ABANDONED: list[object] = []
 
 
 class Link:
-    """The way to one server; for all threads. The lock guards the channel.
+    """The gRPC channel to one server, for all threads; the lock guards the channel.
 
-    Args:
-        endpoint: `host:port` or `unix:/path`.
-        access: The job's secret and certificates.
-        server_name: Name in the server's certificate, where it is not the endpoint's host.
-
-    Attributes:
-        call_errors: What reading from a call raises when it has failed; its status tells why.
+    `call_errors` are what reading from a failed call raises; its status tells why.
     """
 
     def __init__(
@@ -145,11 +138,7 @@ class Link:
 
         def encode(chunk: Chunk) -> bytes:
             message = chunk_type(
-                node_id=node_id,
-                data=chunk.data,
-                file_path=path,
-                stream_id=stream_id,
-                seq=chunk.seq,
+                node_id=node_id, data=chunk.data, file_path=path, stream_id=stream_id, seq=chunk.seq
             )
             encoded: bytes = message.SerializeToString()
             return encoded
@@ -171,7 +160,6 @@ class Link:
         return method(chunks, metadata=metadata)
 
     def close(self) -> None:
-        """End every call; harmless when repeated."""
         with self._lock:
             channel, self._channel = self._channel, None
             self._is_closed = True

@@ -34,13 +34,7 @@ _LAST_CALL_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """One call.
-
-    Attributes:
-        is_plain: Chunks are confirmed by the end of the call only, so it ends now and then.
-        last_seq: The highest number that it took.
-        sent_bytes: How much it took.
-    """
+    """One call: whether only its end confirms chunks, its highest number, its bytes."""
 
     is_plain: bool
     last_seq: int = 0
@@ -48,17 +42,9 @@ class Sending:
 
 
 class SendBuffer:
-    """One target's stream with its lock, and the thread that sends it.
+    """One target's stream, the lock that guards it, and the thread that sends it.
 
     The thread connects at once and keeps a call to the server open until everything is sent.
-
-    Args:
-        path: The target.
-        stream: Its lines, guarded by the lock.
-        stream_id: Under which the server counts the lines.
-        link: The way to the server.
-        notices: Lines for people.
-        write_timeout_s: How long `write` may wait for space.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue in files: how lines stand in them, and how far they were read.
 
-A file holds records that are appended and never changed. Each has a checksum, so what a crash tore
-is known.
+A file holds records that are appended and never changed; checksums tell what a crash tore.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ _LARGEST_RECORD_BYTES = 2 * MAX_LINE_BYTES
 
 
 class Segment:
-    """One open file.
-
-    Attributes:
-        unread: Lines and bytes that have still to be read.
-    """
+    """One open file; `unread` counts the lines and bytes that have still to be read."""
 
     def __init__(self, number: int, fd: int = -1) -> None:
         self.number = number
@@ -71,11 +66,9 @@ class Segment:
         return f"{self.number:08d}{SUFFIX}"
 
     def has_unread(self) -> bool:
-        """Say whether there is a record that was not read."""
         return self.read_at < self.size
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk."""
         rest = _RECORD.pack(0, len(chunk.data), chunk.seq, chunk.lines)[4:]
         checksum = zlib.crc32(chunk.data, zlib.crc32(rest))
         header = checksum.to_bytes(4, "little") + rest
@@ -95,7 +88,6 @@ class Segment:
         return chunk
 
     def discard(self, directory: str) -> None:
-        """Close the file and remove it."""
         os.close(self.fd)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(directory, self.name))
@@ -131,14 +123,7 @@ _GENERATION = 1 << 32  # numbers for the chunks of one process
 class Spill:
     """A queue of chunks in files; the owner holds a lock around every call.
 
-    Nothing here raises: files that cannot be written count as full, files that cannot be read as
-    empty, and one line says so.
-
-    Args:
-        spill_dir: Where the directory is made when it is first needed.
-
-    Attributes:
-        path: The directory, empty as long as nothing has been spilled.
+    Nothing here raises: unwritable files count as full, unreadable ones as empty; one line says so.
     """
 
     def __init__(
@@ -158,20 +143,15 @@ class Spill:
 
     @property
     def unread(self) -> Gap:
-        """Lines and bytes that have still to be read."""
         lines = sum(segment.unread.lines for segment in self._segments)
         return Gap(0, lines, sum(segment.unread.size for segment in self._segments))
 
     def next_generation(self) -> int:
-        """Return a number for a chunk that no process can have used for this stream so far.
-
-        A killed process may have sent more than its files tell, from memory.
-        """
+        """Return a number for a chunk above all that a killed process may have sent from memory."""
         highest = max((segment.last_seq for segment in self._segments), default=0)
         return (highest // _GENERATION + 1) * _GENERATION
 
     def append(self, chunk: Chunk) -> bool:
-        """Add a chunk behind the others."""
         size = Segment.record_bytes(chunk)
         if not self._budget.take_spill(size):
             return False
@@ -214,7 +194,6 @@ class Spill:
         return True
 
     def has_unread(self) -> bool:
-        """Say whether `read` may return something."""
         return any(segment.has_unread() for segment in self._segments)
 
     def read(self) -> Chunk | None:
@@ -235,8 +214,8 @@ class Spill:
     def drop_oldest(self) -> Gap | None:
         """Give up the unread lines of the oldest file that has any; None without such a file.
 
-        Files before it that were read but not confirmed are removed too: the window still holds
-        their chunks, and `put_first` relies on all remaining files being newer.
+        Read, unconfirmed files before it go too: the window holds their chunks, and `put_first`
+        relies on all remaining files being newer.
         """
         while self.has_unread():
             segment = self._segments[0]
@@ -322,10 +301,7 @@ class Spill:
 
 
 def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Report) -> Spill | None:
-    """Take over what an earlier process of the same name left for this target.
-
-    Of several the oldest is taken; the others wait for later processes.
-    """
+    """Take over the oldest spill that an earlier process of the same name left for this target."""
     for path, fd, found in ownerless(spill_dir, identity.key):
         spill = Spill(spill_dir, found, budget, report)
         try:

@@ -15,11 +15,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.os_utils import (
-    lock_file,
-    private_dir,
-    remove_tree_at,
-)
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,12 +29,7 @@ _KEY_DIGITS = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose lines a spill holds.
-
-    Attributes:
-        name: The client's name for what it leaves behind.
-        node_id: The node that the lines are from.
-    """
+    """Whose lines a spill holds; `name` is the client's, for what it leaves behind."""
 
     name: str
     node_id: str
@@ -97,9 +88,9 @@ def remove_place(path: str, owner_fd: int) -> None:
 
 
 def ownerless(spill_dir: str, key: str = "") -> Iterator[tuple[str, int, Identity]]:
-    """Yield what ended processes left, for one target or for all, the oldest first.
+    """Yield what ended processes left, oldest first: directory, descriptor, and whose it was.
 
-    Each is its directory, a descriptor with the lock on it, which the caller owns, and whose it is.
+    The descriptor has the lock on it and belongs to the caller.
     """
     places = []
     with contextlib.suppress(OSError), os.scandir(spill_dir) as entries:

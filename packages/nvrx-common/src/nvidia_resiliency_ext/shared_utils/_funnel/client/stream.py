@@ -34,14 +34,7 @@ _MAX_WINDOW_CHUNKS = 4096
 
 
 class Stream:
-    """The lines of one target, in order.
-
-    Args:
-        spill: Files for what memory does not hold, None for none.
-        drops: Give up the oldest lines rather than refuse new ones.
-        window_bytes: How much may be sent and not confirmed.
-        first_seq: Number of the first chunk; lower ones belong to an earlier process.
-    """
+    """The lines of one target, in order; chunks below `first_seq` belong to an earlier process."""
 
     def __init__(
         self,
@@ -53,12 +46,9 @@ class Stream:
         first_seq: int = 1,
     ) -> None:
         self.buffer = bytearray()
-        self.attention_at = 0
-        """Size of `buffer` from which on a writer must do more than append."""
-        self.is_urgent = False
-        """The whole lines in `buffer` leave at once."""
-        self.counts: Counter[str] = Counter()
-        """By the names of `FunnelStats`."""
+        self.attention_at = 0  # size of `buffer` from which on a writer must do more than append
+        self.is_urgent = False  # the whole lines in `buffer` leave at once
+        self.counts: Counter[str] = Counter()  # by the names of `FunnelStats`
         self.budget = budget
         self.spill = spill
         self.drops = drops
@@ -183,10 +173,7 @@ class Stream:
         return freed > 0
 
     def move_to_spill(self) -> bool:
-        """Put what is not confirmed into the files; False when they do not take it all.
-
-        For the end of a client: nothing is sent afterwards.
-        """
+        """Put the unconfirmed chunks into the files at the end; False when not all fit."""
         window = list(self._window)
         if self._gap.lines:
             window.append(notice_of(self._gap))
@@ -274,7 +261,6 @@ class Stream:
         return True
 
     def _push_out(self) -> bool:
-        """Move the oldest waiting chunk to the files."""
         if self.spill is None or not self.spill.append(self._waiting[0]):
             return False
         size = len(self._waiting.popleft().data)

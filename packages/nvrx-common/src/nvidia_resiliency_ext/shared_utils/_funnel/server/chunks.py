@@ -17,12 +17,7 @@ RETRY_CODE = "UNAVAILABLE"
 
 
 class Refusal(NvrxError):  # noqa: N818 - what a sender is told; for the server it is none
-    """A chunk, or a whole stream, is not taken.
-
-    Args:
-        code: Name of a gRPC status code.
-        reason: What is wrong, in words for the sender's log.
-    """
+    """A chunk or stream is not taken; `code` names a gRPC status code."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(code, reason)
@@ -54,27 +49,18 @@ _RESUMED = 102 << 3 | _VARINT
 
 @dataclass(slots=True)
 class Chunk:
-    """One message: some lines of one node for one file.
-
-    Attributes:
-        data: A view of the message; it keeps the whole message alive.
-        resumed: The sender knows that an earlier chunk of this `stream_id` was refused.
-    """
+    """One message: some lines of one node for one file."""
 
     node_id: str = ""
-    data: memoryview = _NO_DATA
+    data: memoryview = _NO_DATA  # keeps the whole message alive
     file_path: str = ""
     stream_id: str = ""
     seq: int = 0
-    resumed: bool = False
+    resumed: bool = False  # the sender knows that an earlier chunk of `stream_id` was refused
 
 
 def decode(raw: bytes) -> Chunk:  # noqa: C901, PLR0912 - one loop without calls: each costs
-    """Return the chunk that a message holds.
-
-    Raises:
-        Refusal: The bytes are no LogChunk, or a text in it is not UTF-8.
-    """
+    """Return the chunk that a message holds, or raise `Refusal` for bytes that are none."""
     chunk = Chunk()
     view = memoryview(raw)
     position, end = 0, len(raw)
@@ -191,7 +177,6 @@ def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
 
 
 def health(connected_clients: int, *, healthy: bool = True) -> bytes:
-    """Return a HealthResponse."""
     message = messages().HealthResponse(healthy=healthy, connected_clients=connected_clients)
     return bytes(message.SerializeToString())
 

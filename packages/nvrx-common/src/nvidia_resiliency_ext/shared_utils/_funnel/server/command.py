@@ -26,7 +26,6 @@ _EXIT_CONFIG = 2
 
 
 def _base_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags of both servers."""
     parser = argparse.ArgumentParser(
         prog=f"python -m nvidia_resiliency_ext.shared_utils.{program}",
         description=description,
@@ -114,7 +113,6 @@ def leaf_parser() -> argparse.ArgumentParser:
 
 
 def serve_root(options: argparse.Namespace) -> int:
-    """Serve as a command line of the root says; return the exit code."""
     config = ServerConfig(
         host=options.host,
         port=options.port,
@@ -137,7 +135,6 @@ def serve_root(options: argparse.Namespace) -> int:
 
 
 def serve_leaf(options: argparse.Namespace) -> int:
-    """Serve as a command line of a leaf says; return the exit code."""
     return leaf.run(
         leaf.LeafConfig(
             host=options.host,

@@ -26,31 +26,19 @@ _MAX_REMEMBERED = 10_000
 
 @dataclass(slots=True, eq=False)
 class CycleFile:
-    """One cycle's log.
-
-    Attributes:
-        is_whole: Nothing waits for the file, and it was written.
-        flushed_at: Wall time of the write that made it so.
-        is_complete: The line that says so was issued and nothing came since.
-    """
+    """One cycle's log."""
 
     path: str
     family: str
     number: int
     arrived_at: float
-    is_whole: bool = False
-    flushed_at: float = 0.0
-    is_complete: bool = False
+    is_whole: bool = False  # nothing waits for the file, and it was written
+    flushed_at: float = 0.0  # wall time of the write that made it so
+    is_complete: bool = False  # the line that says so was issued and nothing came since
 
 
 class Completion:
-    """The files of cycles. All but `announce` is called with the lock held.
-
-    Args:
-        idle_s: How long nothing must have come for a file.
-        lock: The funnel's lock.
-        call_at: Calls a function at a monotonic time.
-    """
+    """The files of cycles. All but `announce` is called with the lock held."""
 
     def __init__(
         self,
@@ -81,7 +69,6 @@ class Completion:
         return made
 
     def arrived(self, file: CycleFile, now: float) -> None:
-        """Note that a chunk came."""
         file.arrived_at = now
         if file.is_complete:
             file.is_complete = False

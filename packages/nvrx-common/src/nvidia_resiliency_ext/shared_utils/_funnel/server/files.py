@@ -29,18 +29,11 @@ _SUFFIX = ".nvrx-acks"
 
 @dataclass(slots=True)
 class Ledger:
-    """What a ledger says about its log.
-
-    Attributes:
-        seqs: The last number of each stream that is in the log.
-        cut_log_to: Size to cut the log back to: it ends inside a batch.
-        cut_ledger_to: Size to cut the ledger back to, after the log.
-        last_stream: Who wrote the log's last bytes, where that is known.
-    """
+    """What a ledger says about its log: each stream's last number in it, who wrote it last."""
 
     seqs: dict[str, int] = field(default_factory=dict)
-    cut_log_to: int | None = None
-    cut_ledger_to: int | None = None
+    cut_log_to: int | None = None  # it ends inside a batch
+    cut_ledger_to: int | None = None  # after the log
     last_stream: str | None = None
 
 
@@ -55,10 +48,7 @@ def is_ledger_name(name: str) -> bool:
 
 
 def encode(start: int, end: int, seqs: Mapping[str, int]) -> bytes:
-    """Return the record of a batch that fills the log from `start` to `end`.
-
-    The stream that writes last comes last.
-    """
+    """Return the record of a batch from `start` to `end`; its last writer comes last in `seqs`."""
     record = {"start": start, "end": end, "seqs": dict(seqs)}
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -71,10 +61,7 @@ def merge(seqs: dict[str, int], newer: Mapping[str, int]) -> None:
 
 
 def encode_all(size: int, seqs: dict[str, int]) -> bytes:
-    """Return the one record that says what a log of that size holds.
-
-    Streams that were silent for longest are forgotten where they are too many for a ledger.
-    """
+    """Return the one record for a log of `size` bytes, without the longest silent streams."""
     while len(record := encode(size, size, seqs)) > _MOST_RECORD_BYTES:
         for stream_id in list(seqs)[: (len(seqs) + 1) // 2]:
             del seqs[stream_id]
@@ -82,10 +69,9 @@ def encode_all(size: int, seqs: dict[str, int]) -> bytes:
 
 
 def read_ledger(data: bytes, log_size: int) -> Ledger:
-    """Return what a ledger says about a log of that size.
+    """Return what a ledger says about a log of that size, passing over lines that are no records.
 
-    Lines that are no records are passed over: a record counts only once it is whole, and its batch
-    is written only after that.
+    A batch is written only after its record is whole.
     """
     found = Ledger()
     last: tuple[int, int, int, dict[str, int]] | None = None
@@ -146,11 +132,9 @@ class Place:
 
 
 class Roots:
-    """Directories below which logs may lie; safe in all threads.
+    """Resolved directories below which logs may lie; safe in all threads.
 
-    Args:
-        paths: Existing directories. They are resolved here, once.
-        must_exist: Without it they need not: for code that checks paths and opens none.
+    `must_exist=False` is for code that checks paths and opens none.
     """
 
     def __init__(self, paths: Iterable[str], *, must_exist: bool = True) -> None:
@@ -261,13 +245,7 @@ class StaleLogError(OSError):
 
 
 class LogFile:
-    """A log that this server appends to, locked against other servers.
-
-    Attributes:
-        seqs: The last number of each stream that is in the log.
-        ends_line: The log is empty or its last byte is a newline.
-        last_stream: Who wrote the last bytes, where that is known.
-    """
+    """A log that this server appends to, locked against other servers."""
 
     def __init__(self, roots: Roots, place: Place) -> None:
         self._directory, self._log = roots.open(place)
@@ -286,19 +264,8 @@ class LogFile:
             self.close()
             raise
 
-    def append(
-        self,
-        buffers: Sequence[Piece],
-        seqs: Mapping[str, int],
-        *,
-        sync: bool,
-    ) -> None:
-        """Write a batch, whole or not at all.
-
-        Args:
-            buffers: At most IOV_MAX pieces.
-            seqs: What the log holds once they are written; the stream that writes last, last.
-            sync: Wait until a power cut could not lose it.
+    def append(self, buffers: Sequence[Piece], seqs: Mapping[str, int], *, sync: bool) -> None:
+        """Write a batch, whole or not at all; `seqs` is what the log holds then, last writer last.
 
         Raises:
             StaleLogError: The log has been removed.
@@ -325,7 +292,6 @@ class LogFile:
             self._compact(start + size)
 
     def sync(self) -> None:
-        """Wait until a power cut could not lose what was written."""
         os.fdatasync(self._log)
 
     def close(self) -> None:

@@ -40,25 +40,15 @@ class Funnel:
         self._options = options
         self._roots = Roots(options.allowed_roots or ("/",))
         self.queue = Queue(options, self._roots, self._grant)
-        # Sources that wait for space, first come first; guarded by the queue's lock.
-        self._waiting: deque[Source] = deque()
+        self._waiting: deque[Source] = deque()  # for space; guarded by the queue's lock
 
     # --- what the service calls
 
     def offer(self, source: Source, chunk: Chunk, size: int) -> bool:
-        """Take a chunk of a source.
+        """Take a chunk whose data keeps a message of `size` bytes alive.
 
-        Args:
-            source: The stream.
-            chunk: The chunk.
-            size: Bytes of the message that its data keeps alive.
-
-        Returns:
-            False when it must wait for space: nothing more may be offered for this source until its
-            `waiting` is `None`; the connection is told then.
-
-        Raises:
-            Refusal: It is not taken, and so is nothing after it.
+        Return False when it must wait: nothing more of this source may be offered until `waiting`
+        is `None`, which the connection is told. A `Refusal` is raised for it and all after it.
         """
         now = time.monotonic()
         with self.queue.lock:
@@ -114,11 +104,7 @@ class Funnel:
         return ""
 
     def close(self, deadline: Deadline) -> int:
-        """Write everything, close all files and end the threads; harmless when repeated.
-
-        Returns:
-            Bytes that could not be written.
-        """
+        """Write everything, close all files, end the threads; return the bytes left unwritten."""
         lost = self.queue.close(deadline)
         if lost:
             _logger.error("%d bytes could not be written before the end", lost)
@@ -216,10 +202,9 @@ class Funnel:
         self.queue.arrange(target, now)
 
     def _admit_small(self, target: Target, source: Source, data: memoryview, now: float) -> None:
-        """Let in a chunk without a number, together with the one before it where possible.
+        """Let in a chunk without a number, joined to its source's last one if no writer has that.
 
-        That is its source's, and no writer has it. Looking after many small ones would cost more
-        than copying them.
+        Looking after many small ones would cost more than copying them.
         """
         size = len(data)
         last = target.waiting[-1] if target.waiting else None

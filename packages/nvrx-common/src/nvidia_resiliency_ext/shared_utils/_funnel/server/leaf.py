@@ -22,8 +22,6 @@ _logger = logging.getLogger("LogAggregationLeaf")
 
 
 class _LeafService(Service):
-    """The leaf's service."""
-
     def __init__(self, access: Access, relay: Relay, upstream: Upstream, roots: Roots) -> None:
         super().__init__(access, _logger)
         self._relay = relay
@@ -58,11 +56,7 @@ class _LeafService(Service):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafConfig(ServerConfig):
-    """Everything that a leaf is told.
-
-    Attributes:
-        max_chunks: Chunks that it holds at most until the root confirms them.
-    """
+    """Settings of a leaf; it holds `max_chunks` at most until the root confirms them."""
 
     upstream: str
     allowed_roots: tuple[str, ...]
@@ -72,12 +66,7 @@ class LeafConfig(ServerConfig):
 
 
 def run(config: LeafConfig) -> int:
-    """Serve until asked to end; return the exit code.
-
-    Raises:
-        AddressError: It cannot listen, or the root is not there.
-        ConfigError: A root directory or a certificate is unusable.
-    """
+    """Serve until asked to end; return the exit code."""
     roots = Roots(config.allowed_roots, must_exist=False)
     lost_chunks = 0
 

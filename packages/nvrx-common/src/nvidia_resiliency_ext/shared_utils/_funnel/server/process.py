@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from .settings import ServerConfig
 
 
-CLOSE_S = 10.0
-"""How long a funnel that closes may take to write what waits."""
+CLOSE_S = 10.0  # how long a funnel that closes may take to write what waits
 
 _STATS_S = 60.0
 _CUT_OFF_S = 5.0
 _COLLECT_AFTER = 10_000
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _KEPT_BYTES = 16 << 20
 _LARGEST_KEPT_BYTES = 1 << 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -70,10 +68,9 @@ def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; a second one ends the process at once.
+    """Return an event that SIGTERM and SIGINT set in the main thread; a second signal kills.
 
-    The first one only wakes the loop. From then on the kernel does what it does by default, so the
-    second one works even when nothing here does. Outside of the main thread nobody sets it.
+    The kernel's default is back after the first one, so the second works when nothing here does.
     """
     stopping = asyncio.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -109,18 +106,13 @@ def raise_file_limit() -> None:
 
 
 def log_to_stderr() -> None:
-    """Show the server's log on stderr."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 
 def _keep_freed_memory() -> None:
-    """Let what one message leaves behind be used for the next one.
-
-    By default the allocator gives it back to the kernel, and each page that is asked for again is a
-    fault: four for a message of 64 KiB, a seventh of the server's time. Only glibc can be told.
-    """
+    """Make glibc reuse freed memory: its page faults took a seventh of the server's time."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
@@ -129,11 +121,7 @@ def _keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def _calm_collector() -> Iterator[None]:
-    """Keep the garbage collector from looking at the program itself again and again.
-
-    While a thousand nodes connect, it would do so several times, and hold up every stream and
-    health check for a tenth of a second each time.
-    """
+    """Keep the garbage collector from the program itself: it held up all streams for 0.1 s."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -148,12 +136,7 @@ def _calm_collector() -> Iterator[None]:
 async def serve(
     service: Service, config: ServerConfig, stopping: asyncio.Event, remark: str = ""
 ) -> None:
-    """Serve until the event is set, then until every stream has ended or the grace is over.
-
-    Raises:
-        AddressError: It cannot listen there.
-        ConfigError: A certificate cannot be read.
-    """
+    """Serve until the event is set, then until every stream has ended or the grace is over."""
     logger = service.logger
     server, where = await _listen(service, config)
     logger.info("listening on %s%s", where, remark)
@@ -170,7 +153,6 @@ async def serve(
 
 
 async def _listen(service: Service, config: ServerConfig) -> tuple[Any, str]:
-    """Start a gRPC server; return it and its address."""
     import grpc.aio
 
     address = _address(config.host, config.port)

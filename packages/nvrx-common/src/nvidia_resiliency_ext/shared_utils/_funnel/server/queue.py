@@ -44,17 +44,8 @@ class Queue:
 
     A target is with one writer at a time; files are opened, written and closed without the lock.
     There are two writers as long as they come along, and one more whenever all hang. All threads
-    are daemons: one that a dead file system holds must not keep the program from ending.
-
-    Args:
-        grant: Lets in what has space now and returns whose it is; called with the lock held.
-
-    Attributes:
-        settled: Notified when chunks were written, let in or refused, and when no writer works.
-        targets: All files, the one that was not written for longest first.
-        open: Those with an open file, likewise.
-        working: Those that wait for a writer, or since when they are with one.
-        troubled: Those that cannot be written at present.
+    are daemons: one that a dead file system holds must not keep the program from ending. `grant`
+    lets in what has space now and returns whose it is; it is called with the lock held.
     """
 
     def __init__(
@@ -64,12 +55,12 @@ class Queue:
         self._roots = roots
         self._grant = grant
         self.lock = threading.Lock()
-        self.settled = threading.Condition(self.lock)
+        self.settled = threading.Condition(self.lock)  # chunks moved, or no writer works
         self.held_bytes = self.peak_bytes = 0
-        self.targets: OrderedDict[str, Target] = OrderedDict()
-        self.open: OrderedDict[Target, None] = OrderedDict()
-        self.working: dict[Target, float | None] = {}
-        self.troubled: set[Target] = set()
+        self.targets: OrderedDict[str, Target] = OrderedDict()  # longest unwritten first
+        self.open: OrderedDict[Target, None] = OrderedDict()  # likewise, those with an open file
+        self.working: dict[Target, float | None] = {}  # None: waits for a writer; else since when
+        self.troubled: set[Target] = set()  # cannot be written at present
         self.is_closed = False
         self.received_bytes = self.received_chunks = 0
         self.written_bytes = self.repeated_chunks = self.lost_bytes = 0
@@ -93,7 +84,6 @@ class Queue:
             self._call_at(time.monotonic() + _SYNC_S, self._sync_all)
 
     def stats(self) -> dict[str, int]:
-        """Return counts by their names in a StatsResponse."""
         with self.lock:
             return {
                 "bytes_received": self.received_bytes,
@@ -111,9 +101,8 @@ class Queue:
     def has_space(self, target: Target, size: int) -> bool | None:
         """Return whether a chunk for a target has space now, or None if it is not to wait for it.
 
-        One file may hold an eighth of the buffer, and all files that cannot be written at present
-        half of it together, so that the others find space. A chunk for a file whose writes fail
-        does not wait, for that might take for ever: its sender, who still has it, is told. Locked.
+        One file may hold an eighth of the buffer, all that cannot be written half of it. A
+        chunk for a failing file does not wait: its sender, who still has it, is told. Locked.
         """
         limit, held = self._options.max_buffered_bytes, target.held_bytes
         if size > limit:

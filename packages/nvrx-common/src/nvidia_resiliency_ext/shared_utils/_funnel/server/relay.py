@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 _STREAM_SHARE = 8
-# Begins the ids that a leaf gives to streams of senders that number nothing.
-_NAMELESS = "leaf-"
+_NAMELESS = "leaf-"  # begins the ids of streams whose senders number nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +43,7 @@ class Held:
 
 
 class RelayRpc(Rpc):
-    """One call of a node, which carries one stream; kept until the root has all of it.
-
-    Attributes:
-        is_named: The sender gave the stream its name and numbers its chunks.
-    """
+    """One call of a node, which carries one stream; kept until the root has all of it."""
 
     def __init__(self, relay: Relay, roots: Roots, context: Any, *, acknowledges: bool) -> None:
         super().__init__(context, acknowledges=acknowledges)
@@ -63,8 +58,7 @@ class RelayRpc(Rpc):
         self.held_bytes = 0
         self.received_bytes = 0
         self.refusal: Refusal | None = None
-        # Files whose last line has no end yet, of a stream without a name.
-        self.unfinished: set[str] = set()
+        self.unfinished: set[str] = set()  # files whose last line has no end, if it has no name
 
     def response(self) -> bytes:
         seq = self.committed_seq if self.is_named else 0
@@ -155,10 +149,9 @@ class Relay:
         stream.received_bytes += len(chunk.data)
 
     def end_lines(self, stream: RelayRpc) -> None:
-        """End the lines that a stream leaves unfinished, so that nobody's line is glued to them.
+        """End the lines that a stream leaves unfinished, which the root cannot see.
 
-        The root cannot do it, for it does not see the end of a stream. One with a name may come
-        back and go on in the middle of a line, and its numbers are its sender's.
+        A named stream may come back in the middle of a line, and its numbers are its sender's.
         """
         if stream.refusal is None:
             for path in sorted(stream.unfinished):
@@ -271,11 +264,7 @@ _NAME_BYTES = 64 << 10
 
 
 class Upstream:
-    """The way to the root; it lives in the event loop.
-
-    Args:
-        target: `HOST:PORT` or `unix:PATH` of the root.
-    """
+    """The way to the root at `HOST:PORT` or `unix:PATH`; it lives in the event loop."""
 
     def __init__(self, target: str, access: Access, relay: Relay) -> None:
         self._target = target
@@ -343,8 +332,7 @@ class Upstream:
                     _logger.info("the root does not acknowledge: using StreamLogs")
                     self._is_old_root = True
                     continue
-            except asyncio.InvalidStateError as error:
-                # What grpc.aio says of a call that ended while it was written to.
+            except asyncio.InvalidStateError as error:  # a call that ended while it was written to
                 why = str(error)
             finally:
                 was_up, self.is_up = self.is_up, False

@@ -32,10 +32,7 @@ _logger = logging.getLogger("LogAggregationServer")
 
 
 class LoopQueue:
-    """Calls from writers' threads into one event loop, in which it must be made.
-
-    Many calls wake the loop once.
-    """
+    """Calls from writers' threads, made in one event loop; many wake it once."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -50,8 +47,7 @@ class LoopQueue:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                # The loop has ended, and the streams with it.
-                return
+                return  # the loop has ended, and the streams with it
 
     def _deliver(self) -> None:
         # First: what is added from now on wakes the loop again.
@@ -74,8 +70,7 @@ class StreamRpc(Rpc):
         self._is_relay = acknowledges and ERRORS_IN_ACKS in metadata
         self.sources: dict[str, Source] = {}
         self._is_waiting = False
-        # Why the last bytes of a stream that has ended cannot be written at present.
-        self._trouble = ""
+        self._trouble = ""  # why the last bytes of an ended stream cannot be written at present
 
     def response(self) -> bytes:
         sources = self.sources.values()
@@ -148,10 +143,7 @@ class StreamRpc(Rpc):
         return made
 
     def _forget_settled(self) -> None:
-        """Forget streams of which nothing waits: a leaf's call does not tell which have ended.
-
-        One that goes on after all is a new source; the ledger knows what it has sent.
-        """
+        """Forget streams of which nothing waits; one that goes on is a new source."""
         if len(self.sources) < _MAX_SOURCES:
             return
         settled = [source for source in self.sources.values() if source.is_settled]
@@ -226,8 +218,6 @@ class StreamRpc(Rpc):
 
 
 class RootService(Service):
-    """The root's service."""
-
     def __init__(self, access: Access, funnel: Funnel) -> None:
         super().__init__(access, _logger)
         self._funnel = funnel
@@ -253,12 +243,7 @@ class RootService(Service):
 
 
 def run(config: ServerConfig, options: FunnelOptions) -> int:
-    """Serve until asked to end; return the exit code.
-
-    Raises:
-        AddressError: It cannot listen.
-        ConfigError: A root or a certificate is unusable.
-    """
+    """Serve until asked to end; return the exit code."""
     funnel = Funnel(options)
 
     async def main() -> None:

@@ -2,8 +2,7 @@
 """What the gRPC services of root and leaf have in common: calls, answers, access.
 
 A service lives in the event loop, so an idle stream costs a suspended coroutine and no thread.
-Messages are read one by one, and none while a chunk waits for space: gRPC's flow control then holds
-the sender.
+No message is read while a chunk waits for space: gRPC's flow control then holds the sender.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ACK_SPACING_S = 0.05
 
 
 class Rpc(abc.ABC):
-    """One open StreamLogs or StreamLogsAcked of a root or a leaf; it lives in the event loop.
+    """One open StreamLogs or StreamLogsAcked of a root or a leaf, in the event loop.
 
     However slow the sender reads, one acknowledgement per stream is all that waits for it.
     """
@@ -101,10 +100,7 @@ class Rpc(abc.ABC):
             raise Refusal("INVALID_ARGUMENT", f"an id has more than {_MAX_ID_CHARS} characters")
 
     def _acknowledge(self, stream_id: str, seq: int, refusal: Refusal | None = None) -> None:
-        """Acknowledge a stream to its sender, even if the same number was acknowledged before.
-
-        Several senders behind a leaf may ask for the same numbers one after the other.
-        """
+        """Acknowledge a stream, even a number again: senders behind a leaf may share one."""
         if not self._acknowledges:
             return
         self._unsent[stream_id] = (seq, refusal)
@@ -156,7 +152,6 @@ class Service(abc.ABC):
 
     @property
     def stream_count(self) -> int:
-        """How many streams are open."""
         return len(self._rpcs)
 
     @property
@@ -165,7 +160,6 @@ class Service(abc.ABC):
         return True
 
     def prepare_end(self) -> None:
-        """Refuse new streams from now on."""
         self._refuses_new = True
 
     @abc.abstractmethod
@@ -241,7 +235,6 @@ class Service(abc.ABC):
 
 
 async def _abort(context: Any, refusal: Refusal) -> None:
-    """End the call with the refusal's code."""
     import grpc
 
     await context.abort(grpc.StatusCode[refusal.code], refusal.reason)

@@ -40,8 +40,7 @@ class LogAggregationServicer:
         max_buffer_size: A file with so many bytes waiting is written at once.
         graceful_shutdown_timeout: Seconds that `graceful_shutdown` waits for open streams.
         flush_interval: A file with less waiting is written so many seconds after its last write.
-        completion_idle_timeout: Seconds without a chunk after which an old cycle's file counts as
-            complete.
+        completion_idle_timeout: Seconds without a chunk that make an old cycle's file complete.
         allowed_roots: Directories below which files may lie; `None`, for use in process: anywhere.
         options: All settings at once, for `serve`; it replaces what the others say.
 
@@ -72,8 +71,7 @@ class LogAggregationServicer:
         self.graceful_shutdown_timeout = graceful_shutdown_timeout
         self.completion_idle_timeout = self._options.completion_idle_s
         self._funnel = Funnel(self._options)
-        # Guards `connected_clients`.
-        self.clients_lock = threading.Lock()
+        self.clients_lock = threading.Lock()  # guards `connected_clients`
         self._connected_clients = 0
         self._refusals = RefusalLog(_logger)
         self._nobody = threading.Event()

@@ -37,16 +37,14 @@ class FunnelOptions:
         flush_bytes: A file with so much waiting is written at once, and one that holds half of what
             it may hold.
         flush_interval_s: ... and with less, so long after its last write.
-        completion_idle_s: How long nothing must come for an old cycle's file until it counts as
-            complete.
+        completion_idle_s: Time without a chunk that makes an old cycle's file complete.
         max_buffered_bytes: The most that may wait in memory.
         max_files: Files that are in use at one time.
         max_open_files: ... of which so many are held open.
         max_stream_files: Files that one stream may name.
         max_stream_bytes: Bytes that one stream may send; 0: any number.
         verify_node_prefix: A line's rank prefix belongs to the first node that uses it in a file.
-        fsync: When to wait for the disk: `never`, `interval` (each second), `commit` (before each
-            acknowledgement).
+        fsync: When to wait for the disk: `never`, `interval` (1 s), `commit` (before each answer).
         stall_s: A write that takes longer marks its file as stalled.
     """
 
@@ -91,12 +89,7 @@ def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What both servers are told.
-
-    Attributes:
-        host: Where it listens; `unix:PATH` for a Unix socket.
-        grace_s: How long it goes on serving after it was asked to end.
-    """
+    """Settings of both servers; `host` may be `unix:PATH`, `grace_s` is from the request to end."""
 
     host: str
     port: int

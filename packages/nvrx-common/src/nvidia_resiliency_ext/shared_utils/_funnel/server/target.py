@@ -28,39 +28,26 @@ _BATCH_CHUNKS = IOV_MAX // 2
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """One log.
+    """One log."""
 
-    Attributes:
-        path: As the sender named it.
-        waiting: Chunks that are not in the file, in order.
-        held_bytes: Their messages' bytes.
-        users: Open sources that have named it.
-        waiters: Sources that wait for space in it.
-        is_scheduled: A write at a later time is arranged.
-        is_awaited: A sender has ended and waits for what is here, so it is not kept for more.
-        written_at: When it was last written (monotonic).
-        error: Why it cannot be written at present; `retry_s`: after how long it is tried again.
-        owners: Whose line prefix is whose, where that is watched.
-    """
-
-    path: str
+    path: str  # as the sender named it
     place: Place
     cycle: CycleFile | None
-    waiting: deque[Pending] = field(default_factory=deque)
-    held_bytes: int = 0
-    users: int = 0
-    waiters: int = 0
-    is_scheduled: bool = False
-    is_awaited: bool = False
+    waiting: deque[Pending] = field(default_factory=deque)  # not in the file, in order
+    held_bytes: int = 0  # of the messages of `waiting`
+    users: int = 0  # open sources that have named it
+    waiters: int = 0  # sources that wait for space in it
+    is_scheduled: bool = False  # a write at a later time is arranged
+    is_awaited: bool = False  # a sender has ended and waits: nothing is kept for more
     is_stalled: bool = False
     is_refused: bool = False
     is_closing: bool = False
     is_unsynced: bool = False
-    written_at: float = -math.inf  # The first write waits for nothing.
-    error: OSError | None = None
+    written_at: float = -math.inf  # monotonic; the first write waits for nothing
+    error: OSError | None = None  # why it cannot be written at present
     retry_s: float = 0.0
     log: LogFile | None = None
-    owners: dict[bytes, str] = field(default_factory=dict)
+    owners: dict[bytes, str] = field(default_factory=dict)  # of line prefixes, if watched
 
     @property
     def is_troubled(self) -> bool:
@@ -141,12 +128,7 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A chunk that is not in its file yet; one without data ends its source's unfinished line.
-
-    Attributes:
-        data: What is to be written; bytes of its own where several small chunks became one.
-        growing: The same, as long as further small chunks of its source may be added.
-    """
+    """A chunk that is not in its file yet; one without data ends its source's unfinished line."""
 
     source: Source
     seq: int
@@ -155,33 +137,24 @@ class Pending:
     arrived_at: float
     is_done: bool = False
     is_end: bool = False
-    growing: bytearray | None = None
+    growing: bytearray | None = None  # `data`, while small chunks of its source may be added
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One stream of chunks on one connection.
+    """One stream of chunks on one connection; a leaf's connection carries many.
 
-    A leaf's connection carries many. A stream that reconnects is a new source with the same
-    `stream_id`.
-
-    Attributes:
-        on_progress: Told when chunks were committed, admitted or refused; from any thread, with no
-            lock held. It must not block.
-        identity: Tells whose line a file ends with; the `stream_id`, or something unique.
-        is_patient: It waits for space in a file that hangs. A connection that carries the streams
-            of many would hold up the others, so it is refused for now instead.
-        targets: The files that it named, with when it last went over to each in `used_at`.
-        current: The file that its last chunk was for.
-        waiting: The target for whose space this source waits, with its chunk.
-        refusal: Why nothing more is taken from it.
+    A stream that reconnects is a new source with the same `stream_id`. `on_progress` is called when
+    chunks were committed, admitted or refused, in any thread, with no lock held; it must not block.
+    A patient source waits for space in a file that hangs; one that shares its connection would hold
+    up others, and is refused for now instead.
     """
 
     on_progress: Callable[[Source], None]
     stream_id: str
     node_id: str
     is_patient: bool = field(default=True, kw_only=True)
-    identity: str = ""
+    identity: str = ""  # tells whose line a file ends with: the `stream_id`, or something unique
     outstanding: deque[Pending] = field(default_factory=deque)
     received_seq: int = 0
     committed_seq: int = 0
@@ -189,10 +162,10 @@ class Source:
     written_bytes: int = 0
     behind_bytes: int = 0
     targets: dict[str, Target] = field(default_factory=dict)
-    used_at: dict[str, float] = field(default_factory=dict)
-    current: Target | None = None
+    used_at: dict[str, float] = field(default_factory=dict)  # when it last left each of `targets`
+    current: Target | None = None  # of its last chunk
     unfinished: set[Target] = field(default_factory=set)
-    waiting: tuple[Target, Pending] | None = None
+    waiting: tuple[Target, Pending] | None = None  # for whose space it waits, with its chunk
     refusal: Refusal | None = None
 
     def __post_init__(self) -> None:
