@@ -144,6 +144,7 @@ class LogScanner:
             lines: Lines in them.
         """
         self._scanner.result.bytes, self._scanner.result.lines = size, lines
+        self._scanner.result.first_line = lines + 1
 
     @property
     def lines(self) -> int:

@@ -48,6 +48,7 @@ _COMPLAINTS = frozenset({"root", "either", "cascade"})
 _MASS = 0.5
 _SILENT_SHARE = 0.34
 _LEAST_REPORTERS = 2
+_LEAST_STEPS = 2
 _VOLATILE = re.compile(r"0x[0-9a-fA-F]+|/[^\s'\":,]+|\b[0-9a-f]{8,}\b|\d+|\b[\w-]+\d[\w.-]*\b")
 
 
@@ -101,11 +102,8 @@ def diagnose(
     _align_years(scan)
     _place_local_ranks(scan)
     found.recovered = {id(e) for e in scan.events if _is_recovered(e, scan)}
-    if scan.progress.last_step is None:
-        # Steps in a tool's own words: two more of them tell the same.
-        numbers, texts = zip(*scan.sample(), strict=True)
-        last = sorted(numbers[index] for index in counted(texts))[-2:][:1]
-        found.recovered |= {id(e) for e in scan.events if [e.last_line] < last and e.role != "done"}
+    if scan.events and scan.progress.last_step is None:
+        found.recovered |= {id(e) for e in _survived(scan)}
     live = [e for e in scan.events if id(e) not in found.recovered]
     done = [e for e in live if e.role == "done"]
     faults = [e for e in live if e.role in _TIER and e.code != "unknown"]
@@ -159,6 +157,25 @@ def _is_recovered(event: Event, scan: ScanResult) -> bool:
     if step_time is None or fault_time is None or event.count > 1:
         return True
     return step_time > fault_time or abs(step_time - fault_time) > _CLOCK_JUMP_S
+
+
+def _survived(scan: ScanResult) -> list[Event]:
+    """Return the events after which two steps came that a tool tells in its own words.
+
+    Lines without a usual word must have begun before the event: its peers may count their waits.
+    """
+    numbers, texts = zip(*scan.sample(), strict=True)
+    steps = [
+        (0 if first is None else numbers[first], numbers[index])
+        for index, first in counted(texts).items()
+    ]
+    return [
+        event
+        for event in scan.events
+        if event.role != "done"
+        and sum(first < event.first.line <= event.last_line < line for first, line in steps)
+        >= _LEAST_STEPS
+    ]
 
 
 def _first_fault(faults: list[Event]) -> Event | None:

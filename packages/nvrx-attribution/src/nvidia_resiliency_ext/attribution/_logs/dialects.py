@@ -42,7 +42,14 @@ _PREFIXES = tuple(
         # srun --label fills with spaces on the left.
         ("0 ", r" {0,6}(?P<rank>\d{1,7}): ?"),
         ("[ ", r"\s*\[default(?P<local>\d{1,3})\]:\s?"),
-        ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,62}):(?P<local>\d{1,3})\]:?\s?"),
+        # A file and its line are no node and its rank.
+        (
+            "[",
+            (
+                r"\[(?P<node>(?![\w.-]+\.(?:py|cpp|cc|cu|h|hpp|rs|go):)[A-Za-z][\w.-]{0,62}):"
+                r"(?P<local>\d{1,3})\]:?\s?"
+            ),
+        ),
         ("[", r"\[(?:(?:rank|RANK|Rank)[ =:]|R)(?P<rank>\d{1,7})\]\s*:?\s?"),
         ("[", r"\[\d{1,9},(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?:? ?"),
         (

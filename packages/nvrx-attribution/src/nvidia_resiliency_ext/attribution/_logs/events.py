@@ -185,14 +185,16 @@ class ScanResult:
     year: int = NO_YEAR
     places: set[tuple[str | None, int]] = field(default_factory=set)
     head: _Raw = b""
+    first_line: int = 1
     tail: _Raw = b""
 
     def sample(self) -> list[tuple[int, str]]:
         """Return number and text of the first and last lines."""
         tail = self.tail.split(b"\n")
         first = self.lines - len(tail) + 2 if tail[-1:] == [b""] else self.lines - len(tail) + 1
-        head = self.head.split(b"\n")[: max(0, first - 1)]
-        numbered = [*enumerate(head, 1), *enumerate(tail, first)]
+        begin = self.first_line
+        head = self.head.split(b"\n")[: max(0, first - begin)]
+        numbered = [*enumerate(head, begin), *enumerate(tail, first)]
         return [(number, line.decode("utf-8", "replace")) for number, line in numbered]
 
 

@@ -30,17 +30,22 @@ _NUMBER = re.compile(
 )
 _MEMBER = re.compile(
     r"(?:global_|world_)?rank|r|w|p|tr|member|trainer|replica|learner|proc|process|wkr|wk|worker|"
-    r"index|idx|peer|slot|task"
+    r"index|idx|peer"
 )
 _OTHER = re.compile(
     r"step|iter|iteration|epoch|batch|update|tick|line|layer|p?pid|tid|port|try|retry|attempt|of|"
-    r"status|code|signal|exit|errno|error|gpus?|device|card|cuda|hca|node|host|local_rank|x|e|i"
+    r"status|code|signal|exit|errno|error|gpus?|device|card|cuda|hca|node|host|local_rank|x|e|i|"
+    r"lineno|levelno|exitcode|err|opcode|len|job|jobid|size|files?|block|fold|stage|thread|threadid|"
+    r"process(?:_?id)?|[tpdce]p(?:_rank)?|py|cc?|cpp|cu|hh?|hpp|rs|go|java"
 )
 _MARK = re.compile(r" ?[\[(/.#-]")
 _CLOSE = re.compile(r" ?[\]):>|]")
+_INDEX = {"index", "idx"}  # in a sentence that of a list
+_EXCEPTION = re.compile(r"\b\w+(?:Error|Exception): ")
 _BEGIN = -1  # the place of a number that ends a prefix at the begin of a line
 _HEAD = 64  # characters at the begin of a line that may name its writer
 _OBJECT = 400  # the same of a JSON object, whose keys stand in any order
+_LEAST_PID = 300
 _MOST_FOLLOWING = 40
 
 
@@ -58,15 +63,17 @@ class Members:
         self._sample = scan.sample()
         most = scan.world_size or MOST_RANKS
         seen: dict[str, list[int]] = {}
+        known: dict[str, set[int]] = {}
         shown: set[str] = set()
         for _, text in self._sample:
             numbers = [each for each in _numbers(text) if each[2] < most]
             for label, (place, number) in _head(text, numbers).items():
-                values = seen.setdefault(label, [])
-                has_other = any(n in values for _, _, n in numbers if n != number)
+                values, of_label = seen.setdefault(label, []), known.setdefault(label, set())
+                has_other = any(n in of_label for _, _, n in numbers if n != number)
                 if has_other or place == _BEGIN or (values and number < values[-1]):
                     shown.add(label)
                 values.append(number)
+                of_label.add(number)
         # Hosts and process ids stand there, too: ranks are more than those and lower than these.
         self._labels = {
             label: (
@@ -90,7 +97,8 @@ class Members:
             is_report: Others report such faults: whom the line speaks of comes before its writer.
         """
         writer = self._writer(text)
-        named = self._named(text) - {writer if is_report else None}
+        named = set() if _EXCEPTION.search(text) else self._named(text)
+        named -= {writer if is_report else None}
         return named.pop() if len(named) == 1 and (is_report or writer is None) else writer
 
     def writers_like(self, text: str) -> set[int]:
@@ -125,15 +133,27 @@ class Members:
 
 def named_members(text: str) -> set[int]:
     """Return the numbers in a text that stand after a word by which members are called."""
-    return {number for _, label, number in _numbers(text) if _MEMBER.fullmatch(label)}
+    return {
+        number
+        for _, label, number in _numbers(text)
+        if _MEMBER.fullmatch(label) and label not in _INDEX
+    }
 
 
 def _numbers(text: str) -> Iterator[tuple[int, str, int]]:
     """Yield place, label and value of the numbers that may be a member's."""
     for match in _NUMBER.finditer(text):
         word, mark, at = match[1].lower(), match[2], match.start()
-        # The second is a name of many parts: that of a host.
-        if _OTHER.fullmatch(word) or (mark == "-" and text[:at].endswith("-")):
+        if (
+            _OTHER.fullmatch(word)
+            # A host: `dgx17`, `gpu-a-17`, `dgx-17:`.
+            or (word and mark in {"", "-"} and _MEMBER.fullmatch(word) is None)
+            or (mark == "-" and text[:at].endswith("-"))
+            # A process: `python[4321]:`.
+            or (word and mark == "[" and int(match[3]) >= _LEAST_PID)
+            # A device of the node.
+            or text.startswith(" NCCL ", match.end() + 1)
+        ):
             continue
         place = _BEGIN if at <= 1 and _CLOSE.match(text, match.end()) else at
         yield place, word or ("" if at else "^"), int(match[3])

@@ -77,14 +77,19 @@ _LOADING = re.compile(r"\b(?:loading|load)[ _](?:\w+ )?checkpoint\b", re.IGNOREC
 _LOADED = re.compile(
     r"(?:successfully )?loaded (?:\w+ )?checkpoint|checkpoint loaded", re.IGNORECASE
 )
-# Whole numbers, with or without marks between thousands, that are no part of a time or an address.
+# Whole numbers, with or without marks between thousands, that are no part of a time or an address
+# and have no unit.
 _COUNT = re.compile(
-    r"([A-Za-z]*)[^\w.]{0,3}(?<![\w.:/-])(?<!\d,)"
-    r"(\d{1,3}(?:,\d{3})+|\d{1,12})(?![\w.:/-]|,\d| ?/| of )"
+    r"(?<![A-Za-z])([A-Za-z]*)[^\w.]{0,3}(?<![\w.:/-])(?<!\d,)"
+    r"(\d{1,3}(?:,\d{3})+|\d{1,12})(?![\w.:/%-]|,\d| ?/| of | ?(?:[KMGT]i?B|ms|s|C|W)\b)"
 )
-_COUNTED = re.compile(r"step|iter|update|batch|tick|round", re.IGNORECASE)
+_COUNTED = re.compile(r"(?:\w*step|iter|iteration|update|\w*batch|tick|round)s?", re.IGNORECASE)
 _DECIMAL = re.compile(r"(?<![:\d.,\w])\d*\.\d+(?![\d.:Z])")
-_NOT_COUNTED = re.compile(r"retry|attempt|\btry\b|error|fail|load|layer|shard", re.IGNORECASE)
+_NOT_COUNTED = re.compile(
+    r"retry|attempt|\btry\b|error|fail|load|layer|shard|heartbeat|watchdog|alive|poll|wait|elapsed|"
+    r"agent|monitor",
+    re.IGNORECASE,
+)
 _LEAST_COUNT = 10
 _ROLLED_BACK = 3
 _LEAST_ADVANCE = 2
@@ -110,13 +115,15 @@ def epoch_in(raw: bytes) -> int | None:
     return None if epoch is None else int(float(epoch[1]) * 10_000)
 
 
-def counted(lines: Sequence[str]) -> set[int]:
-    """Return which lines repeat an earlier one with a number that has grown: other words for steps.
+def counted(lines: Sequence[str]) -> dict[int, int | None]:
+    """Return lines that repeat an earlier one with a larger number: steps in a tool's own words.
 
-    Where none of these words is a usual one, the number has to be beside a measurement.
+    Each is the index of a line. Where none of these words is a usual one, the number has to be
+    beside a measurement, and the index of the first line of its kind comes with it; else None.
     """
     newest: dict[tuple[str, int], int] = {}
-    found = set()
+    begun: dict[tuple[str, int], int] = {}
+    found: dict[int, int | None] = {}
     for index, text in enumerate(lines):
         if _NOT_COUNTED.search(text):
             continue
@@ -125,11 +132,14 @@ def counted(lines: Sequence[str]) -> set[int]:
             count = int(match[2].replace(",", ""))
             before = newest.get((shape, place), count)
             newest[shape, place] = max(count, before)
-            is_usual = _COUNTED.search(match[1]) is not None
+            begun.setdefault((shape, place), index)
+            is_usual = _COUNTED.fullmatch(match[1]) is not None
             if match[1].lower() in {"rank", "worker"} or count <= before:
                 continue
-            if is_usual or (before >= _LEAST_COUNT and _DECIMAL.search(text)):
-                found.add(index)
+            if is_usual:
+                found[index] = None
+            elif before >= _LEAST_COUNT and _DECIMAL.search(text):
+                found.setdefault(index, begun[shape, place])
     return found
 
 
