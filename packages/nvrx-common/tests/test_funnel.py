@@ -729,7 +729,9 @@ def test_file_closed_for_another_is_synced(rigs, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fdatasync", lambda _descriptor: synced.set())
     rig = rigs(fsync="interval", max_open_files=1)
     for number in range(2):
-        rig.offer(rig.source(), f"{number}.log", b"x\n")
+        source = rig.source()
+        rig.offer(source, f"{number}.log", b"x\n")
+        assert rig.settle(source)  # a file that is being written is not closed
     assert synced.wait(WAIT_S)
 
 
