@@ -9,8 +9,10 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fork_server import ForkServer
@@ -297,6 +299,33 @@ def test_monitor_that_dies_while_a_rank_comes(make) -> None:
     with contextlib.suppress(ProcessLookupError):  # rank 0 may have ended it
         os.kill(dying, signal.SIGKILL)
     assert lab.ranks[1].expect("attached")[1] != dying
+
+
+def test_threads_import_for_their_stores_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that import torch at once are a deadlock to Python, which loses the store."""
+    both = threading.Barrier(2)
+
+    def load_named(*_: str) -> Callable[[], None]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+            together.append(True)
+        return lambda: None
+
+    together: list[bool] = []
+    monkeypatch.setattr(store_threads.messages, "load_named", load_named)
+    monkeypatch.setattr(store_threads, "IterationStore", lambda *_: None)
+    settings = SimpleNamespace(
+        store_factory=store_threads.CONNECT, store_file="", store_kwargs="{}", prefix=""
+    )
+    threads = [
+        threading.Thread(target=store_threads.open_iteration_store, args=(settings,))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert not together
 
 
 @pytest.mark.parametrize("is_with_torch", [False, True])

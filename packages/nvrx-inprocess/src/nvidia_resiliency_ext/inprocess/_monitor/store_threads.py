@@ -33,13 +33,16 @@ logger = logging.getLogger("nvrx")
 CONNECT = f"{__name__}:connect_store"
 """The name of `connect_store`: the one factory that needs no torch."""
 _CONNECT_LIMIT = timedelta(seconds=60)
+# Modules of torch import each other in a circle: two threads in it are a deadlock to Python.
+_importing = threading.RLock()
 
 
 def open_iteration_store(settings: MonitorSettings) -> IterationStore:
     """Connect to the store of a call; called in the thread that will use it."""
-    if settings.store_factory != CONNECT:
-        warm_up()
-    make = messages.load_named(settings.store_factory, settings.store_file)
+    with _importing:
+        if settings.store_factory != CONNECT:
+            warm_up()
+        make = messages.load_named(settings.store_factory, settings.store_file)
     return IterationStore(make(**messages.load_kwargs(settings.store_kwargs)), settings.prefix)
 
 
@@ -51,9 +54,10 @@ def connect_store(host: str, port: int) -> Any:
         return StoreClient(host, port, _CONNECT_LIMIT)
     except StrangeStoreError as error:
         logger.info("monitor_process: %s; torch's own client is used", error)
-    warm_up()
-    from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-    from nvidia_resiliency_ext.inprocess.store import TCPStore
+    with _importing:
+        warm_up()
+        from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+        from nvidia_resiliency_ext.inprocess.store import TCPStore
 
     return TCPStore.connect(Endpoint(host, port, is_served=True), _CONNECT_LIMIT)
 
@@ -68,12 +72,13 @@ def store_name(settings: MonitorSettings) -> str:
 
 def warm_up() -> None:
     """Import torch and all of this package, for a connection that needs them."""
-    # `boot.py` leaves it where it has put an empty package in place.
-    complete = getattr(sys.modules["nvidia_resiliency_ext.inprocess"], "_nvrx_complete", None)
-    if complete is not None:
-        complete()
-    with contextlib.suppress(ImportError):
-        import torch.distributed  # noqa: F401 - for its effect
+    with _importing:
+        # `boot.py` leaves it where it has put an empty package in place.
+        complete = getattr(sys.modules["nvidia_resiliency_ext.inprocess"], "_nvrx_complete", None)
+        if complete is not None:
+            complete()
+        with contextlib.suppress(ImportError):
+            import torch.distributed  # noqa: F401 - for its effect
 
 
 _Run = Callable[[IterationStore], Any]
