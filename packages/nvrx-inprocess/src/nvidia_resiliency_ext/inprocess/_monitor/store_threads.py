@@ -54,10 +54,9 @@ def connect_store(host: str, port: int) -> Any:
         return StoreClient(host, port, _CONNECT_LIMIT)
     except StrangeStoreError as error:
         logger.info("monitor_process: %s; torch's own client is used", error)
-    with _importing:
-        warm_up()
-        from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
-        from nvidia_resiliency_ext.inprocess.store import TCPStore
+    warm_up()
+    from nvidia_resiliency_ext.inprocess._store.endpoint import Endpoint
+    from nvidia_resiliency_ext.inprocess.store import TCPStore
 
     return TCPStore.connect(Endpoint(host, port, is_served=True), _CONNECT_LIMIT)
 

@@ -173,8 +173,7 @@ def _loops() -> set[int]:
     if not named:
         # A version whose threads have no name, or no gloo at all.
         # After a fork Python still has the parent's number of the main thread.
-        numbers = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
-        python_threads = {str(number) for number in numbers}
+        python_threads = {str(os.getpid())} | {str(t.native_id) for t in threading.enumerate()}
         others = [task for task in tasks if task not in python_threads]
         likely = _likely_epolls()
         theirs = _waits(others, _OTHERS_S, likely)
