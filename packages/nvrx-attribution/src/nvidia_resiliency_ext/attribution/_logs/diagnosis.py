@@ -9,6 +9,7 @@ that confirm (kernel, scheduler) replace a symptom that says less.
 from __future__ import annotations
 
 import calendar
+import functools
 import hashlib
 import re
 import time
@@ -265,13 +266,15 @@ def _may_be_same(one: Event, other: Event) -> bool:
     return not nodes or not other_nodes or bool(nodes & other_nodes)
 
 
-def _ranks_of(found: Diagnosis, fault: Event, scan: ScanResult) -> tuple[set[int], set[int]]:
+def _ranks_of(
+    found: Diagnosis, fault: Event, scan: ScanResult, members_of_job: Callable[[], Members]
+) -> tuple[set[int], set[int]]:
     """Set the rank of a fault as its lines say it; return the ranks of the job and of the fault."""
     known, ranks = scan.ranks, set(fault.ranks)
     found.rank = fault.first.rank
     if not ranks and fault.first.local_rank is None and len(known) < _LEAST_REPORTERS:
         # No prefix says ranks: the numbers of the lines themselves may.
-        members = Members(scan)
+        members = members_of_job()
         known, ranks = members.numbers, members.writers_like(fault.first.raw)
         found.rank = members.member_of(fault.first.raw, is_report=fault.code in ABOUT_A_RANK)
     elif found.rank is None and len(ranks) == 1:
@@ -280,7 +283,8 @@ def _ranks_of(found: Diagnosis, fault: Event, scan: ScanResult) -> tuple[set[int
 
 
 def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event]) -> None:
-    known, ranks = _ranks_of(found, fault, scan)
+    members = functools.cache(functools.partial(Members, scan))
+    known, ranks = _ranks_of(found, fault, scan, members)
     world = scan.world_size or (max(known) + 1 if known else len(scan.places))
     found.is_single = len(known) <= 1 and (scan.world_size or 1) <= 1
     found.node = fault.first.node or scan.node_map.node_of(found.rank)
@@ -293,7 +297,7 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
             found.rank, found.node = twin.first.rank, twin.first.node
             ranks |= twin.ranks
     if found.rank is None:
-        found.rank = _rank_from_others(fault, scan, found.node)
+        found.rank = _rank_from_others(fault, scan, found.node, members)
     found.is_mass = world > 1 and len(ranks) + len(fault.places) > world * _MASS
     if fault.code == "nccl.timeout":
         _name_silent(found, scan, world)
@@ -311,7 +315,9 @@ def _locate(found: Diagnosis, fault: Event, scan: ScanResult, faults: list[Event
         found.node = found.suspect_nodes[0]
 
 
-def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int | None:
+def _rank_from_others(
+    fault: Event, scan: ScanResult, node: str | None, members: Callable[[], Members]
+) -> int | None:
     """Return the rank of a fault whose own line names none: the kernel, a daemon, a library.
 
     It is the first one that other lines about the same fault name; else the only one that ended
@@ -332,7 +338,7 @@ def _rank_from_others(fault: Event, scan: ScanResult, node: str | None) -> int |
         if event.role in _COMPLAINTS and len(event.ranks) == 1 and 0 < lines <= _SAME_LINES:
             return event.first.rank if _distance_s(fault, event) <= _SAME_MOMENT_S else None
     named = named_members(fault.first.text)
-    return named.pop() if len(named) == 1 else Members(scan).blamed(fault.first.line)
+    return named.pop() if len(named) == 1 else members().blamed(fault.first.line)
 
 
 def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:

@@ -167,6 +167,7 @@ class ScanResult:
         places: (node, local rank) of writers whose rank no line says.
         year: Of the newest line that had one.
         head: Begin of the log.
+        first_line: Number of its first line; those before were skipped.
         tail: End of the log, as far as it was scanned.
     """
 

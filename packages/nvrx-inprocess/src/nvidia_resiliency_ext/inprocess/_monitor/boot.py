@@ -15,11 +15,9 @@ import importlib.util
 import json
 import os
 import sys
-import threading
 
 _PACKAGE = "nvidia_resiliency_ext.inprocess"
 COMPLETE = "_nvrx_complete"
-_lock = threading.Lock()
 
 
 def make_shell() -> None:
@@ -35,16 +33,15 @@ def make_shell() -> None:
 
 
 def complete_package() -> None:
-    """Run what the package does when it is imported, if that has not happened; any thread."""
-    with _lock:
-        package = sys.modules.get(_PACKAGE)
-        if package is None or not hasattr(package, COMPLETE):
-            return
-        delattr(package, COMPLETE)
-        spec = package.__spec__
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(package)
+    """Run what the package does when it is imported, if that has not happened; one thread."""
+    package = sys.modules.get(_PACKAGE)
+    if package is None or not hasattr(package, COMPLETE):
+        return
+    delattr(package, COMPLETE)
+    spec = package.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(package)
 
 
 def detach(program: list[str]) -> None:
