@@ -153,6 +153,24 @@ def test_damage_is_told(case: SpillCase) -> None:
     assert any("is damaged" in line for line in case.said)
 
 
+def test_damage_in_a_file_that_is_taken_over_is_told(case: SpillCase) -> None:
+    """It is said how many bytes are lost, from the damage on; lines before it are sent."""
+    spill = case.make()
+    for seq in range(10, 20):
+        assert spill.append(chunk(seq))
+    (file,) = Path(spill.path).glob("*.lines")
+    spill.close(keeps_files=True)
+    half = file.stat().st_size // 2
+    with file.open("r+b") as opened:
+        opened.seek(half)
+        opened.write(b"damage")
+    successor = case.adopt()
+    assert successor is not None
+    assert read_all(successor) == [10, 11, 12, 13, 14]
+    (said,) = [line for line in case.said if "is damaged" in line]
+    assert f"{file} is damaged: its last {half} bytes are lost" == said
+
+
 def test_gap_survives_the_process(case: SpillCase) -> None:
     """What was dropped is still told when a later process sends the rest."""
     spill = case.make()

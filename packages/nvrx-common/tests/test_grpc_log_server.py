@@ -719,6 +719,43 @@ def test_nobody_is_told_that_lines_are_written_when_the_server_ends_first(
     assert told == ["UNAVAILABLE", "UNAVAILABLE"]
 
 
+def test_clients_that_leave_a_file_that_hangs_keep_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with threads serves others when clients that waited for space have left."""
+    from concurrent import futures
+
+    gate = threading.Event()
+    write = files.LogFile._write
+
+    def hang(file: files.LogFile, buffers: list[bytes]) -> None:
+        gate.wait(60)
+        write(file, buffers)
+
+    monkeypatch.setattr(files.LogFile, "_write", hang)
+    options = FunnelOptions(allowed_roots=(str(tmp_path),), max_buffered_bytes=8 << 20)
+    servicer = LogAggregationServicer(options=options)
+    pool = futures.ThreadPoolExecutor(2)
+    server = grpc.server(pool)
+    peers.service.add_LogAggregationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with peers.stub(f"127.0.0.1:{port}") as stub:
+            half_a_share = [chunk(tmp_path / "x", b"x" * 600_000)] * 2
+            calls = [stub.StreamLogs.future(iter(half_a_share)) for _ in range(2)]
+            peers.until(lambda: servicer.total_chunks_received == 3, "two that wait for space")
+            for call in calls:
+                call.cancel()
+            assert stub.HealthCheck(pb.HealthRequest(), timeout=10).healthy
+            peers.until(lambda: servicer.connected_clients == 0, "the end of both calls")
+    finally:
+        gate.set()
+        server.stop(None).wait()
+        pool.shutdown()
+        servicer.shutdown()
+
+
 def test_graceful_shutdown_waits_for_streams(tmp_path: Path) -> None:
     """It returns when the last stream has ended, and not before."""
     servicer = LogAggregationServicer(graceful_shutdown_timeout=20.0)

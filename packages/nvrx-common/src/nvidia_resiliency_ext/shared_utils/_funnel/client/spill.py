@@ -44,7 +44,7 @@ class Segment:
 
     @classmethod
     def load(cls, number: int, fd: int) -> Segment | None:
-        """Look through the records of a file; what a crash tore at its end is cut off."""
+        """Look through the records of a file, up to its end or the first damaged one."""
         status = os.fstat(fd)
         segment = cls(number, fd)
         while stat.S_ISREG(status.st_mode) and segment.size < status.st_size:
@@ -52,10 +52,7 @@ class Segment:
             if chunk is None:
                 break
             segment._added(chunk)
-        if not segment.size:
-            return None
-        os.ftruncate(fd, segment.size)
-        return segment
+        return segment if segment.size else None
 
     @staticmethod
     def record_bytes(chunk: Chunk) -> int:
@@ -261,12 +258,17 @@ class Spill:
                 continue
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(os.path.join(path, name), flags)
-            segment = Segment.load(int(number), fd)
+            segment, size = Segment.load(int(number), fd), os.fstat(fd).st_size
             if segment is None:
                 os.close(fd)
-                line = f"{path}/{name} holds no log lines and is left alone"
+                line = f"{path}/{name} ({size} bytes) holds no log lines and is left alone"
                 self._report(logging.WARNING, line)
                 continue
+            if segment.size < size:
+                # A crash tears the end. After other damage nothing says where a record begins.
+                line = f"{path}/{name} is damaged: its last {size - segment.size} bytes are lost"
+                self._report(logging.WARNING, line)
+                os.ftruncate(fd, segment.size)
             self._segments.append(segment)
             self._budget.add(spill=segment.size)
             self._last_number = max(self._last_number, segment.number)

@@ -20,6 +20,8 @@ from .queue import Queue
 from .target import Pending, Source, Target
 
 if TYPE_CHECKING:
+    import threading
+
     from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
     from .chunks import Chunk
@@ -83,17 +85,26 @@ class Funnel:
             source.targets.clear()
             source.current = None
 
-    def wait_settled(self, source: Source, deadline: Deadline) -> bool:
-        """Wait until all of a source is in its files or it is refused; for threads."""
+    def wait_settled(self, source: Source, deadline: Deadline, has_left: threading.Event) -> bool:
+        """Wait until all of a source is in its files, it is refused, or has left; for threads."""
         with self.queue.settled:
             return self.queue.settled.wait_for(
-                lambda: source.is_settled or source.refusal is not None, deadline.timeout()
+                lambda: source.is_settled or source.refusal is not None or has_left.is_set(),
+                deadline.timeout(),
             )
 
-    def wait_admitted(self, source: Source) -> None:
-        """Wait until the source's waiting chunk has space or is refused."""
+    def wait_admitted(self, source: Source, has_left: threading.Event) -> None:
+        """Wait until the source's waiting chunk has space or is refused, or its client has left."""
         with self.queue.settled:
-            self.queue.settled.wait_for(lambda: source.waiting is None or self.queue.is_closed)
+            self.queue.settled.wait_for(
+                lambda: source.waiting is None or self.queue.is_closed or has_left.is_set()
+            )
+
+    def leave(self, has_left: threading.Event) -> None:
+        """Note that a client has left, for the thread that waits in its call."""
+        has_left.set()
+        with self.queue.settled:
+            self.queue.settled.notify_all()
 
     def trouble_of(self, source: Source) -> str:
         """Return the name of the error that keeps chunks of the source from their file, if any."""

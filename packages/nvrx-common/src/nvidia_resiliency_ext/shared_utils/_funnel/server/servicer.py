@@ -109,16 +109,21 @@ class LogAggregationServicer:
         """Take a stream of LogChunk and answer with a StreamResponse when it is in its files."""
         pb = chunks.messages()
         sources: dict[str, Source] = {}
+        # Who leaves must not keep a thread of gRPC's pool for as long as a file hangs.
+        has_left = threading.Event()
+        add_callback = getattr(context, "add_callback", None)  # a stand-in may have none
+        if add_callback is not None and not add_callback(lambda: self._funnel.leave(has_left)):
+            has_left.set()
         with self._counted_client():
             try:
-                self._read(request_iterator, sources)
+                self._read(request_iterator, sources, has_left)
             except Refusal as refusal:
                 return self._abort(context, sources, refusal)
             finally:
                 for source in sources.values():
                     self._funnel.finish(source, is_clean=True)
             for source in sources.values():
-                while not self._funnel.wait_settled(source, Deadline.after(_PATIENCE_S)):
+                while not self._funnel.wait_settled(source, Deadline.after(_PATIENCE_S), has_left):
                     if self._funnel.queue.has_ended:
                         ending = Refusal("UNAVAILABLE", "the server ended before all was written")
                         return self._abort(context, sources, ending)
@@ -180,7 +185,9 @@ class LogAggregationServicer:
         """
         self._refusals.add(node_id, refusal)
 
-    def _read(self, requests: Iterable[Any], sources: dict[str, Source]) -> None:
+    def _read(
+        self, requests: Iterable[Any], sources: dict[str, Source], has_left: threading.Event
+    ) -> None:
         for request in requests:
             # A test or a program in process may leave out what it does not use.
             stream_id = getattr(request, "stream_id", "")
@@ -194,9 +201,10 @@ class LogAggregationServicer:
                 getattr(request, "seq", 0),
             )  # fmt: skip
             if not self._funnel.offer(source, chunk, len(data)):
-                self._funnel.wait_admitted(source)
+                self._funnel.wait_admitted(source, has_left)
                 if source.waiting is not None:
-                    raise Refusal("UNAVAILABLE", "the server is ending")
+                    why = "the client has left" if has_left.is_set() else "the server is ending"
+                    raise Refusal("UNAVAILABLE", why)
             if source.refusal is not None:
                 raise source.refusal
 
