@@ -5,7 +5,8 @@
 
 Nodes are threads with the launcher's own session threads; every store call is delayed at random,
 before and after. Nodes fail, several at once; open rounds long past; die between any two calls;
-come late; stand by; leave. A schedule is a function of its seed, as far as threads allow.
+come late; stand by; leave; are cut off while they train, for less than their lease or for longer.
+A schedule is a function of its seed, as far as threads allow.
 """
 
 from __future__ import annotations
@@ -74,14 +75,24 @@ class ScheduleError(AssertionError):
     """Something happened that must never happen."""
 
 
+class Link:
+    """What befalls all connections of a node: it dies, or nothing passes until `cut_until`."""
+
+    def __init__(self) -> None:
+        self.is_dead = threading.Event()
+        self.cut_until = 0.0
+
+
 class SlowClient:
     """A client whose calls take longer, at random; it may die between two of them."""
 
-    def __init__(self, client: Any, rng: random.Random, lives_for: int | None) -> None:
+    def __init__(
+        self, client: Any, rng: random.Random, lives_for: int | None, link: Link | None
+    ) -> None:
         self._client = client
         self._rng = rng
         self._left = lives_for
-        self.is_dead = threading.Event()
+        self.link = link or Link()
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
@@ -108,12 +119,13 @@ class SlowClient:
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
-                self.is_dead.set()
-        if self.is_dead.is_set():
+                self.link.is_dead.set()
+        if self.link.is_dead.is_set():
             raise RuntimeError("this node is dead")
         self._pause()
 
     def _pause(self) -> None:
+        time.sleep(max(0.0, self.link.cut_until - time.monotonic()))
         draw = self._rng.random()
         if draw < 0.6:
             # The delay is what is tested here; nothing is waited for.
@@ -123,17 +135,22 @@ class SlowClient:
 class SlowStore(store.JobStore):
     """A job's store over slow clients."""
 
-    def __init__(self, port: int, prefix: str, rng: random.Random, lives_for: int | None) -> None:
+    def __init__(
+        self,
+        port: int,
+        prefix: str,
+        rng: random.Random,
+        lives_for: int | None,
+        link: Link | None = None,
+    ) -> None:
         client = store._connect_client("127.0.0.1", port)
-        self._slow = SlowClient(client, rng, lives_for)
+        self._slow = SlowClient(client, rng, lives_for, link)
         super().__init__(self._slow, prefix, SECRET)
         self._arguments = (port, prefix, random.Random(rng.random()))
 
     def another(self) -> store.JobStore:
-        """Return a store of a node that dies as a whole."""
-        other = SlowStore(*self._arguments, None)
-        other._slow.is_dead = self._slow.is_dead
-        return other
+        """Return a store of a node that dies, and is cut off, as a whole."""
+        return SlowStore(*self._arguments, None, self._slow.link)
 
 
 @dataclass
@@ -145,6 +162,7 @@ class Seen:
     placed: list[tuple[str, Placed]] = field(default_factory=list)
     spares: list[tuple[str, int]] = field(default_factory=list)
     taken: dict[str, list[Entry]] = field(default_factory=dict)
+    cut_off: set[str] = field(default_factory=set)
 
 
 class RecordedThreads(NodeClient):
@@ -188,6 +206,8 @@ class Node(threading.Thread):
         self.rng = random.Random(f"{seed}/{plan.name}")
         self.schedule = schedule
         self.event: queue.Queue[SessionEvent] = queue.Queue()
+        self.link = Link()
+        self.trains_in: int | None = None
         self.end = ""
         self.problem: BaseException | None = None
 
@@ -204,7 +224,9 @@ class Node(threading.Thread):
         self.threads = RecordedThreads(
             schedule.seen.taken.setdefault(self.plan.name, []),
             NodeSettings(arrival=me, lease_s=LEASE_S, connect_timeout_s=LIMIT_S),
-            lambda _: SlowStore(schedule.port, schedule.prefix, self.rng, self.plan.lives_for),
+            lambda _: SlowStore(
+                schedule.port, schedule.prefix, self.rng, self.plan.lives_for, self.link
+            ),
             self.event.put,
             SystemClock(),
         )
@@ -231,7 +253,19 @@ class Node(threading.Thread):
 
         self.threads.submit(arrive)
 
+    def may_train_beside(self, round_: int) -> bool:
+        """Whether workers of an earlier round may run here that nobody has been told to stop."""
+        trains_in = self.trains_in
+        if trains_in is None or trains_in >= round_ or self.link.is_dead.is_set():
+            return False
+        if any(e.round > trains_in for e in self.schedule.seen.taken[self.plan.name]):
+            return False
+        confirmed_at = self.threads.confirmed_at
+        assert confirmed_at is not None
+        return time.monotonic() < confirmed_at + keys.LEASES_TO_KILL * LEASE_S
+
     def _meet(self, event: SessionEvent) -> None:
+        self.trains_in = event.entry.round if isinstance(event, Placed) else None
         if isinstance(event, Over):
             self.end = "over"
         elif isinstance(event, Lost):
@@ -245,22 +279,33 @@ class Node(threading.Thread):
             self._train(event)
 
     def _train(self, placed: Placed) -> None:
-        round_, last = placed.entry.round, self.schedule.rounds
+        schedule = self.schedule
+        round_, last = placed.entry.round, schedule.rounds
         if self.plan.leaves_in_round is not None and round_ >= self.plan.leaves_in_round:
             cause = Cause("drained", f"{self.plan.name} leaves")
+            self.trains_in = None
             self.threads.submit(lambda session: session.send(Kind.LEFT, cause=cause))
             self.end = "left"
             return
+        rank = placed.assignment.group_rank
+        # Rank 0 fails, so another round is opened meanwhile.
+        if round_ < last and rank != 0 and self.plan.lives_for is None and schedule.may_cut_off():
+            schedule.seen.cut_off.add(self.plan.name)
+            self.link.cut_until = time.monotonic() + self.rng.uniform(0.2, 4 * LEASE_S)
+            return
+        if round_ < last and rank != 0 and self.rng.random() >= 0.4:
+            return
+        self.trains_in = None
         cause = Cause("exit", f"{self.plan.name} failed in {round_}")
-        if round_ >= last and self.schedule.ends_badly:
+        if round_ >= last and schedule.ends_badly:
             self.threads.submit(lambda session: session.end("failure", cause))
             self.end = "over"
         elif round_ >= last:
             self.threads.submit(lambda session: session.succeeded(round_))
-        elif placed.assignment.group_rank == 0 or self.rng.random() < 0.4:
+        else:
             time.sleep(self.rng.choice((0, 0, 0.002, 0.02)))
             self.threads.submit(lambda session: session.open_next(round_, cause))
-            self._join(placed.assignment.group_rank)
+            self._join(rank)
             if self.rng.random() < 0.2:
                 # The same again, when the job may be somewhere else.
                 self.threads.submit(lambda session: session.open_next(round_, cause))
@@ -295,6 +340,12 @@ class Schedule:
                 )
             )
         rng.shuffle(self.plans)
+        stay = sum(plan.lives_for is plan.leaves_in_round is None for plan in self.plans)
+        self._cuts = threading.Semaphore(stay - self.min_nodes)
+
+    def may_cut_off(self) -> bool:
+        """Whether enough others are left when one more node is cut off; it then counts as one."""
+        return self._cuts.acquire(blocking=False)
 
     def run(self) -> None:
         """Run it.
@@ -319,6 +370,9 @@ class Schedule:
                 names = [candidate.node for candidate in active]
                 if self.seen.placements.setdefault(cycle, names) is not names:
                     raise ScheduleError(f"round {cycle} was closed twice")
+                beside = [node.name for node in nodes if node.may_train_beside(cycle)]
+                if beside:
+                    raise ScheduleError(f"round {cycle} begins while {beside} train on")
 
         host.__init__(  # type: ignore[misc]
             clean,
@@ -329,10 +383,10 @@ class Schedule:
             follower=Follower(),
             stop=stop,
         )
+        nodes = [Node(plan, self.seed, self) for plan in self.plans]
         failed: list[BaseException] = []
         serving = threading.Thread(target=_caught, args=(host.run, failed), daemon=True)
         serving.start()
-        nodes = [Node(plan, self.seed, self) for plan in self.plans]
         ghost = threading.Thread(target=_caught, args=(self._haunt, []), daemon=True)
         for thread in (*nodes, ghost):
             thread.start()
@@ -398,7 +452,7 @@ class Schedule:
         if node.problem is not None:
             raise ScheduleError(f"{node.name} failed: {node.problem!r}")
         expected = ["over"]
-        if node.plan.lives_for is not None:
+        if node.plan.lives_for is not None or node.name in self.seen.cut_off:
             expected = ["over", "lost"]
         elif node.plan.leaves_in_round is not None:
             expected = ["over", "left"]
@@ -426,7 +480,7 @@ class Schedule:
                 raise ScheduleError(f"two nodes had rank {rank} in round {round_}")
             if not entry.active == entry.world_size == self.min_nodes:
                 raise ScheduleError(f"round {round_}: {entry}")
-        mortal = {p.name for p in self.plans if p.lives_for is not None}
+        mortal = {p.name for p in self.plans if p.lives_for is not None} | self.seen.cut_off
         for round_, names in self.seen.placements.items():
             if len(set(names)) != self.min_nodes:
                 raise ScheduleError(f"round {round_} was closed with {names}")
