@@ -26,6 +26,12 @@ GOOD = {
     "top": "fault_tolerance:\n  lease: 7\n",
     "flow": "{fault_tolerance: {lease: 7}}",
     "deep": "a:\n  - b: 1\n  - c: {fault_tolerance: {lease: 7}}\n",
+    "foreign brackets": "a: "
+    + "[" * 50
+    + "]" * 50
+    + "\nb: '"
+    + "[" * 999
+    + "'\nfault_tolerance: {lease: 7}",
     "first": "a: {fault_tolerance: {lease: 7}}\nb: {fault_tolerance: {lease: 8}}\n",
     "foreign tag": "model: !hydra/x {a: 1}\nfault_tolerance: {lease: 7}\n",
     "foreign duplicate": "a: 1\na: 2\nfault_tolerance: {lease: 7}\n",
@@ -101,7 +107,8 @@ BAD = {
     "merge scalar": ("fault_tolerance: {<<: 1, lease: 1}\n", "<< takes a mapping"),
     "tag": ("fault_tolerance: {lease: !!python/object:os.system 1}\n", "is not YAML"),
     "date": ("fault_tolerance: {lease: 2024-02-31}\n", "lease is no value that can be read"),
-    "brackets": ("[" * 100_000, "nested too deeply|is not YAML"),
+    "brackets": ("[" * 100_000, "nested too deeply"),
+    "a hundred brackets": ("[" * 100, "nested too deeply"),
     "lone host": ("fault_tolerance: {attrsvc_host: h}\n", "needs both a host and a port"),
     "binary": (b"\x80\x04\x95", "is no UTF-8 text"),
 }
@@ -152,8 +159,6 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     chance = random.Random(7)
     contents = [*GOOD.values(), *(item for item, _ in BAD.values())]
     seeds = [item if isinstance(item, bytes) else item.encode() for item in contents]
-    # A thousand brackets take a second to be refused each time, damaged or not.
-    seeds = [seed for seed in seeds if len(seed) < 1000]
     for _ in range(400):
         content = bytearray(chance.choice(seeds))
         for _ in range(chance.randint(1, 4)):

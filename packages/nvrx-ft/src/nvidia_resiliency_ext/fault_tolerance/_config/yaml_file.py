@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SECTION = "fault_tolerance"
 SIZE_LIMIT_BYTES = 1 << 20
 PIPE_LIMIT_S = 10.0
+_DEEPEST_BRACKETS = 64
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -41,10 +42,17 @@ def read_section(path: str) -> list[tuple[str, Any, str]]:
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def fetch_flow_collection_start(self, token_class: Any) -> None:
+            # Each bracket may begin a key, and all open ones are looked at for each token.
+            if self.flow_level >= _DEEPEST_BRACKETS:
+                raise RecursionError
+            super().fetch_flow_collection_start(token_class)
+
     text = _read_text(path)
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Loader(text)
         entries = _Reader(loader, path).entries(_find(loader.get_single_node(), path))
     except yaml.YAMLError as error:
         raise FaultToleranceConfigError([_explain(error, path)]) from None
