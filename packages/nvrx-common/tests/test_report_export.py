@@ -353,7 +353,12 @@ def test_follow_on_a_terminal(end: str, directory: str, recorded: EventLog) -> N
     """On a real terminal the report is drawn in place, until the job ends or Ctrl-C is pressed."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 70, 0, 0))
-    process = subprocess.Popen([*_COMMAND, directory, "--follow"], stdin=theirs, stdout=theirs)
+    # Of a test run in the background it is ignored, and so it would be in the program.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen([*_COMMAND, directory, "--follow"], stdin=theirs, stdout=theirs)
+    finally:
+        signal.signal(signal.SIGINT, before)
     os.close(theirs)
     try:
         first = _read_until(ours, "Ctrl-C")
