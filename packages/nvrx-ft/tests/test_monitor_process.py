@@ -7,6 +7,8 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -450,6 +452,31 @@ def test_the_death_of_the_launcher_ends_every_process_of_the_run(node, tmp_path)
     assert rank.wait_dead() == -signal.SIGKILL
     wait_gone(stray)
     assert not run_path.exists()
+
+
+def test_the_sweep_spares_who_has_the_number_of_a_worker_that_left(node):
+    """By the end of the job the number may be another program's, which lives on."""
+    it = node()
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True
+    ) as stranger:
+        it.monitor.send(messages.WorkersChanged(3, [stranger.pid], left=[0]))
+        assert it.monitor.leave(10.0)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_the_sweep_ends_what_a_worker_that_left_has_left_in_its_group(node):
+    """A process without the run's id is known by the session that the worker made."""
+    it = node()
+    command = ["sh", "-c", "sleep 1000 >/dev/null & echo $!"]
+    worker = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, check=True)
+    left = int(worker.stdout)
+    stat = procfs.read_stat(left)
+    assert stat is not None
+    it.monitor.send(messages.WorkersChanged(3, [stat.sid], left=[0]))
+    assert it.monitor.leave(10.0)
+    wait_gone(left)
 
 
 def test_orphans_are_kept_on_request(node):

@@ -10,6 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, WorkerThread
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
@@ -63,7 +64,8 @@ class MonitorServer:
         self.slow = WorkerThread()
         self.loop.watch(self.slow, self.slow.collect)
         self.workers = messages.WorkersChanged(start.cycle, [])
-        self._pgids: Sequence[int] = ()  # of the last workers that there were
+        # Of the last workers that there were: when each began (clock ticks), or None if unknown.
+        self._groups: dict[int, int | None] = {}
         self.inquiries: list[Inquiry] = []
         self._launcher = None if launcher is None else Channel(launcher, messages.LAUNCHER_MESSAGES)
         local_ranks = start.local_ranks or list(range(len(start.socket_paths)))
@@ -205,7 +207,10 @@ class MonitorServer:
                 self.notify_launcher(message)
             case messages.WorkersChanged():
                 self.cycle = message.cycle
-                self._pgids = message.pgids
+                self._groups = {
+                    pgid: self._groups.get(pgid) if rank in message.left else _start_of(pgid)
+                    for rank, pgid in enumerate(message.pgids)
+                }
                 self.workers = message
             case messages.Examine():
                 # An inquiry of our own looks at the same ranks.
@@ -237,7 +242,15 @@ class MonitorServer:
         self._sweep({os.getppid()})
 
     def _sweep(self, spared: set[int]) -> None:
-        left = sweep(self._start.run_id, self._pgids, spared=spared)
+        # The number of a worker that ended long ago may be somebody else's by now.
+        members = procfs.running_in_groups(self._groups)
+        pgids = [
+            pgid
+            for pgid, start in self._groups.items()
+            if (now := _start_of(pgid)) == start is not None
+            or (now is None and any(stat.sid == pgid for stat in members))
+        ]
+        left = sweep(self._start.run_id, pgids, spared=spared)
         if left:
             logger.error("still there after SIGKILL: %s", left)
 
@@ -262,3 +275,9 @@ class MonitorServer:
         if self._is_told_to_leave:
             return True
         return self._is_launcher_gone and self.config["orphan_workers"] != "keep"
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when the process with that number began, or None if there is none."""
+    stat = procfs.read_stat(pid)
+    return None if stat is None else stat.start_ticks
