@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 PROGRAM = Path(__file__).resolve().parent / "examples" / "pretrain.py"
 FAULT_AT = 14
-# Local checkpoints are of 3, 6, 9, 12; the newest may still have been on its way to the disk.
+# Local checkpoints are of 3, 6, 9, 12; the newest may still have been on its way to the disk, so no
+# global checkpoint comes between the two.
 NEWEST = {9, 12}
 LIMIT_S = 180.0
 LAUNCHER_FLAGS = ("--ft-rank-section-timeouts", "setup:120,step:60,checkpointing:60")
@@ -37,7 +38,7 @@ def results_in(text: str) -> list[dict[str, Any]]:
 def all_switched_on(folder: Path, faults: str) -> tuple[str, ...]:
     """Return the program's arguments: all packages, and a fault on rank 1 in each cycle."""
     return (
-        *("--save", str(folder / "run"), "--save-interval", "10"),
+        *("--save", str(folder / "run"), "--save-interval", "20"),
         *("--async-save", "--use-persistent-ckpt-worker"),
         *("--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "3"),
         *("--non-persistent-local-ckpt-dir", str(folder / "local")),
