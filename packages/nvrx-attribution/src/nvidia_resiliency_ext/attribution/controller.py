@@ -352,6 +352,7 @@ class AttributionController:
                 duration_s=done.duration_s,
                 recommendation=AttributionRecommendation(**advice),
                 fr_dump_path=done.payload["fr_dump_path"],
+                fr_result=done.fr_result,
             )
 
 
