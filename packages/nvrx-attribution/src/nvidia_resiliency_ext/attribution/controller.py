@@ -67,7 +67,7 @@ __all__ = [
 
 logger = logging.getLogger("nvrx")
 
-_AGENT_CONFIG_VARIABLE = "NVRX_ATTRSVC_RESTART_AGENT_CONFIG"
+AGENT_CONFIG_VARIABLE = "NVRX_ATTRSVC_RESTART_AGENT_CONFIG"
 _BACKENDS = ("lib", "mcp")
 _PROGRESSIVE = ("off", "all_explicit")
 _CACHE_BYTES = 256 << 20
@@ -184,7 +184,7 @@ class AttributionController:
             raise ConfigError(llm_api_key_missing_message())
         self.config = config
         agent = config.analysis.restart_agent
-        path = os.environ.get(_AGENT_CONFIG_VARIABLE)
+        path = os.environ.get(AGENT_CONFIG_VARIABLE)
         if agent is None and path:
             agent = load_restart_agent_config(path)
         model = config.analysis.model
