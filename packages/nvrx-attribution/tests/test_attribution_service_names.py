@@ -143,6 +143,20 @@ def test_replies_and_recommendations():
     assert llm_output.logsage_recommendation(items, source="x").action == "STOP"
     assert llm_output.logsage_recommendation([]).action == "UNKNOWN"
     assert types.normalize_recommendation_action("nonsense") == "UNKNOWN"
+    for head, action in (
+        ("STOP - DONT RESTART IMMEDIATE", "STOP"),
+        ("RESTART IMMEDIATE", "RESTART"),
+        ("ERRORS NOT FOUND", "CONTINUE"),
+        ("NO LOGS", "UNKNOWN"),
+        ("LLM FAILURE", "UNKNOWN"),
+        ("APPLICATION DONE", "STOP"),
+        ("SLURM STEP CANCELLED DUE TO PREEMPTION", "RESTART"),
+        ("SLURM JOB CANCELLED DUE TO TIME LIMIT", "STOP"),
+        ("SLURM STEP CANCELLED", "RESTART"),
+    ):
+        old = types.RawAnalysisResultItem("r", head, "", "a", 0, "")
+        assert llm_output.logsage_recommendation([old]).action == action, head
+    assert llm_output.logsage_recommendation([make("unknown")]).action == "UNKNOWN"
     payload = utils.nvrx_run_result_to_log_dict((items[1:2], None), "/l")
     assert payload["recommendation"] == {"action": "RESTART", "source": "log_analyzer"}
     with pytest.raises(RuntimeError, match="str"):
