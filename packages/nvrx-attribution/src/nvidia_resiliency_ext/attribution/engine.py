@@ -59,6 +59,7 @@ _HANG_INTERVALS = 10
 _UNKNOWN_CONFIDENCE = 0.3
 _SURE_GUESS = 0.4
 _GUESSED_TEXT = "no rule matches the line; the code is guessed from its words; "
+_DATA_POSITION = "data_position"
 _RANK_MAP_BYTES = 64 << 20
 
 History = str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None
@@ -194,7 +195,7 @@ class LogScanner:
             suspect_ranks=found.suspects,
             suspect_nodes=found.suspect_nodes,
             exclude_nodes=decision.exclude_nodes,
-            entity={"kind": "artifact", "id": found.entity} if found.entity else None,
+            entity=_entity(found),
             phase=found.fault.phase if found.fault is not None else progress.phase,
             progress=VerdictProgress(
                 progress.first_step, progress.last_step, progress.last_checkpoint
@@ -366,6 +367,13 @@ def _reported(scan: ScanResult, found: Diagnosis) -> tuple[ReportedEvent, ...]:
         )
         for event in sorted(scan.events, key=weight)[:_MOST_REPORTED]
     )
+
+
+def _entity(found: Diagnosis) -> dict[str, str] | None:
+    if found.fault is None or not found.entity:
+        return None
+    is_position = found.fault.rule.entity == _DATA_POSITION
+    return {"kind": _DATA_POSITION if is_position else "artifact", "id": found.entity}
 
 
 def _evidence(found: Diagnosis) -> tuple[dict[str, Any], ...]:
