@@ -322,5 +322,5 @@ def test_address_in_use(tmp_path):
         argv, env=environ, capture_output=True, text=True, timeout=50, check=False
     )
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
-    assert "no socket" in found.stderr
+    assert "not a socket" in found.stderr
     assert path.read_text() == "keep"

@@ -157,7 +157,6 @@ class Line:
         node: Host name, or None.
         gpu: Number of a device on the node, or None.
         time_s: Seconds, or None.
-        is_kernel: It came from the kernel's log.
         indented: The text begins with spaces.
         is_no_error: Its writer gave it a level below error.
     """
@@ -169,7 +168,6 @@ class Line:
     node: str | None = None
     gpu: str | None = None
     time_s: float | None = None
-    is_kernel: bool = False
     indented: bool = False
     is_no_error: bool = False
 
@@ -222,8 +220,6 @@ class LineReader:
             line.time_s = self._seconds(parts)
         if parts.get("low") is not None:
             line.is_no_error = True
-        if "kernel:" in match[0]:
-            line.is_kernel = True
 
     def _seconds(self, parts: dict[str, str | None]) -> float | None:
         year = int(parts.get("year") or 0)
