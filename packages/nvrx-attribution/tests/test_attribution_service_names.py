@@ -566,6 +566,13 @@ def test_records_are_exported(tmp_path):
             )
 
 
+def test_results_that_cannot_be_kept_are_told(tmp_path, caplog):
+    """A file of results that cannot be written at the end is a warning that says so."""
+    cache = AttributionCacheConfig(cache_file=str(tmp_path / "none" / "cache.json"))
+    AttributionController(AttributionControllerConfig(str(tmp_path), cache=cache)).shutdown()
+    assert "the results are not kept" in caplog.text
+
+
 def test_poster_never_waits():
     """A collector that hangs costs the caller nothing; what is too much is dropped."""
     release = threading.Event()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -335,8 +334,10 @@ class AttributionController:
     def _close(self) -> None:
         for poster in self._posters:
             poster.close()
-        with contextlib.suppress(OSError):
+        try:
             self.save_cache()
+        except OSError as error:
+            logger.warning("the results are not kept for the next start: %s", error)
 
     def _completed(self, done: CompletedAnalysis) -> None:
         """Hand the record of an analysis to all posters; none of them waits."""
