@@ -254,7 +254,8 @@ class AttributionTools:
             if model is not None and given.get("merge_llm"):
                 traces = (parts.get("attribution") or {}).get("fr")
                 results = given.get("input_data") or [parts["result"], traces]
-                parts["llm_merged_summary"] = await summarize(*(*results, "")[:2], model)
+                log, traces = (*results, "")[:2]
+                parts["llm_merged_summary"] = await summarize(log, traces, model)
             return parts
         finally:
             # Its threads may still read, up to the deadline: not a wait for the event loop.
