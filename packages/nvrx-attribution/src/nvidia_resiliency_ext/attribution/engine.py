@@ -23,6 +23,7 @@ from nvidia_resiliency_ext.attribution._core.verdict import (
     VerdictProgress,
 )
 from nvidia_resiliency_ext.attribution._logs.diagnosis import Diagnosis, diagnose, role_of
+from nvidia_resiliency_ext.attribution._logs.dialects import without_launcher
 from nvidia_resiliency_ext.attribution._logs.events import GUESSED, Event, ScanResult
 from nvidia_resiliency_ext.attribution._logs.registry import Registry, load_registry
 from nvidia_resiliency_ext.attribution._logs.scanner import Scanner
@@ -50,6 +51,7 @@ __all__ = [
     "analyze",
     "fr_report_of",
     "load_registry",
+    "read_log",
 ]
 
 _CHUNK_BYTES = 1 << 20
@@ -271,9 +273,39 @@ def analyze(  # noqa: PLR0913 - the public signature
         policy=policy,
         fr_report=fr_report_of(fr_path, allowed_root),
     )
+    read_log(scanner, log, max_bytes=max_bytes, deadline_s=deadline_s, allowed_root=allowed_root)
+    verdict = scanner.finish()
+    if job_id is not None and isinstance(history, str | os.PathLike):
+        keep_verdict(os.fspath(history), verdict, attempt_index)
+    return verdict
+
+
+def read_log(
+    scanner: LogScanner,
+    log: str | os.PathLike[str] | BinaryIO | Sequence[str | os.PathLike[str]],
+    *,
+    max_bytes: int | None = None,
+    deadline_s: float | None = None,
+    allowed_root: str | None = None,
+    skips_launcher: bool = False,
+) -> None:
+    """Feed a log to a scanner.
+
+    Args:
+        scanner: What is told that the log is truncated where a limit ends it.
+        log: As for `analyze`.
+        max_bytes: Read no more of it.
+        deadline_s: Seconds after which no more is read.
+        allowed_root: Directory below which each path must lie, also when it is opened.
+        skips_launcher: Leave out lines of the launcher.
+
+    Raises:
+        UnreadableInputError: A file cannot be read.
+    """
     deadline = Deadline.after(deadline_s)
     left = max_bytes
-    for data in _chunks(log, allowed_root):
+    chunks = _chunks(log, allowed_root)
+    for data in without_launcher(chunks) if skips_launcher else chunks:
         if deadline.expired() or (left is not None and left <= 0):
             scanner.mark_truncated()
             break
@@ -282,10 +314,6 @@ def analyze(  # noqa: PLR0913 - the public signature
             left -= len(data)
             if left < 0:
                 scanner.mark_truncated()
-    verdict = scanner.finish()
-    if job_id is not None and isinstance(history, str | os.PathLike):
-        keep_verdict(os.fspath(history), verdict, attempt_index)
-    return verdict
 
 
 def _chunks(log: Any, allowed_root: str | None) -> Iterator[bytes]:

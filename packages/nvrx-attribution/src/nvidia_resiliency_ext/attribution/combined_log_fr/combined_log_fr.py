@@ -11,8 +11,6 @@ from typing import Any
 
 from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
-from nvidia_resiliency_ext.attribution._core.files import open_confined
-from nvidia_resiliency_ext.attribution._logs.dialects import is_launcher_line
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,
     NVRxAttribution,
@@ -26,7 +24,6 @@ from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import (
 from nvidia_resiliency_ext.attribution.refine import ModelSettings, model_settings_from_environ
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution import CollectiveAnalyzer
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import ranks_in
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
@@ -34,7 +31,6 @@ __all__ = ["CombinedLogFR", "main"]
 
 _EXIT_USAGE = 2
 _EXIT_UNREADABLE = 3
-_CHUNK_BYTES = 1 << 20
 
 
 class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
@@ -165,19 +161,13 @@ def _verdict_of(config: dict[str, Any]) -> engine.Verdict:
     root = config.get("allowed_root")
     report = engine.fr_report_of(config.get("fr_path"), root, config.get("pattern"))
     scanner = engine.LogScanner(fr_report=report)
-    deadline = Deadline.after(config.get("deadline_s"))
-    path = str(config["log_path"])
-    try:
-        with open(path if root is None else open_confined(path, root), "rb") as log:
-            while lines := log.readlines(_CHUNK_BYTES):
-                if config.get("exclude_nvrx_logs"):
-                    lines = [line for line in lines if not is_launcher_line(line.decode("latin-1"))]
-                scanner.feed(b"".join(lines))
-                if deadline.expired():
-                    scanner.mark_truncated()
-                    break
-    except OSError as error:
-        raise UnreadableInputError(path, error.strerror or str(error)) from None
+    engine.read_log(
+        scanner,
+        str(config["log_path"]),
+        deadline_s=config.get("deadline_s"),
+        allowed_root=root,
+        skips_launcher=bool(config.get("exclude_nvrx_logs")),
+    )
     return scanner.finish()
 
 
