@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -51,6 +52,19 @@ start = time.process_time()
 verdict = engine.analyze(sys.argv[1])
 used = time.process_time() - start
 print(used, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024, verdict.reason_code)
+"""
+SNAPSHOT = """
+import statistics, sys, time
+from nvidia_resiliency_ext.attribution import engine
+scanner, took = engine.LogScanner(), []
+with open(sys.argv[1], "rb") as log:
+    while data := log.read(1 << 17):
+        scanner.feed(data)
+        start = time.process_time()
+        scanner.snapshot()
+        took.append(time.process_time() - start)
+half = len(took) // 2
+print(*(statistics.quantiles(part, n=100)[98] for part in (took[:half], took[half:])))
 """
 TRACES = """
 import sys, time, resource
@@ -119,6 +133,10 @@ def main() -> None:
             report(
                 f"scan_{name}", mb=round(size), mb_per_cpu_s=round(size / seconds), mib=round(mib)
             )
+        runs = measure(args.python, SNAPSHOT, str(log))
+        early, late = (1000 * statistics.median(float(r[at]) for r in runs) for at in (0, 1))
+        # Of a log that grows: it must not take longer in its second half.
+        report("snapshot", mb=round(size), p99_ms=round(late, 1), p99_ms_first_half=round(early, 1))
         log.unlink()
         measure_traces(args.python, args.ranks, Path(folder))
         measure_follow(args.python, Path(folder))
@@ -167,6 +185,7 @@ def measure_traces(python: str, sizes: str, folder: Path) -> None:
     sys.path.insert(0, str(HELPERS))
     import attribution_traces
 
+    used = {}
     for size in map(int, sizes.split(",")):
         job = attribution_traces.make_job("host_stuck", size, 3, steps=6)
         for dump in job.dumps.values():
@@ -176,6 +195,7 @@ def measure_traces(python: str, sizes: str, folder: Path) -> None:
         load, analyse = (statistics.median(float(run[at]) for run in runs) for at in (0, 1))
         peak = max(float(run[2]) for run in runs)
         cpu_s = statistics.median(float(run[3]) for run in runs)
+        used[size] = cpu_s
         right = [int(rank) for rank in runs[0][4:]] == job.guilty
         report(
             "traces",
@@ -187,6 +207,10 @@ def measure_traces(python: str, sizes: str, folder: Path) -> None:
             mib=round(peak),
             right=right,
         )
+    if len(used) > 1:
+        doublings = math.log2(max(used) / min(used))
+        ratio = (used[max(used)] / used[min(used)]) ** (1 / doublings)
+        report("traces_growth", cpu_s_for_twice_the_ranks=round(ratio, 2))
 
 
 if __name__ == "__main__":

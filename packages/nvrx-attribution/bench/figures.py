@@ -27,6 +27,9 @@ LIMITS: tuple[tuple[str, dict[str, Any], str, str, float], ...] = (
     ("traces", {"ranks": 4096}, "analyse_s", "most", 2),
     ("traces", {"ranks": 4096}, "mib", "most", 1536),
     ("traces", {"ranks": 1024}, "load_and_analyse_s", "most", 2),
+    ("traces", {}, "right", "least", True),
+    ("traces_growth", {}, "cpu_s_for_twice_the_ranks", "most", 2.3),
+    ("snapshot", {}, "p99_ms", "most", 50),
     ("follow", {}, "verdict_s", "most", 1),
     ("import", {}, "ms", "most", 60),
     ("help", {}, "ms", "most", 150),
@@ -36,8 +39,16 @@ LIMITS: tuple[tuple[str, dict[str, Any], str, str, float], ...] = (
     ("logs", {}, "node", "least", 0.85),
     ("logs", {}, "line", "least", 0.85),
     ("logs", {}, "false_stop", "most", 0),
+    ("logs", {}, "missed_stop_share", "most", 0.05),
     ("traces_right", {}, "exact", "least", 0.95),
     ("traces_right", {}, "accused_healthy", "most", 0),
+    ("traces_recorded", {}, "exact", "least", 1),
+    ("histories", {}, "exact", "least", 1),
+    ("written_failures", {}, "code", "least", 0.95),
+    ("written_failures", {}, "action", "least", 0.98),
+    ("written_failures", {}, "rank", "least", 0.95),
+    ("written_failures", {}, "false_stop", "most", 0),
+    ("unseen_failures", {}, "false_stop", "most", 0),
 )
 
 

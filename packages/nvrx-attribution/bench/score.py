@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print how often the verdict about generated logs and traces is right, one JSON line per figure.
+"""Print how often the verdict about logs and traces is right, one JSON line per figure.
+
+Generated logs and traces, recorded traces, histories of jobs, and the texts of writers who had not
+seen the rules (`tests/*.jsonl`; nothing was learned from `unseen_failures.jsonl`).
 
 `python packages/nvrx-attribution/bench/score.py [--seeds N] [--sizes 16:20,4096:1] [-v]`
 """
@@ -30,6 +33,8 @@ from nvidia_resiliency_ext.attribution._traces.analysis import analyze_dumps
 from nvidia_resiliency_ext.attribution._traces.dumps import decode_dump
 from nvidia_resiliency_ext.attribution._traces.loading import LoadedTraces
 
+TESTS = Path(__file__).parents[1] / "tests"
+
 
 def score_logs(seeds: range, *, verbose: bool) -> dict[str, object]:
     """Return the share of right answers about generated logs."""
@@ -59,6 +64,7 @@ def score_logs(seeds: range, *, verbose: bool) -> dict[str, object]:
                 counts[name + "_of"] += 1
             counts["false_stop"] += found.action == "STOP" and "STOP" not in case.actions
             counts["missed_stop"] += found.action != "STOP" and case.actions == ("STOP",)
+            counts["stop_of"] += case.actions == ("STOP",)
             wrong = [name for name, right in answers.items() if not right]
             if wrong and verbose:
                 got = (
@@ -76,6 +82,7 @@ def score_logs(seeds: range, *, verbose: bool) -> dict[str, object]:
         **shares,
         "false_stop": counts["false_stop"],
         "missed_stop": counts["missed_stop"],
+        "missed_stop_share": round(counts["missed_stop"] / max(1, counts["stop_of"]), 4),
     }
 
 
@@ -110,8 +117,50 @@ def score_traces(
         }
 
 
+def score_recorded() -> dict[str, object]:
+    """Return the share of recorded jobs of 16 ranks whose guilty ranks and kind are right."""
+    folders = sorted((TESTS / "recorded_traces").iterdir())
+    right = 0
+    for folder in folders:
+        label = json.loads((folder / "label.json").read_text())
+        found = engine.fr_report_of(str(folder)) or {}
+        right += (found["guilty_ranks"], found["kind"]) == (label["guilty"], label["kind"])
+    return {"figure": "traces_recorded", "cases": len(folders), "exact": right / len(folders)}
+
+
+def score_histories() -> dict[str, object]:
+    """Return the share of histories in which each cycle gets the action that its label says."""
+    folders = sorted((TESTS / "cases" / "histories").iterdir())
+    right = 0
+    for folder in folders:
+        earlier: list[dict[str, object]] = []
+        for cycle, log in enumerate(sorted(folder.glob("*.log"))):
+            found = engine.analyze(log, history=earlier, job_id="j", cycle_id=cycle)
+            earlier.append(found.to_dict())
+        actions = [verdict["action"] for verdict in earlier]
+        right += actions == json.loads((folder / "label.json").read_text())
+    return {"figure": "histories", "cases": len(folders), "exact": right / len(folders)}
+
+
+def score_texts() -> Iterator[dict[str, object]]:
+    """Yield the share of right answers about logs of writers who had not seen the rules."""
+    for name in ("written_failures", "unseen_failures"):
+        cases = list(map(json.loads, (TESTS / f"{name}.jsonl").read_text().splitlines()))
+        counts: Counter[str] = Counter()
+        for case in cases:
+            found = engine.analyze(io.BytesIO(("\n".join(case["lines"]) + "\n").encode()))
+            rank = found.first_fault and found.first_fault.rank
+            counts["code"] += found.reason_code == case["code"]
+            counts["action"] += found.action == case["action"]
+            counts["rank"] += case["rank"] in {None, rank}
+            counts["false_stop"] += (case["action"], found.action) == ("RESTART", "STOP")
+        shares = {key: round(counts[key] / len(cases), 3) for key in ("code", "action", "rank")}
+        false_stop = counts["false_stop"]
+        yield {"figure": name, "cases": len(cases), **shares, "false_stop": false_stop}
+
+
 def main() -> None:
-    """Score both sets."""
+    """Score all sets."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="logs per kind (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="first seed")
@@ -128,7 +177,8 @@ def main() -> None:
     pairs = [(int(size), int(count)) for size, count in sizes]
     figures = score_traces(args.first, pairs, verbose=args.verbose)
     logs = [score_logs(seeds, verbose=args.verbose)] if seeds else []
-    for figure in itertools.chain(logs, figures):
+    kept = (score() for score in (score_recorded, score_histories))
+    for figure in itertools.chain(logs, figures, kept, score_texts()):
         load = round(os.getloadavg()[0], 1)
         seconds = round(time.perf_counter() - started, 1)
         print(json.dumps({**figure, "load": load, "seconds": seconds}), flush=True)

@@ -275,6 +275,10 @@ def test_cycle_that_ends_while_a_verdict_is_awaited_counts(tmp_path, monkeypatch
         ({"ALLOWED_ROOT": "/x", "COMPUTE_TIMEOUT": "nan"}, "seconds"),
         ({"ALLOWED_ROOT": "/x", "ANALYSIS_BACKEND": "other"}, "lib, mcp"),
         ({"ALLOWED_ROOT": "/x", "EXPORT_URL": "ftp://x"}, "export"),
+        ({"ALLOWED_ROOT": "/x", "LLM_TEMPERATURE": "warm"}, "LLM_TEMPERATURE"),
+        ({"ALLOWED_ROOT": "/x", "LLM_BASE_URL": "http://h/v1"}, "NVRX_LLM_MODEL"),
+        ({"ALLOWED_ROOT": "/x", "RESTART_AGENT_CONFIG": "/no/agent.json"}, "/no/agent.json"),
+        ({"ALLOWED_ROOT": "/x", "RESTART_AGENT_PROGRESSIVE_ENABLED": "off?"}, "must be 1 or 0"),
     ],
 )
 def test_wrong_settings(settings, message):
@@ -318,5 +322,5 @@ def test_address_in_use(tmp_path):
         argv, env=environ, capture_output=True, text=True, timeout=50, check=False
     )
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
-    assert "no socket" in found.stderr
+    assert "not a socket" in found.stderr
     assert path.read_text() == "keep"

@@ -192,7 +192,14 @@ def test_overlay_names_rank_node_and_data(tmp_path):
     registry = engine.load_registry(write_rules(tmp_path / "site.json", rule))
     found = verdict_of("[rank9]: " + texts[0] + "\n", registry=registry)
     assert (found.first_fault.rank, found.first_fault.node) == (1, "n1")
-    assert (found.entity["id"], found.phase) == ("s-1.bin", "checkpoint_load")
+    assert found.entity == {"kind": "artifact", "id": "s-1.bin"}
+    assert found.phase == "checkpoint_load"
+    rule |= {"pattern": rule["pattern"].replace("<what>", "<data_position>")}
+    registry = engine.load_registry(
+        write_rules(tmp_path / "site.json", {**rule, "entity": "data_position"})
+    )
+    found = verdict_of(texts[0] + "\n", registry=registry)
+    assert found.entity == {"kind": "data_position", "id": "s-1.bin"}
 
 
 @pytest.mark.parametrize(

@@ -624,6 +624,10 @@ def test_the_application_in_this_process(tmp_path):
     assert (made.analysis.max_growing, made.cache.max_results) == (6, 7)
     assert (made.cache.grace_period_seconds, made.analysis.compute_timeout) == (8.0, 9.0)
     assert (made.postprocessing.cluster_name, made.progressive) == ("c", "off")
+    environ["NVRX_ATTRSVC_PROGRESSIVE_ANALYSIS"] = "all_explicit"
+    for text, mode in (("1", "all_explicit"), ("0", "off")):
+        environ["NVRX_ATTRSVC_RESTART_AGENT_PROGRESSIVE_ENABLED"] = text
+        assert attrsvc.Settings.from_environ(environ).controller_config().progressive == mode
 
     async def adapted():
         adapter = attrsvc.AttributionHttpAdapter(made)

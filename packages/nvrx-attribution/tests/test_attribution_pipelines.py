@@ -2,13 +2,14 @@
 """The log engine and the fusion behind the names that older programs use."""
 
 import json
+import tracemalloc
 
 import attribution_traces as simulated
 import pytest
 from attribution_model_server import completion, serving
 
 import nvidia_resiliency_ext.attribution as package
-from nvidia_resiliency_ext.attribution import engine
+from nvidia_resiliency_ext.attribution import cli, engine
 from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.base import AttributionState
 from nvidia_resiliency_ext.attribution.combined_log_fr import combined_log_fr
@@ -104,6 +105,32 @@ def test_program_for_both(tmp_path, capsys, monkeypatch):
     with serving(completion("Rank 3 hung.")) as (url, _):
         assert combined_log_fr.main([*base, *folders, "-l", "-m", "m", "-b", url]) == 0
     assert "Rank 3 hung." in capsys.readouterr().out
+
+
+def test_files_are_not_held_whole(tmp_path, capsys):
+    """A line of 64 MiB costs no program that reads logs as much memory; the next line is read."""
+    log = tmp_path / "job.log"
+    with log.open("wb") as file:
+        file.truncate(64 << 20)
+        file.seek(64 << 20)
+        file.write(b"\nnvrx: hello\ntorch.OutOfMemoryError: CUDA out of memory.\n")
+    given = {"log_path": str(log)}
+    verdicts = []
+    tracemalloc.start()
+    try:
+        assert cli.main(["explain", f"{log}:3"]) == cli.main(["registry", "test", str(log)]) == 0
+        for config in (given, {**given, "exclude_nvrx_logs": True}):
+            for kind in (combined_log_fr.CombinedLogFR, nvrx_logsage.NVRxLogAnalyzer):
+                with kind(config) as analyzer:
+                    analyzer.run_sync(config)
+                    verdicts.append(analyzer.verdict)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+    assert {verdict.reason_code for verdict in verdicts} == {"gpu.oom"}
+    assert [verdict.coverage["lines"] for verdict in verdicts] == [3, 3, 2, 2]
+    assert "3: gpu.oom" in capsys.readouterr().out
 
 
 def test_result_item(tmp_path):

@@ -78,6 +78,10 @@ def test_configuration(tmp_path):
     }
     assert (config.policy.general_ceiling, config.policy.managed_retries) == (3, None)
     assert config.routes == {}
+    site = {"NVRX_LLM_BASE_URL": "http://h/v1", "NVRX_LLM_MODEL": "m", "NVRX_LLM_TOP_P": "0.5"}
+    usual = {"routing": {"timeout_seconds": 9}, "model_defaults": {"temperature": 0}}
+    (route,) = parse_restart_agent_config({**SCHEMA, **usual}, site).routes.values()
+    assert (route.model, route.temperature, route.top_p, route.deadline_s) == ("m", 0, 0.5, 9)
     skip = {"id": "bad_token_retry_then_skip", "allowed_retries": 2}
     assert parsed(declared_recovery_capabilities=[skip]).policy.managed_retries == 2
     for change, text in (
@@ -150,8 +154,18 @@ def test_declared_recovery(tmp_path):
     skip = {"id": "bad_token_retry_then_skip", "allowed_retries": 2}
     decisions = {}
     for name, given in (("with", [skip]), ("without", [])):
-        with build_restart_agent_runtime(parsed(declared_recovery_capabilities=given)) as agent:
-            found = [agent.analyze(RestartAgentRequest(str(log), "j", c)) for c in range(3)]
+        retries = {"general_retry_allowed_retries": 4}
+        config = parsed(declared_recovery_capabilities=given, retry_policy=retries)
+        with build_restart_agent_runtime(config) as agent:
+            found = [
+                agent.analyze(
+                    RestartAgentRequest(str(log), "j", cycle), retain_detailed_artifacts=True
+                )
+                for cycle in range(3)
+            ]
+            assert found[0]["retry_policy"]["general_root_ceiling"] == 4
+            scope = found[0]["attribution"]["retry"]["scope"]
+            assert scope == ("root_and_entity" if given else "root")
             decisions[name] = [response["decision_basis"] for response in found]
     assert decisions["with"][:2] == ["workload_managed_recovery_available"] * 2
     assert decisions["without"] == ["general_retry_available", *["retry_budget_exhausted"] * 2]

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 
+import attribution_traces
 import pytest
 
 import nvidia_resiliency_ext.attribution as package
@@ -44,6 +45,7 @@ from nvidia_resiliency_ext.attribution.postprocessing.slack import (
     format_slack_text,
     should_notify_slack,
 )
+from nvidia_resiliency_ext.attribution.trace_analyzer import fr_support
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory.\n"
@@ -141,6 +143,20 @@ def test_replies_and_recommendations():
     assert llm_output.logsage_recommendation(items, source="x").action == "STOP"
     assert llm_output.logsage_recommendation([]).action == "UNKNOWN"
     assert types.normalize_recommendation_action("nonsense") == "UNKNOWN"
+    for head, action in (
+        ("STOP - DONT RESTART IMMEDIATE", "STOP"),
+        ("RESTART IMMEDIATE", "RESTART"),
+        ("ERRORS NOT FOUND", "CONTINUE"),
+        ("NO LOGS", "UNKNOWN"),
+        ("LLM FAILURE", "UNKNOWN"),
+        ("APPLICATION DONE", "STOP"),
+        ("SLURM STEP CANCELLED DUE TO PREEMPTION", "RESTART"),
+        ("SLURM JOB CANCELLED DUE TO TIME LIMIT", "STOP"),
+        ("SLURM STEP CANCELLED", "RESTART"),
+    ):
+        old = types.RawAnalysisResultItem("r", head, "", "a", 0, "")
+        assert llm_output.logsage_recommendation([old]).action == action, head
+    assert llm_output.logsage_recommendation([make("unknown")]).action == "UNKNOWN"
     payload = utils.nvrx_run_result_to_log_dict((items[1:2], None), "/l")
     assert payload["recommendation"] == {"action": "RESTART", "source": "log_analyzer"}
     with pytest.raises(RuntimeError, match="str"):
@@ -253,6 +269,33 @@ def test_growing_log_gets_candidates_and_then_a_verdict(tmp_path):
         await analyzer.shutdown_async()
 
     asyncio.run(scenario())
+
+
+def test_dumps_are_found_as_the_caller_says(tmp_path):
+    """The trace analyzer that was given finds the dumps of a log and says what they mean."""
+    hung = attribution_traces.make_job("host_stuck", 16, 1)
+    folder = str(attribution_traces.write(hung, tmp_path / "elsewhere"))
+    log = tmp_path / "a.log"
+    log.write_text("hello\n")
+
+    class Elsewhere(fr_support.TraceAnalyzer):
+        def discover_fr_dump_path(self, log_path):
+            return folder if log_path == str(log) else None
+
+    async def scenario():
+        done = []
+        given = Elsewhere(str(tmp_path))
+        analyzer = Analyzer(
+            str(tmp_path), times=FAST, trace_analyzer=given, on_complete=done.append
+        )
+        await analyzer.submit(str(log), analysis_intent="terminal", log_complete=True)
+        found = await analyzer.analyze(str(log))
+        await analyzer.shutdown_async()
+        return found, done[0]
+
+    found, done = asyncio.run(scenario())
+    assert (found.fr_dump_path, found.attribution["fr"]["guilty_ranks"]) == (folder, hung.guilty)
+    assert str(hung.guilty) in done.fr_result.hanging_ranks
 
 
 def test_repeats_stop_across_cycles(tmp_path):
@@ -487,6 +530,8 @@ def test_records_are_exported(tmp_path):
     )
     log = tmp_path / "a.log"
     log.write_text(OOM)
+    hung = attribution_traces.make_job("host_stuck", 16, 1)
+    attribution_traces.write(hung, tmp_path / "checkpoints")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -510,6 +555,8 @@ def test_records_are_exported(tmp_path):
     record = kind.received[0]
     assert (record["s_cluster"], record["s_user"], record["s_job_id"]) == ("c", "u", "7")
     assert (record["s_recommendation_action"], record["s_primary_issues"]) == ("STOP", "gpu.oom")
+    assert record["s_fr_dump_path"] == str(tmp_path / "checkpoints")
+    assert record["l_hanging_ranks"] == hung.guilty
     for wrong in ("ftp://x/", "http://x/?q=1", "nonsense"):
         with pytest.raises(ConfigError, match="export address"):
             AttributionController(
@@ -517,6 +564,13 @@ def test_records_are_exported(tmp_path):
                     "/x", postprocessing=AttributionPostprocessingConfig(export_url=wrong)
                 )
             )
+
+
+def test_results_that_cannot_be_kept_are_told(tmp_path, caplog):
+    """A file of results that cannot be written at the end is a warning that says so."""
+    cache = AttributionCacheConfig(cache_file=str(tmp_path / "none" / "cache.json"))
+    AttributionController(AttributionControllerConfig(str(tmp_path), cache=cache)).shutdown()
+    assert "the results are not kept" in caplog.text
 
 
 def test_poster_never_waits():

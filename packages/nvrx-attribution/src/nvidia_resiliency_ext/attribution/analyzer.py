@@ -51,7 +51,10 @@ from nvidia_resiliency_ext.attribution.orchestration.utils import (
     open_log,
     validate_log_path,
 )
-from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import TraceAnalyzer
+from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import (
+    FRAnalysisResult,
+    TraceAnalyzer,
+)
 
 __all__ = ["Analyzer", "CompletedAnalysis"]
 
@@ -76,12 +79,14 @@ class CompletedAnalysis:
         verdict: What was found.
         payload: The reply that clients get.
         duration_s: Seconds from the end of the job, or the first request, to the verdict.
+        fr_result: What its dumps say; None without dumps.
     """
 
     job: Job
     verdict: engine.Verdict
     payload: dict[str, Any]
     duration_s: float
+    fr_result: FRAnalysisResult | None = None
 
 
 class Analyzer:
@@ -96,7 +101,7 @@ class Analyzer:
         compute_timeout: Seconds from the end of a job to its result.
         grace_period_seconds: How long a result counts without a look at the file.
         coalescer: Shares computations; default: a new one.
-        trace_analyzer: Finds dumps; default: one for the same root.
+        trace_analyzer: Finds and analyses dumps; default: one for the same root.
         times: How growing logs are waited for.
         history: Attempts of jobs; default: in memory.
         journal: Where submissions are written before they are answered; None: nowhere.
@@ -493,6 +498,7 @@ class Analyzer:
             history=self._history,
             times=self._times,
             pool=self._pool,
+            traces=self._traces,
             policy=self._policy,
         )
         if key in self._ended:
@@ -531,7 +537,8 @@ class Analyzer:
         payload = reply_of(verdict, session.dump_path, is_lib=self._is_lib)
         if self._journal is not None:
             self._journal.end(job.path)
-        done = CompletedAnalysis(job, verdict, payload, time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        done = CompletedAnalysis(job, verdict, payload, seconds, session.fr_result)
         if self._refine is not None:
             self._in_background(self._refine_result(key, done, session.dump_path))
         elif self._on_complete is not None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nvidia_resiliency_ext.attribution.engine import Registry, Verdict
     from nvidia_resiliency_ext.attribution.refine import ModelClient
 
@@ -318,17 +320,21 @@ def _explain(args: argparse.Namespace) -> int:
         write_err("nvrx-attribution: give LOG:LINE, such as job.log:120\n")
         return _EXIT_USAGE
     registry = _load(args)
-    lines = _lines(path)
     number = int(number_text)
-    if number > len(lines):
-        write_err(plain(f"nvrx-attribution: {path} has {len(lines)} lines") + "\n")
+    near: dict[int, str] = {}
+    count = 0
+    for count, text in enumerate(_lines(path), 1):
+        if abs(count - number) <= _NEIGHBOURS:
+            near[count] = text
+    if number not in near:
+        write_err(plain(f"nvrx-attribution: {path} has {count} lines") + "\n")
         return _EXIT_UNREADABLE
-    for at in range(max(1, number - _NEIGHBOURS), min(len(lines), number + _NEIGHBOURS) + 1):
+    for at, text in near.items():
         mark = ">" if at == number else " "
-        write_out(plain(f"{mark} {at}: {lines[at - 1][:200]}") + "\n")
-    line = LineReader().read(lines[number - 1].encode())
+        write_out(plain(f"{mark} {at}: {text[:200]}") + "\n")
+    line = LineReader().read(near[number].encode())
     write_out(plain(f"rank {line.rank}, node {line.node}, text: {line.text[:200]}") + "\n")
-    found = _found(registry, lines[number - 1])
+    found = _found(registry, near[number])
     write_out("".join(f"rule {item}\n" for item in found) or "no rule finds it\n")
     return 0
 
@@ -342,12 +348,17 @@ def _found(registry: Registry, text: str) -> list[str]:
     return [f"{rule.id} -> {rule.code} ({rule.role})" for rule in rules]
 
 
-def _lines(path: str) -> list[str]:
+def _lines(path: str) -> Iterator[str]:
+    """Yield the lines of a file, each cut to what a person reads."""
     from nvidia_resiliency_ext.attribution._core.errors import UnreadableInputError
 
     try:
         with open(path, "rb") as file:
-            return [line[:_LINE_BYTES].decode("utf-8", "replace").rstrip("\n") for line in file]
+            while part := file.readline(_LINE_BYTES):
+                line = part
+                while part and not part.endswith(b"\n"):
+                    part = file.readline(_LINE_BYTES)
+                yield line.decode("utf-8", "replace").rstrip("\n")
     except OSError as error:
         raise UnreadableInputError(path, error.strerror or str(error)) from None
 

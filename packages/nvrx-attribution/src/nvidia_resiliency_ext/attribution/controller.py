@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -67,7 +66,7 @@ __all__ = [
 
 logger = logging.getLogger("nvrx")
 
-_AGENT_CONFIG_VARIABLE = "NVRX_ATTRSVC_RESTART_AGENT_CONFIG"
+AGENT_CONFIG_VARIABLE = "NVRX_ATTRSVC_RESTART_AGENT_CONFIG"
 _BACKENDS = ("lib", "mcp")
 _PROGRESSIVE = ("off", "all_explicit")
 _CACHE_BYTES = 256 << 20
@@ -184,7 +183,7 @@ class AttributionController:
             raise ConfigError(llm_api_key_missing_message())
         self.config = config
         agent = config.analysis.restart_agent
-        path = os.environ.get(_AGENT_CONFIG_VARIABLE)
+        path = os.environ.get(AGENT_CONFIG_VARIABLE)
         if agent is None and path:
             agent = load_restart_agent_config(path)
         model = config.analysis.model
@@ -335,8 +334,10 @@ class AttributionController:
     def _close(self) -> None:
         for poster in self._posters:
             poster.close()
-        with contextlib.suppress(OSError):
+        try:
             self.save_cache()
+        except OSError as error:
+            logger.warning("the results are not kept for the next start: %s", error)
 
     def _completed(self, done: CompletedAnalysis) -> None:
         """Hand the record of an analysis to all posters; none of them waits."""
@@ -352,6 +353,7 @@ class AttributionController:
                 duration_s=done.duration_s,
                 recommendation=AttributionRecommendation(**advice),
                 fr_dump_path=done.payload["fr_dump_path"],
+                fr_result=done.fr_result,
             )
 
 

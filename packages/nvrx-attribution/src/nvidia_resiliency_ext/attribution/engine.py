@@ -23,6 +23,7 @@ from nvidia_resiliency_ext.attribution._core.verdict import (
     VerdictProgress,
 )
 from nvidia_resiliency_ext.attribution._logs.diagnosis import Diagnosis, diagnose, role_of
+from nvidia_resiliency_ext.attribution._logs.dialects import without_launcher
 from nvidia_resiliency_ext.attribution._logs.events import GUESSED, Event, ScanResult
 from nvidia_resiliency_ext.attribution._logs.registry import Registry, load_registry
 from nvidia_resiliency_ext.attribution._logs.scanner import Scanner
@@ -50,6 +51,7 @@ __all__ = [
     "analyze",
     "fr_report_of",
     "load_registry",
+    "read_log",
 ]
 
 _CHUNK_BYTES = 1 << 20
@@ -59,6 +61,7 @@ _HANG_INTERVALS = 10
 _UNKNOWN_CONFIDENCE = 0.3
 _SURE_GUESS = 0.4
 _GUESSED_TEXT = "no rule matches the line; the code is guessed from its words; "
+_DATA_POSITION = "data_position"
 _RANK_MAP_BYTES = 64 << 20
 
 History = str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None
@@ -194,7 +197,7 @@ class LogScanner:
             suspect_ranks=found.suspects,
             suspect_nodes=found.suspect_nodes,
             exclude_nodes=decision.exclude_nodes,
-            entity={"kind": "artifact", "id": found.entity} if found.entity else None,
+            entity=_entity(found),
             phase=found.fault.phase if found.fault is not None else progress.phase,
             progress=VerdictProgress(
                 progress.first_step, progress.last_step, progress.last_checkpoint
@@ -270,9 +273,39 @@ def analyze(  # noqa: PLR0913 - the public signature
         policy=policy,
         fr_report=fr_report_of(fr_path, allowed_root),
     )
+    read_log(scanner, log, max_bytes=max_bytes, deadline_s=deadline_s, allowed_root=allowed_root)
+    verdict = scanner.finish()
+    if job_id is not None and isinstance(history, str | os.PathLike):
+        keep_verdict(os.fspath(history), verdict, attempt_index)
+    return verdict
+
+
+def read_log(
+    scanner: LogScanner,
+    log: str | os.PathLike[str] | BinaryIO | Sequence[str | os.PathLike[str]],
+    *,
+    max_bytes: int | None = None,
+    deadline_s: float | None = None,
+    allowed_root: str | None = None,
+    skips_launcher: bool = False,
+) -> None:
+    """Feed a log to a scanner.
+
+    Args:
+        scanner: What is told that the log is truncated where a limit ends it.
+        log: As for `analyze`.
+        max_bytes: Read no more of it.
+        deadline_s: Seconds after which no more is read.
+        allowed_root: Directory below which each path must lie, also when it is opened.
+        skips_launcher: Leave out lines of the launcher.
+
+    Raises:
+        UnreadableInputError: A file cannot be read.
+    """
     deadline = Deadline.after(deadline_s)
     left = max_bytes
-    for data in _chunks(log, allowed_root):
+    chunks = _chunks(log, allowed_root)
+    for data in without_launcher(chunks) if skips_launcher else chunks:
         if deadline.expired() or (left is not None and left <= 0):
             scanner.mark_truncated()
             break
@@ -281,10 +314,6 @@ def analyze(  # noqa: PLR0913 - the public signature
             left -= len(data)
             if left < 0:
                 scanner.mark_truncated()
-    verdict = scanner.finish()
-    if job_id is not None and isinstance(history, str | os.PathLike):
-        keep_verdict(os.fspath(history), verdict, attempt_index)
-    return verdict
 
 
 def _chunks(log: Any, allowed_root: str | None) -> Iterator[bytes]:
@@ -366,6 +395,13 @@ def _reported(scan: ScanResult, found: Diagnosis) -> tuple[ReportedEvent, ...]:
         )
         for event in sorted(scan.events, key=weight)[:_MOST_REPORTED]
     )
+
+
+def _entity(found: Diagnosis) -> dict[str, str] | None:
+    if found.fault is None or not found.entity:
+        return None
+    is_position = found.fault.rule.entity == _DATA_POSITION
+    return {"kind": _DATA_POSITION if is_position else "artifact", "id": found.entity}
 
 
 def _evidence(found: Diagnosis) -> tuple[dict[str, Any], ...]:

@@ -29,18 +29,6 @@ _HEADS = {
 }
 
 
-_ITEM_KEYS = (
-    "raw_text",
-    "auto_resume",
-    "auto_resume_explanation",
-    "attribution_text",
-    "checkpoint_saved_flag",
-    "action",
-    "primary_issues",
-    "secondary_issues",
-)
-
-
 @dataclass(frozen=True)
 class RawAnalysisResultItem:
     """One analysed log, as older callers know it.
@@ -75,9 +63,10 @@ class RawAnalysisResultItem:
         Raises:
             TypeError: The value is no object, or a key is missing.
         """
-        if not isinstance(payload, dict) or any(key not in payload for key in _ITEM_KEYS):
-            raise TypeError(f"a result item is an object with {', '.join(_ITEM_KEYS)}")
-        return cls(**{key: payload[key] for key in _ITEM_KEYS})
+        keys = cls.__dataclass_fields__
+        if not isinstance(payload, dict) or any(key not in payload for key in keys):
+            raise TypeError(f"a result item is an object with {', '.join(keys)}")
+        return cls(**{key: payload[key] for key in keys})
 
     def to_payload(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -95,6 +84,7 @@ class RetryState:
         used: Repeats so far.
         scope: `root`, or `root_and_entity`.
         exhausted: No repeat is left.
+        ceiling: Repeats of one root that are allowed, whatever the rule.
     """
 
     rule: str = "general_retry"
@@ -102,6 +92,7 @@ class RetryState:
     used: int = 0
     scope: str = "root"
     exhausted: bool = False
+    ceiling: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +217,7 @@ class Verdict:
             "reason_code": self.reason_code,
             "domain": self.domain,
             "confidence": round(self.confidence, 3),
-            "retry": {
-                key: value for key, value in asdict(self.retry).items() if key != "exhausted"
-            },
+            "retry": {key: getattr(self.retry, key) for key in ("rule", "budget", "used", "scope")},
             "first_fault": None if fault is None else asdict(fault),
             "suspect_ranks": list(self.suspect_ranks),
             "suspect_nodes": list(self.suspect_nodes),
@@ -281,7 +270,7 @@ class Verdict:
             "retry_policy": {
                 "policy_version": "retry_budget.v1",
                 "rule": self.retry.rule,
-                "general_root_ceiling": 3,
+                "general_root_ceiling": self.retry.ceiling,
                 "selected_rule_budget": self.retry.budget,
                 "exhausted_by": self.retry.rule if self.retry.exhausted else None,
             },

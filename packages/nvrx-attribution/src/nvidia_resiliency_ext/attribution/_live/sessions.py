@@ -15,12 +15,15 @@ from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._live.history import LogEnd
 from nvidia_resiliency_ext.attribution._logs.following import GrowingLog
 from nvidia_resiliency_ext.attribution.orchestration.utils import open_log
-from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import extract_fr_dump_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from nvidia_resiliency_ext.attribution._live.history import JobHistory
+    from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import (
+        FRAnalysisResult,
+        TraceAnalyzer,
+    )
 
 __all__ = ["FileState", "LogSession", "SessionTimes", "state_of"]
 
@@ -73,10 +76,12 @@ class LogSession:
         history: Attempts of all jobs.
         times: How to wait.
         pool: Where to read.
+        traces: Finds and analyses the dumps when the verdict is made.
         policy: Retries that a site allows; None: the defaults.
 
     Attributes:
         dump_path: Where the dumps are, once it is known.
+        fr_result: What they say; None without dumps.
         evidence: Lines that follow the log's last when the verdict is made.
         rested: The verdict about a log that was idle for too long, and the state of the file.
     """
@@ -92,17 +97,19 @@ class LogSession:
         history: JobHistory,
         times: SessionTimes,
         pool: Executor,
+        traces: TraceAnalyzer,
         policy: engine.RetryPolicy | None = None,
     ) -> None:
         self.path = path
         self.job = job
         self.dump_path: str | None = None
+        self.fr_result: FRAnalysisResult | None = None
         self.evidence: tuple[str, ...] = ()
         self.rested: tuple[FileState | None, engine.Verdict] | None = None
-        self._root = allowed_root
         self._history = history
         self._times = times
         self._pool = pool
+        self._traces = traces
         self._cycle_id = cycle_id
         self._attempt_index = attempt_index
         self._earlier_end = LogEnd()
@@ -150,6 +157,10 @@ class LogSession:
                     continue
                 now = time.monotonic()
                 if self._terminal_s is not None and (is_complete or self._is_silent(now)):
+                    find = self._traces.discover_fr_dump_path
+                    self.dump_path = await loop.run_in_executor(self._pool, find, self.path)
+                    if self.dump_path is not None:
+                        self.fr_result = await self._traces.analyze_fr_dump(self.dump_path)
                     return await loop.run_in_executor(self._pool, self._finish)
                 if self._terminal_s is None and now - self._last_growth_s > self._times.idle_s:
                     state = state_of(self.path)
@@ -246,10 +257,9 @@ class LogSession:
         return hashlib.sha256(data).hexdigest()
 
     def _finish(self) -> engine.Verdict:
-        self.dump_path = extract_fr_dump_path(self.path, self._root)
-        report = engine.fr_report_of(self.dump_path, self._root)
         with self._lock:
-            self._scanner.fr_report = report
+            if self.fr_result is not None:
+                self._scanner.fr_report = self.fr_result.report
             self._scanner.set_history(self._earlier())
             end = self._end_of_log()
             # A newline first: the log's last line need not have one.

@@ -13,6 +13,10 @@ import calendar
 import json
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 __all__ = [
     "NO_YEAR",
@@ -21,6 +25,7 @@ __all__ = [
     "is_launcher_line",
     "plain_text",
     "rank_in_digits",
+    "without_launcher",
 ]
 
 NO_YEAR = 2000
@@ -28,6 +33,7 @@ _LAYERS = 6
 _MOST_RANK = 1 << 20
 _RANK_DIGITS = 7
 _FIRST_YEAR = 1970
+_MOST_KEPT = 1 << 20  # bytes of a line whose end has not come
 _LONGEST = 4096
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -157,7 +163,6 @@ class Line:
         node: Host name, or None.
         gpu: Number of a device on the node, or None.
         time_s: Seconds, or None.
-        is_kernel: It came from the kernel's log.
         indented: The text begins with spaces.
         is_no_error: Its writer gave it a level below error.
     """
@@ -169,7 +174,6 @@ class Line:
     node: str | None = None
     gpu: str | None = None
     time_s: float | None = None
-    is_kernel: bool = False
     indented: bool = False
     is_no_error: bool = False
 
@@ -222,8 +226,6 @@ class LineReader:
             line.time_s = self._seconds(parts)
         if parts.get("low") is not None:
             line.is_no_error = True
-        if "kernel:" in match[0]:
-            line.is_kernel = True
 
     def _seconds(self, parts: dict[str, str | None]) -> float | None:
         year = int(parts.get("year") or 0)
@@ -287,6 +289,25 @@ def rank_in_digits(text: str | bytes | None) -> int | None:
 def is_launcher_line(text: str) -> bool:
     """Tell whether the launcher or one of its monitors wrote a line."""
     return _LAUNCHER.search(text) is not None
+
+
+def without_launcher(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the chunks of a log without the launcher's lines.
+
+    Args:
+        chunks: Parts of the log, at any place of a line.
+    """
+    rest = b""
+    for data in chunks:
+        *lines, rest = (rest + data).split(b"\n")
+        yield b"".join(
+            line + b"\n" for line in lines if not is_launcher_line(line.decode("latin-1"))
+        )
+        if len(rest) > _MOST_KEPT:  # a line that does not end
+            yield rest
+            rest = b""
+    if not is_launcher_line(rest.decode("latin-1")):
+        yield rest
 
 
 def plain_text(text: str) -> str:

@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.attribution._logs.dialects import (
     plain_text,
     rank_in_digits,
 )
-from nvidia_resiliency_ext.attribution._logs.nodes import NodeMap
+from nvidia_resiliency_ext.attribution._logs.nodes import MOST_RANKS, NodeMap
 from nvidia_resiliency_ext.attribution._logs.progress import Progress, counted
 from nvidia_resiliency_ext.attribution._logs.registry import Rule, letters
 
@@ -39,7 +39,6 @@ _Raw = bytes  # a class below has an attribute `bytes`
 # In the place of a rule's id, for a line whose words alone tell its code.
 GUESSED = "wording"
 
-MOST_RANKS = 1 << 17
 _MOST_EVENTS = 20_000
 _LINE_BYTES = 4096
 _BACK_LINES = 24

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["NodeMap"]
+__all__ = ["MOST_RANKS", "NodeMap"]
 
-_MOST_RANKS = 1 << 17
+MOST_RANKS = 1 << 17
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class NodeMap:
 
     def add(self, rank: int, node: str, first_rank: int | None = None) -> None:
         """Take in that a rank ran on a node, and the node's first rank if that was said."""
-        if first_rank is not None and len(self.seen) < _MOST_RANKS:
+        if first_rank is not None and len(self.seen) < MOST_RANKS:
             self._first_ranks.setdefault(node, set()).add(first_rank)
         known = self.seen.get(rank)
         if known is None:
-            if len(self.seen) < _MOST_RANKS and rank not in self._conflicting:
+            if len(self.seen) < MOST_RANKS and rank not in self._conflicting:
                 self.seen[rank] = node
         elif known != node:
             del self.seen[rank]

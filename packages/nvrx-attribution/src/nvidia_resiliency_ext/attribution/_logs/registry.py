@@ -13,13 +13,13 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from nvidia_resiliency_ext.attribution._core.errors import RegistryError
 
-__all__ = ["Code", "Registry", "Rule", "XidEntry", "letters", "load_registry"]
+__all__ = ["Code", "Registry", "Rule", "XidEntry", "letters", "load_registry", "templates_of"]
 
 ROLES = ("root", "either", "cascade", "teardown", "confirm", "context", "done")
 _FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "registry")
@@ -64,12 +64,17 @@ _NESTED = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d+,\})
 
 _UPPER = range(65, 91)
 _TO_LOWER = bytes(c + 32 if c in _UPPER else c for c in range(256))
-_NO_LETTERS = bytes(c for c in range(256) if c not in {*_UPPER, *range(97, 123)})
+_NOT_KEPT = bytes(c for c in range(256) if c not in {*_UPPER, *range(97, 123), ord("\n")})
+
+
+def templates_of(lines: bytes) -> bytes:
+    """Return lines without all but their ASCII letters, in lower case."""
+    return lines.translate(_TO_LOWER, _NOT_KEPT)
 
 
 def letters(text: str) -> bytes:
-    """Return a text without all but its ASCII letters, in lower case: as templates are made."""
-    return text.encode("utf-8", "replace").translate(_TO_LOWER, _NO_LETTERS)
+    """Return the same of one line of text."""
+    return templates_of(text.encode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,6 @@ class Code:
         budget: Repeats without progress before STOP.
         confidence: Of a finding by text, 0 to 1.
         exclude: Its node is named to be excluded.
-        exclude_on_repeat: Its node is named when it has it again.
         bounded: Its retries are counted under the rule `bounded_retry`.
         stop_first: STOP when no step was completed before.
         most_ranks: `stop_first` counts only when most ranks have it.
@@ -96,7 +100,6 @@ class Code:
     budget: int
     confidence: float
     exclude: bool = False
-    exclude_on_repeat: bool = False
     bounded: bool = False
     stop_first: bool = False
     most_ranks: bool = False
@@ -139,7 +142,6 @@ class Rule:
         node_group: Group of the pattern that names the node.
         examples: Lines that it matches.
         counterexamples: Lines that it does not match.
-        origin: File and rule, for messages.
     """
 
     id: str
@@ -162,7 +164,6 @@ class Rule:
     node_group: str = "node"
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
-    origin: str = "bundled"
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
@@ -205,7 +206,6 @@ class Registry:
     rules: tuple[Rule, ...]
     codes: dict[str, Code]
     xids: dict[int, XidEntry]
-    _by_anchor: dict[bytes, tuple[Rule, ...]] = field(default_factory=dict)
 
     def code(self, name: str) -> Code:
         """Return the meaning of a code; an unknown name has that of `unknown`.
@@ -291,7 +291,7 @@ def _parse_bundled() -> Registry:
         data = json.load(file)
     codes = {name: Code(name, **value) for name, value in data["codes"].items()}
     xids = {int(number): XidEntry(**value) for number, value in data["xid"].items()}
-    rules = [_rule(value, "bundled") for value in data["rule"]]
+    rules = [_rule(value) for value in data["rule"]]
     return Registry(data["version"], _sorted(rules), codes, xids)
 
 
@@ -375,7 +375,7 @@ def _checked(value: dict[str, Any], where: str, registry: Registry) -> Rule:
             raise RegistryError(f"{where}: {pattern!r}: {error}") from None
         if pattern == value["pattern"]:
             _check_groups(value, groups, where)
-    return _rule(value, where)
+    return _rule(value)
 
 
 def _check_groups(value: dict[str, Any], groups: Any, where: str) -> None:
@@ -412,14 +412,14 @@ def _check_value(key: str, value: object, where: str) -> None:
         raise RegistryError(f"{where}: {key} {value!r} is none of {', '.join(allowed)}")
 
 
-def _rule(value: dict[str, Any], origin: str) -> Rule:
+def _rule(value: dict[str, Any]) -> Rule:
     kept: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in value.items()
     }
     for key in ("since", "disable"):
         kept.pop(key, None)
     kept["frames"] = tuple((code, pattern) for code, pattern in kept.get("frames", ()))
-    return Rule(**kept, origin=origin)
+    return Rule(**kept)
 
 
 def _sorted(rules: Any) -> tuple[Rule, ...]:

@@ -29,6 +29,7 @@ from nvidia_resiliency_ext.attribution._logs.progress import (
     epoch_in,
     step_in,
 )
+from nvidia_resiliency_ext.attribution._logs.registry import templates_of
 from nvidia_resiliency_ext.attribution._logs.wording import guess
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Scanner"]
 
-_UPPER = range(65, 91)
-_TO_LOWER = bytes(c + 32 if c in _UPPER else c for c in range(256))
-_NO_LETTERS = bytes(c for c in range(256) if c not in {*_UPPER, *range(97, 123), ord("\n")})
 _PIECE_BYTES = 64 * 1024
 _LINE_BYTES = 4096
 _BLOCK_BYTES = 1 << 20
@@ -150,8 +148,7 @@ class Scanner:
         counts = counted([line.decode("utf-8", "replace") for line in raw])
         for index in range(len(raw) - 1, -1, -1):
             if index in counts or (
-                _has_step_anchor(raw[index].translate(_TO_LOWER, _NO_LETTERS))
-                and step_in(raw[index]) is not None
+                _has_step_anchor(templates_of(raw[index])) and step_in(raw[index]) is not None
             ):
                 break
             line = self._reader.read(raw[index])
@@ -168,7 +165,7 @@ class Scanner:
         return self.result.bytes - len(view) + start
 
     def _scan(self, block: bytes, start_byte: int) -> None:
-        templates = block.translate(_TO_LOWER, _NO_LETTERS).split(b"\n")
+        templates = templates_of(block).split(b"\n")
         ends_line = block.endswith(b"\n")
         if ends_line:
             templates.pop()
@@ -288,7 +285,7 @@ class Scanner:
         for piece in text.split(b"\r"):
             for start in range(0, len(piece), _LINE_BYTES):
                 part = piece[start : start + _LINE_BYTES]
-                if self._anchors.search(part.translate(_TO_LOWER, _NO_LETTERS)):
+                if self._anchors.search(templates_of(part)):
                     self._look_at_line(part, place, template)
 
     def _look_at_line(self, text: bytes, place: LinePlace, template: _Template) -> None:

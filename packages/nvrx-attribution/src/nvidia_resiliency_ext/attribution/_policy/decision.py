@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.attribution._core.verdict import RetryState
@@ -17,6 +17,7 @@ __all__ = ["Decision", "RetryPolicy", "decide"]
 
 _MOST_GENERAL = 3  # codes with a larger budget have their own ceiling
 _MANAGED = frozenset({"num.nan", "num.spike"})
+_MANAGED_RULE = "workload_managed_recovery"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +65,37 @@ def decide(
         policy: Of the site.
         had_steps: This attempt had completed a step before the fault.
     """
-    scope = "root_and_entity" if code.per_entity else "root"
-    used = repeats.entity if code.per_entity and found.entity else repeats.root
+    rule, allowed = _rule_of(code, policy)
     # Preemption and lost nodes come back without being anybody's fault: their budget is larger.
     ceiling = code.budget if code.budget > _MOST_GENERAL else policy.general_ceiling
-    rule, allowed = _rule_of(code, policy)
+    is_per_entity = code.per_entity or rule == _MANAGED_RULE
+    budget = min(allowed, ceiling)
+    used = repeats.entity if is_per_entity and found.entity else repeats.root
+    scope = "root_and_entity" if is_per_entity else "root"
+    state = RetryState(rule, budget, used, scope, ceiling=ceiling)
     exclude = _excluded(found, code, repeats)
     if code.action == "CONTINUE":
-        return Decision("CONTINUE", RetryState(rule, 0, 0, scope), (), "the job ended well")
+        return Decision("CONTINUE", replace(state, budget=0, used=0), (), "the job ended well")
+    hopeless = replace(state, rule="workload_unrecoverable", budget=code.budget, used=repeats.root)
     if code.action == "STOP":
-        text = "another start meets the same"
-        state = RetryState("workload_unrecoverable", 0, repeats.root, scope)
-        return Decision("STOP", state, (), text)
+        return Decision("STOP", replace(hopeless, budget=0), (), "another start meets the same")
     is_early = not had_steps and not repeats.had_steps
     if code.stop_first and is_early and (not code.most_ranks or found.is_mass or found.is_single):
         text = "before any step was completed: another start meets the same"
-        state = RetryState("workload_unrecoverable", code.budget, repeats.root, scope)
-        return Decision("STOP", state, (), text)
-    budget = min(allowed, ceiling)
-    state = RetryState(rule, budget, used, scope)
+        return Decision("STOP", hopeless, (), text)
     if used >= budget > 0 or repeats.root >= ceiling:
         if code.domain == "infrastructure" and exclude and repeats.on_node >= budget:
             text = "again on the same node: start without it"
             return Decision("RESTART", state, exclude, text)
-        state = RetryState(rule, budget, used, scope, exhausted=True)
         text = f"retry_budget_exhausted: it came back {repeats.root} times without progress"
-        return Decision("STOP", state, exclude, text)
+        return Decision("STOP", replace(state, exhausted=True), exclude, text)
     return Decision("RESTART", state, exclude, "a restart may help")
 
 
 def _rule_of(code: Code, policy: RetryPolicy) -> tuple[str, int]:
     """Return the rule under which a code's retries are counted, and how many it allows."""
     if policy.managed_retries is not None and code.name in _MANAGED:
-        return "workload_managed_recovery", policy.managed_retries
+        return _MANAGED_RULE, policy.managed_retries
     if code.per_entity:
         return "confirmation_retry", policy.confirmation_retries
     if code.bounded:

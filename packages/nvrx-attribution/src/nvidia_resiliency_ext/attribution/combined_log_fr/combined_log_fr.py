@@ -7,13 +7,10 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from nvidia_resiliency_ext.attribution import engine
 from nvidia_resiliency_ext.attribution._core.errors import NoTraceError, UnreadableInputError
-from nvidia_resiliency_ext.attribution._core.files import open_confined
-from nvidia_resiliency_ext.attribution._logs.dialects import is_launcher_line
 from nvidia_resiliency_ext.attribution.base import (
     AttributionState,
     NVRxAttribution,
@@ -21,13 +18,12 @@ from nvidia_resiliency_ext.attribution.base import (
     normalize_attribution_args,
 )
 from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import (
-    merge_log_fr_llm,
+    summarize,
     unpack_run_result,
 )
-from nvidia_resiliency_ext.attribution.refine import model_settings_from_environ
+from nvidia_resiliency_ext.attribution.refine import ModelSettings, model_settings_from_environ
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution import CollectiveAnalyzer
 from nvidia_resiliency_ext.attribution.trace_analyzer.fr_support import ranks_in
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
@@ -35,7 +31,6 @@ __all__ = ["CombinedLogFR", "main"]
 
 _EXIT_USAGE = 2
 _EXIT_UNREADABLE = 3
-_CHUNK_BYTES = 1 << 20
 
 
 class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
@@ -145,13 +140,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max_tokens", type=int, help="length of the summary (8192)")
     args = parser.parse_args(argv)
     try:
-        summary = _summarizer(args) if args.llm_analyze else None
+        model = _model_of(args) if args.llm_analyze else None
         with CombinedLogFR(args) as combined:
             text, state = combined.run_sync(args)
         if args.verbose or args.health_check:
             _show_traces(args)
-        if summary is not None:
-            text = "\n\n".join(filter(None, (text, asyncio.run(summary(text)))))
+        if model is not None:
+            text = "\n\n".join(filter(None, (text, asyncio.run(summarize(text, "", model)))))
     except (UnreadableInputError, NoTraceError) as error:
         write_err(plain(f"error: {error}") + "\n")
         return _EXIT_UNREADABLE
@@ -166,19 +161,13 @@ def _verdict_of(config: dict[str, Any]) -> engine.Verdict:
     root = config.get("allowed_root")
     report = engine.fr_report_of(config.get("fr_path"), root, config.get("pattern"))
     scanner = engine.LogScanner(fr_report=report)
-    deadline = Deadline.after(config.get("deadline_s"))
-    path = str(config["log_path"])
-    try:
-        with open(path if root is None else open_confined(path, root), "rb") as log:
-            while lines := log.readlines(_CHUNK_BYTES):
-                if config.get("exclude_nvrx_logs"):
-                    lines = [line for line in lines if not is_launcher_line(line.decode("latin-1"))]
-                scanner.feed(b"".join(lines))
-                if deadline.expired():
-                    scanner.mark_truncated()
-                    break
-    except OSError as error:
-        raise UnreadableInputError(path, error.strerror or str(error)) from None
+    engine.read_log(
+        scanner,
+        str(config["log_path"]),
+        deadline_s=config.get("deadline_s"),
+        allowed_root=root,
+        skips_launcher=bool(config.get("exclude_nvrx_logs")),
+    )
     return scanner.finish()
 
 
@@ -189,11 +178,11 @@ def _show_traces(args: argparse.Namespace) -> None:
             analyzer.run_sync(shown)
 
 
-def _summarizer(args: argparse.Namespace) -> Callable[[str], Coroutine[Any, Any, str | None]]:
-    """Return what asks the model for a summary.
+def _model_of(args: argparse.Namespace) -> ModelSettings:
+    """Return the model that flags and environment name.
 
     Raises:
-        ConfigError: No model is named, or no address.
+        ConfigError: None is named.
     """
     given = {**os.environ}
     if args.base_url is not None:
@@ -201,20 +190,7 @@ def _summarizer(args: argparse.Namespace) -> Callable[[str], Coroutine[Any, Any,
     settings = model_settings_from_environ(given, vars(args))
     if settings is None:
         raise ConfigError("--llm-analyze: no model endpoint; give -b or set NVRX_LLM_BASE_URL")
-
-    async def ask(text: str) -> str | None:
-        return await merge_log_fr_llm(
-            text,
-            "",
-            llm_api_key=settings.api_key,
-            model=settings.model,
-            base_url=settings.base_url,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_tokens=settings.max_tokens,
-        )
-
-    return ask
+    return settings
 
 
 if __name__ == "__main__":

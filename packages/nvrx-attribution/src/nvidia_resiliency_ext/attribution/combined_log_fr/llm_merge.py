@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from nvidia_resiliency_ext.attribution.base import AttributionState
@@ -11,7 +12,9 @@ from nvidia_resiliency_ext.attribution.refine import ModelClient, ModelError, Mo
 from nvidia_resiliency_ext.shared_utils.console import plain
 from nvidia_resiliency_ext.shared_utils.redaction import redact
 
-__all__ = ["merge_log_fr_llm", "unpack_run_result"]
+__all__ = ["merge_log_fr_llm", "summarize", "unpack_run_result"]
+
+logger = logging.getLogger("nvrx")
 
 _PART = 11 << 10  # characters of each result: both fit into 24 KiB
 _LONGEST = 4000
@@ -49,11 +52,21 @@ async def merge_log_fr_llm(  # noqa: PLR0913 - the public signature
         ConfigError: Address or model is none.
         MissingExtraError: The library `httpx` is not installed.
     """
-    import logging
-
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     given: dict[str, Any] = {key: item for key, item in sampling.items() if item is not None}
-    settings = ModelSettings(base_url, model, llm_api_key, **given)
+    return await summarize(
+        log_result, fr_result, ModelSettings(base_url, model, llm_api_key, **given)
+    )
+
+
+async def summarize(log_result: Any, fr_result: Any, settings: ModelSettings) -> str | None:
+    """Return prose about both results; None when the model does not answer.
+
+    Args:
+        log_result: Result of the log analysis.
+        fr_result: Result of the trace analysis.
+        settings: The model.
+    """
     parts = {
         "log": redact(unpack_run_result(log_result)[0])[0][:_PART],
         "flight_recorder": redact(unpack_run_result(fr_result)[0])[0][:_PART],
@@ -61,7 +74,7 @@ async def merge_log_fr_llm(  # noqa: PLR0913 - the public signature
     try:
         text = await ModelClient(settings).complete(_TASK, json.dumps(parts, ensure_ascii=False))
     except ModelError as error:
-        logging.getLogger("nvrx").warning("no summary by the model: %s", error)
+        logger.warning("no summary by the model: %s", error)
         return None
     return plain(" ".join(redact(text)[0].split()))[:_LONGEST]
 

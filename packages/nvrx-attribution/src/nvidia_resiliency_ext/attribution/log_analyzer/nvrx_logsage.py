@@ -34,7 +34,7 @@ _EXIT_UNREADABLE = 3
 _CYCLE = re.compile(r"profiling.py:.*Cycle: (\d{1,9})")
 _STARTED = "FT: initialized"
 _LINE_BYTES = 64 * 1024
-_FED_LINES = 4096
+_FED_CHARS = 1 << 20
 _MOST_CYCLES = 100
 
 
@@ -83,16 +83,18 @@ class NVRxLogAnalyzer(NVRxAttribution[list[engine.Verdict], CycleResults]):
         cycle_id = config.get("cycle_counter")
         deadline_s = config.get("deadline_s")
         root = config.get("allowed_root")
+        skips_launcher = bool(config.get("exclude_nvrx_logs"))
+        if config.get("is_per_cycle"):
+            scanner = engine.LogScanner(cycle_id=cycle_id)
+            limits = {"deadline_s": deadline_s, "allowed_root": root}
+            engine.read_log(scanner, str(path), **limits, skips_launcher=skips_launcher)
+            return [scanner.finish()]
         try:
             with open(path if root is None else open_confined(str(path), root), "rb") as log:
-                if config.get("is_per_cycle") and not config.get("exclude_nvrx_logs"):
-                    return [engine.analyze(log, cycle_id=cycle_id, deadline_s=deadline_s)]
                 lines = iter(lambda: log.readline(_LINE_BYTES).decode("latin-1"), "")
-                if config.get("exclude_nvrx_logs"):
+                if skips_launcher:
                     lines = (line for line in lines if not is_launcher_line(line))
-                is_whole = bool(config.get("is_per_cycle"))
-                parts = ((None, line) for line in lines) if is_whole else _by_cycle(lines)
-                return _verdicts(parts, cycle_id, Deadline.after(deadline_s))
+                return _verdicts(_by_cycle(lines), cycle_id, Deadline.after(deadline_s))
         except OSError as error:
             raise UnreadableInputError(str(path), error.strerror or str(error)) from None
 
@@ -188,6 +190,7 @@ def _verdicts(
     """Return a verdict per cycle, reading each line once; of the newest cycles only."""
     scanners: dict[int | None, engine.LogScanner] = {}
     waiting: list[str] = []
+    waiting_chars = 0
     current: int | None = None
 
     def feed() -> None:
@@ -201,8 +204,9 @@ def _verdicts(
         waiting.clear()
 
     for cycle, line in parts:
-        if cycle != current or len(waiting) >= _FED_LINES:
+        if cycle != current or waiting_chars >= _FED_CHARS:
             feed()
+            waiting_chars = 0
             if deadline.expired():
                 scanners[current].mark_truncated()
                 break
@@ -212,6 +216,7 @@ def _verdicts(
             scanners.pop(current, None)
         else:
             waiting.append(line)
+            waiting_chars += len(line)
     feed()
     if len(scanners) > 1:
         scanners.pop(None, None)

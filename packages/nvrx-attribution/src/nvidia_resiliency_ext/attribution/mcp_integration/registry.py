@@ -32,7 +32,7 @@ __all__ = [
 
 _MOST_RESULTS = 256
 _MOST_RESULTS_VARIABLE = "NVRX_MCP_RESULTS_CACHE_MAX_ENTRIES"
-_URI = "attribution://"
+URI = "attribution://"
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -275,10 +275,10 @@ class AttributionModuleRegistry:
         Args:
             uri: `attribution://<module>/<identifier>`.
         """
-        module, _, result_id = uri.removeprefix(_URI).partition("/")
+        module, _, result_id = uri.removeprefix(URI).partition("/")
         with self._lock:
             kept = self._results.get(result_id)
-        if kept is None or kept.module != module or not uri.startswith(_URI):
+        if kept is None or kept.module != module or not uri.startswith(URI):
             return None
         return self.get_cached_result_by_id(result_id)
 

@@ -15,12 +15,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.attribution.analyzer import Analyzer
-from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import merge_log_fr_llm
+from nvidia_resiliency_ext.attribution.combined_log_fr.llm_merge import summarize
 from nvidia_resiliency_ext.attribution.mcp_integration.module_definitions import (
     FR_ANALYZER,
     register_all_modules,
 )
 from nvidia_resiliency_ext.attribution.mcp_integration.registry import (
+    URI,
     AttributionModuleRegistry,
     serialize_result,
     stamp_of,
@@ -64,7 +65,6 @@ logger = logging.getLogger("nvrx")
 GET_RESULT_TOOL = "get_result"
 STATUS_TOOL = "status"
 
-_URI = "attribution://"
 _JSON = "application/json"
 _AT_ONCE = 4
 _MOST_WAITING = 64
@@ -160,7 +160,7 @@ class AttributionTools:
     def list_resources(self) -> list[tuple[str, str]]:
         """Return (name, URI) of each kept result, the newest last."""
         items = self.registry.iter_results_cache_items()
-        return [(f"{name} {key[:16]}", f"{_URI}{name}/{key}") for name, key, _ in items]
+        return [(f"{name} {key[:16]}", f"{URI}{name}/{key}") for name, key, _ in items]
 
     def read_resource(self, uri: str) -> str | None:
         """Return a kept result as JSON text; None if there is none.
@@ -227,13 +227,15 @@ class AttributionTools:
         reply = {
             "module": name,
             "result_id": result_id,
-            "resource_uri": f"{_URI}{name}/{result_id}",
+            "resource_uri": f"{URI}{name}/{result_id}",
             **_bounded(parts),
         }
         self.registry.cache_result_by_id(name, result_id, reply, paths, stamp)
         return reply
 
-    async def _analyze(self, name: str, given: dict[str, Any], model: Any) -> dict[str, Any]:
+    async def _analyze(
+        self, name: str, given: dict[str, Any], model: ModelSettings | None
+    ) -> dict[str, Any]:
         args = self.registry.apply_defaults(name, given)
         limits = {"allowed_root": self._root, "deadline_s": self._timeout_s * _READ_S}
         instance = self.registry.create_instance(name, args)
@@ -250,26 +252,14 @@ class AttributionTools:
                 parts["attribution"] = refined.to_dict()
                 parts["recommendation"] = {"action": refined.action, "source": name}
             if model is not None and given.get("merge_llm"):
-                parts["llm_merged_summary"] = await self._summary(given, parts, model)
+                traces = (parts.get("attribution") or {}).get("fr")
+                results = given.get("input_data") or [parts["result"], traces]
+                log, traces = (*results, "")[:2]
+                parts["llm_merged_summary"] = await summarize(log, traces, model)
             return parts
         finally:
             # Its threads may still read, up to the deadline: not a wait for the event loop.
             await asyncio.to_thread(instance.close)
-
-    async def _summary(
-        self, given: dict[str, Any], parts: dict[str, Any], model: ModelSettings
-    ) -> str | None:
-        traces = (parts.get("attribution") or {}).get("fr")
-        results = given.get("input_data") or [parts["result"], traces]
-        return await merge_log_fr_llm(
-            *results[:2],
-            llm_api_key=model.api_key,
-            model=model.model,
-            base_url=model.base_url,
-            temperature=model.temperature,
-            top_p=model.top_p,
-            max_tokens=model.max_tokens,
-        )
 
     def _confined(self, arguments: Mapping[str, Any]) -> dict[str, str]:
         """Return the paths among the arguments, resolved.

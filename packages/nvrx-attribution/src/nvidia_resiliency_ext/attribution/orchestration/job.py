@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from dataclasses import dataclass, field
 
 __all__ = ["FileInfo", "Job", "JobMode"]
@@ -49,7 +48,6 @@ class Job:
         sched_restarts: Restarts by the scheduler.
         files: Files of a split log, in their order.
         attempt_index: How often the scheduler had requeued the job.
-        submitted_s: When it was submitted, as `time.time()`.
     """
 
     path: str
@@ -61,4 +59,3 @@ class Job:
     sched_restarts: int = 0
     files: list[FileInfo] = field(default_factory=list)
     attempt_index: int = 0
-    submitted_s: float = field(default_factory=time.time)

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from nvidia_resiliency_ext.attribution._core.verdict import RawAnalysisResultItem
 from nvidia_resiliency_ext.attribution.orchestration.types import (
+    RECOMMENDATION_ACTIONS,
+    RECOMMENDATION_UNKNOWN,
     AttributionRecommendation,
-    normalize_recommendation_action,
 )
 
 __all__ = [
@@ -18,6 +20,12 @@ __all__ = [
     "recommendation_payload",
 ]
 
+# What analyses of the older form say in place of an action.
+_OLD_HEADS = (
+    (re.compile(r"STOP\b|APPLICATION DONE|(?:SLURM|JOB|STEP)\b.*TIME LIMIT"), "STOP"),
+    (re.compile(r"RESTART IMMEDIATE|SLURM\b.*PREEMPT|.*\bSTEP\b.*\bCANCELL?ED"), "RESTART"),
+    (re.compile(r"ERRORS NOT FOUND"), "CONTINUE"),
+)
 _PRIORITY = ("STOP", "RESTART", "TIMEOUT", "UNKNOWN", "CONTINUE")
 
 
@@ -32,7 +40,7 @@ def logsage_recommendation(
         items: The result items, oldest first.
         source: Name of the analysis, for the recommendation.
     """
-    found = {normalize_recommendation_action(item.action): item for item in reversed(list(items))}
+    found = {_action_of(item): item for item in reversed(list(items))}
     for action in _PRIORITY:
         if action in found:
             return AttributionRecommendation(action, found[action].auto_resume_explanation, source)
@@ -63,3 +71,11 @@ def log_fields_for_dataflow_record(
         "s_auto_resume_explanation": item.auto_resume_explanation if item else "",
         "s_primary_issues": ", ".join(item.primary_issues) if item else "",
     }
+
+
+def _action_of(item: RawAnalysisResultItem) -> str:
+    action = str(item.action or "").strip().upper()
+    if action in RECOMMENDATION_ACTIONS:
+        return action
+    head = str(item.auto_resume or "").strip().upper()
+    return next((found for form, found in _OLD_HEADS if form.match(head)), RECOMMENDATION_UNKNOWN)

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.attribution.orchestration.job import FileInfo
+from nvidia_resiliency_ext.attribution.orchestration.log_path_metadata import CYCLE_NUM_PATTERN
 
 __all__ = [
     "END_PATHS",
@@ -25,7 +26,6 @@ END_PATHS = "<< END PATHS >>"
 _LOGS_DIR = re.compile(r"^LOGS_DIR=(\S+)\s*$", re.MULTILINE)
 _WRITING = re.compile(r"^Writing logs to (\S+)\s*$", re.MULTILINE)
 _REQUEUE = re.compile(r"\bRequeue=1\b|^#SBATCH\s+--requeue\b", re.MULTILINE)
-_CYCLE = re.compile(r"_cycle(\d{1,18})\.log$", re.IGNORECASE)
 _DATE = re.compile(r"_date_([0-9_-]+)")
 _MOST_FILES = 10000
 
@@ -116,7 +116,7 @@ class SplitlogTracker:
         found = []
         with os.scandir(self.logs_dir) as entries:
             for entry in entries:
-                cycle = _CYCLE.search(entry.name)
+                cycle = CYCLE_NUM_PATTERN.search(entry.name)
                 if cycle is None or not entry.is_file(follow_symlinks=False):
                     continue
                 if self._job_id is not None and self._job_id not in entry.name:

@@ -279,16 +279,15 @@ def _routes(
     if not isinstance(given, list):
         raise ConfigError("model_routes: must be a list")
     site = model_settings_from_environ(environ)
-    if not given:
-        return {} if site is None else {"default": site}
+    usual = {} if site is None else asdict(site)
+    if not given and all(defaults[key] or usual.get(key) for key in ("model", "base_url")):
+        given = [{"id": "default"}]
     routes = {}
     for item in given:
         own = _checked("model_routes", item, {"id": (str, None), **_MODEL})
         merged = {key: own[key] if own[key] is not None else defaults[key] for key in _MODEL}
         timeout_s = merged.pop("timeout_seconds") or 30.0
-        if site is not None:
-            merged["model"] = merged["model"] or site.model
-            merged["base_url"] = merged["base_url"] or site.base_url
+        merged = {key: usual.get(key) if item is None else item for key, item in merged.items()}
         kept = {key: item for key, item in merged.items() if item is not None}
         name = own["id"] or kept.get("model", "")
         if name in routes or not {"model", "base_url"} <= set(kept):

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import logging
 import os
 import resource
 import signal
 import socket
-import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from typing import Any
 from nvidia_resiliency_ext.attribution._core.files import lock_for_life
 from nvidia_resiliency_ext.services.attrsvc.app import create_app
 from nvidia_resiliency_ext.services.attrsvc.settings import ServiceEndpoint, Settings
+from nvidia_resiliency_ext.shared_utils import unix_sockets
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import private_dir
@@ -32,7 +31,6 @@ _EXIT_USAGE = 2
 _BACKLOG = 1024
 _ACCEPTS = 64
 _GRACE_S = 2
-_PROBE_S = 1.0
 _MUTE_S = 10.0
 _MOST_MUTE = 1024
 _MUTE_SHARE = 2
@@ -178,60 +176,40 @@ def _own_state(path: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bound(where: ServiceEndpoint) -> Any:
-    """Give a listening socket; the path of a Unix socket is removed at the end.
+def _bound(where: ServiceEndpoint) -> Iterator[socket.socket]:
+    """Yield a listening socket; the file of a Unix socket is removed in the end.
 
     Raises:
-        ConfigError: The address is in use or cannot be bound.
+        ConfigError: The address cannot be had.
     """
-    if where.path is None:
-        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-        # With the protocol named, asyncio switches off the delay of small packets: 40 ms a reply.
-        with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _bind(listener, (where.host, where.port), where)
-            yield listener
-        return
-    _remove_stale(where.path)
-    with socket.socket(socket.AF_UNIX) as listener:
-        mask = os.umask(0o177)  # only the same user may connect
-        try:
-            _bind(listener, where.path, where)
-        finally:
-            os.umask(mask)
-        try:
-            yield listener
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(where.path)
-
-
-def _bind(listener: socket.socket, address: Any, where: ServiceEndpoint) -> None:
     try:
-        listener.bind(address)
+        listener = _listening(where)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen at {where}: {why}") from None
+    with listener:
+        try:
+            yield listener
+        finally:
+            if where.path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(where.path)
+
+
+def _listening(where: ServiceEndpoint) -> socket.socket:
+    if where.path is not None:
+        return unix_sockets.listen(where.path, _BACKLOG)
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    # With the protocol named, asyncio switches off the delay of small packets: 40 ms a reply.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((where.host, where.port))
         listener.listen(_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {where}: {error.strerror or error}") from None
-
-
-def _remove_stale(path: str) -> None:
-    """Remove a socket at which nobody listens any more; leave anything else.
-
-    Raises:
-        ConfigError: Something else is there, or somebody listens.
-    """
-    try:
-        mode = os.lstat(path).st_mode
     except OSError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{path} is there and is no socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
-        code = probe.connect_ex(path)
-    if code != errno.ECONNREFUSED:
-        raise ConfigError(f"somebody listens at {path} already")
-    os.unlink(path)
+        listener.close()
+        raise
+    return listener
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 from nvidia_resiliency_ext.attribution._live.sessions import SessionTimes
 from nvidia_resiliency_ext.attribution.api_keys import load_slack_bot_token
 from nvidia_resiliency_ext.attribution.controller import (
+    AGENT_CONFIG_VARIABLE,
     AttributionAnalysisConfig,
     AttributionCacheConfig,
     AttributionControllerConfig,
@@ -18,6 +19,11 @@ from nvidia_resiliency_ext.attribution.controller import (
 )
 from nvidia_resiliency_ext.attribution.orchestration.config import DEFAULT_COMPUTE_TIMEOUT_SECONDS
 from nvidia_resiliency_ext.attribution.postprocessing.post_backend import check_export_url
+from nvidia_resiliency_ext.attribution.refine import ModelSettings, service_model_settings
+from nvidia_resiliency_ext.attribution.restart_agent.config import (
+    RestartAgentConfig,
+    load_restart_agent_config,
+)
 from nvidia_resiliency_ext.services.attrsvc.limits import Rate, parse_rate
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -97,6 +103,7 @@ class Settings:
         compute_timeout: Seconds from the end of a job to its result.
         analysis_backend: Form of results: `lib` or `mcp`.
         progressive_analysis: `all_explicit`, or `off`: no log is read before its end.
+        progressive_enabled: False is the same as `off`.
         log_quiet_seconds: An ended log is complete when it has not grown for so long.
         log_max_wait_seconds: ... or when it still grows after so long.
         log_poll_seconds: Between two looks at an ended log.
@@ -116,6 +123,8 @@ class Settings:
         insecure: Listen at an address that others can reach, without a token.
         slack_bot_token: Token of the bot that writes of STOP (`SLACK_BOT_TOKEN`).
         slack_channel: Where it writes (`SLACK_CHANNEL`).
+        model: The model that is asked (`NVRX_ATTRSVC_LLM_*`, `NVRX_LLM_*`).
+        restart_agent: Retries and models of the file `NVRX_ATTRSVC_RESTART_AGENT_CONFIG`.
 
     Raises:
         ConfigError: A value is wrong; the message names the variable.
@@ -133,6 +142,7 @@ class Settings:
     compute_timeout: float = DEFAULT_COMPUTE_TIMEOUT_SECONDS
     analysis_backend: str = "lib"
     progressive_analysis: str = "all_explicit"
+    progressive_enabled: bool = True
     log_quiet_seconds: float = 5.0
     log_max_wait_seconds: float = 40.0
     log_poll_seconds: float = 0.25
@@ -152,6 +162,8 @@ class Settings:
     insecure: bool = False
     slack_bot_token: str = ""
     slack_channel: str = ""
+    model: ModelSettings | None = None
+    restart_agent: RestartAgentConfig | None = None
 
     def __post_init__(self) -> None:
         if not os.path.isabs(self.allowed_root):
@@ -194,6 +206,11 @@ class Settings:
             raise ConfigError("NVRX_ATTRSVC_ALLOWED_ROOT is not set: name the folder of the logs")
         channel = environ.get("SLACK_CHANNEL", "")
         token = load_slack_bot_token() if channel else ""
+        file = environ.get(AGENT_CONFIG_VARIABLE)
+        if file:
+            given["restart_agent"] = load_restart_agent_config(file)
+        else:
+            given["model"] = service_model_settings(environ)
         return cls(**given, slack_bot_token=token, slack_channel=channel)
 
     @property
@@ -224,7 +241,12 @@ class Settings:
         return AttributionControllerConfig(
             self.allowed_root,
             AttributionAnalysisConfig(
-                self.analysis_backend, self.compute_timeout, times, self.max_active_states
+                self.analysis_backend,
+                self.compute_timeout,
+                times,
+                self.max_active_states,
+                self.model,
+                self.restart_agent,
             ),
             AttributionCacheConfig(
                 self.cache_file,
@@ -235,7 +257,7 @@ class Settings:
             AttributionPostprocessingConfig(
                 self.export_url, self.cluster_name, self.slack_bot_token, self.slack_channel
             ),
-            self.progressive_analysis,
+            self.progressive_analysis if self.progressive_enabled else "off",
         )
 
 
@@ -281,6 +303,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "NVRX_ATTRSVC_COMPUTE_TIMEOUT": ("compute_timeout", _seconds),
     "NVRX_ATTRSVC_ANALYSIS_BACKEND": ("analysis_backend", str),
     "NVRX_ATTRSVC_PROGRESSIVE_ANALYSIS": ("progressive_analysis", str),
+    "NVRX_ATTRSVC_RESTART_AGENT_PROGRESSIVE_ENABLED": ("progressive_enabled", _flag),
     "NVRX_ATTRSVC_RESTART_AGENT_LOG_QUIET_SECONDS": ("log_quiet_seconds", _seconds),
     "NVRX_ATTRSVC_RESTART_AGENT_LOG_MAX_WAIT_SECONDS": ("log_max_wait_seconds", _seconds),
     "NVRX_ATTRSVC_RESTART_AGENT_LOG_POLL_SECONDS": ("log_poll_seconds", _seconds),

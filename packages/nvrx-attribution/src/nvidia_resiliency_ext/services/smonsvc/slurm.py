@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvidia_resiliency_ext.services.smonsvc.models import JobState, SlurmJob
 from nvidia_resiliency_ext.shared_utils.console import plain
@@ -155,20 +155,11 @@ class SlurmClient:
         return found
 
     def _accounting(self, jobs: Sequence[str]) -> dict[str, JobRecord]:
-        base = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(jobs)}"]
         try:
-            text = self._run([*base, f"--format={_SACCT_FIELDS},StdOut"])
+            rows = self._sacct(jobs, ",StdOut")
         except SlurmError:
-            text = self._run([*base, f"--format={_SACCT_FIELDS}"])  # Slurm before 24.05
-        found = {}
-        for line in text.splitlines():
-            job_id, *rest = line.split("|", _SACCT_COUNT)
-            if len(rest) < _SACCT_COUNT - 1:
-                continue
-            state, exit_code, nodes, failed, *path = (_value(text) for text in rest)
-            record = JobRecord(JobState.from_str(state), "".join(path), exit_code, nodes, failed)
-            found[job_id] = record
-        return found
+            rows = self._sacct(jobs)  # Slurm before 24.05
+        return {job_id: replace(record, log_path=path) for job_id, path, record in rows}
 
     def earlier_runs(self, jobs: Sequence[str]) -> dict[tuple[str, str], JobRecord]:
         """Return how runs of requeued jobs ended, by number and start; empty without accounting.
@@ -178,20 +169,26 @@ class SlurmClient:
         """
         if not jobs:
             return {}
-        fields = f"{_SACCT_FIELDS},Start"
-        argv = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"]
         try:
-            text = self._run([*argv, f"--jobs={','.join(jobs)}", f"--format={fields}"])
+            rows = self._sacct(jobs, ",Start", "--duplicates")
         except SlurmError as error:
             logger.warning("%s: how runs of %d requeued jobs ended is unknown", error, len(jobs))
             return {}
-        found = {}
+        return {(job_id, started): record for job_id, started, record in rows}
+
+    def _sacct(
+        self, jobs: Sequence[str], last_field: str = "", *flags: str
+    ) -> list[tuple[str, str, JobRecord]]:
+        """Return number, value of the last field, and record of each row of the accounting."""
+        base = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(jobs)}"]
+        text = self._run([*base, *flags, f"--format={_SACCT_FIELDS}{last_field}"])
+        found = []
         for line in text.splitlines():
             job_id, *rest = line.split("|", _SACCT_COUNT)
-            if len(rest) == _SACCT_COUNT:
-                state, exit_code, nodes, failed, started = (_value(text) for text in rest)
+            if len(rest) >= _SACCT_COUNT - 1:
+                state, exit_code, nodes, failed, *last = map(_value, rest)
                 record = JobRecord(JobState.from_str(state), "", exit_code, nodes, failed)
-                found[job_id, started] = record
+                found.append((job_id, "".join(last), record))
         return found
 
     def _run(self, argv: Sequence[str]) -> str:
