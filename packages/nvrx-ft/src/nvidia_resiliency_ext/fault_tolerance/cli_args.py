@@ -130,7 +130,7 @@ _ACTIONS: dict[str, type[argparse.Action]] = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that finds the first argument of the script itself."""
+    """An `ArgumentParser` that decides itself where the arguments of the script begin."""
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
         super().__init__(

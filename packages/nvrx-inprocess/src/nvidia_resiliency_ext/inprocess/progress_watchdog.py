@@ -70,7 +70,7 @@ class ProgressWatchdog:
         self._send(manual=time.monotonic())
 
     def reset(self) -> None:
-        """Reset: the function need not call `ping` until its next first call."""
+        """Reset: a missing `ping` counts again only after the next call of `ping`."""
         self._send(auto=time.monotonic(), manual=None)
 
     def send(self) -> None:
