@@ -124,7 +124,7 @@ class MissingExtraError(NvrxError, ImportError):
 
 
 class LogFunnelClosedError(NvrxError):
-    """The client or target of the log funnel accepts no more lines: it is closed, or used after a fork."""
+    """A log funnel client or target accepts no more lines: it is closed, or used after a fork."""
 
 
 class LogTargetRefusedError(NvrxError):
