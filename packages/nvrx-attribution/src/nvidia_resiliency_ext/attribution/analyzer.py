@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs that clients submit: accept them, read them, and hand out one result each."""
+"""Accept logs that clients submit, read them, and return one result for each."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Result = LogAnalysisCycleResult | LogAnalysisSplitlogResult
 
 @dataclass(frozen=True)
 class CompletedAnalysis:
-    """One analysis that has ended, for whoever posts it on.
+    """One finished analysis, for exports.
 
     Attributes:
         job: Its job.
@@ -96,22 +96,22 @@ class Analyzer:
         allowed_root: Absolute path; nothing outside of it is read.
         use_lib_log_analysis: Results are `restart_agent_response.v1`; else the items of old.
         log_sage: Function (verdict) -> verdict, such as a model's refinement. Clients get the
-            verdict of the rules at once, and the refined one when they ask later; its failure
-            leaves the verdict as it is.
+            verdict of the rules at once, and the refined one in later requests; if it fails, the
+            verdict does not change.
         compute_timeout: Seconds from the end of a job to its result.
-        grace_period_seconds: How long a result counts without a look at the file.
+        grace_period_seconds: Time in which a result is used without checking the file.
         coalescer: Shares computations; default: a new one.
         trace_analyzer: Finds and analyses dumps; default: one for the same root.
-        times: How growing logs are waited for.
+        times: Wait times for growing logs.
         history: Attempts of jobs; default: in memory.
-        journal: Where submissions are written before they are answered; None: nowhere.
+        journal: File of submissions, written before the answer; None: no journal.
         max_growing: Logs of running jobs that are read at the same time; 0: each is read when its
             job has ended.
         policy: Retries that a site allows; None: the defaults.
-        on_complete: Called in the event loop with each analysis that has ended; must not block.
+        on_complete: Called in the event loop with each finished analysis; must not block.
 
     Raises:
-        ConfigError: The root is no absolute path.
+        ConfigError: The root is not an absolute path.
 
     Example:
         >>> async def ask(path: str) -> str:
@@ -173,20 +173,20 @@ class Analyzer:
         evidence: Sequence[str] = (),
         attempt_index: int | None = None,
     ) -> LogAnalyzerSubmitResult:
-        """Accept a log; the same submission again changes nothing.
+        """Accept a log; repeating a submission has no effect.
 
         Args:
-            path: Absolute path; the file may come later, its directory must exist.
-            user: Whose job it is.
+            path: Absolute path; the file may be created later, its directory must exist.
+            user: Owner of the job.
             job_id: The job.
-            cycle_id: Which run of its workers.
+            cycle_id: Number of the cycle.
             analysis_intent: `track_only` (default), `progressive` or `terminal`.
             log_complete: Nothing more will be written to the log.
-            evidence: What others say about the end of the job, as lines that follow the log's
-                last; those of the first terminal submission count.
-            attempt_index: How often the scheduler has requeued the job, whose cycles and logs then
-                begin anew; None: a `progressive` submission of a log that has a verdict says so,
-                and another log for a cycle that has one.
+            evidence: Lines of others about the end of the job, read after the last line of the
+                log; only those of the first terminal submission are used.
+            attempt_index: Number of requeues of the job; a requeue begins with new cycles and logs.
+                None: a requeue is assumed at a `progressive` submission of a log that has a
+                verdict, and at another log for a cycle that has one.
 
         Raises:
             LogAnalyzerError: The path or the intent is refused, or the path has another job or
@@ -241,14 +241,14 @@ class Analyzer:
         wl_restart: int | None = None,
         wait: bool = True,
     ) -> Result:
-        """Return what is known of a submitted log.
+        """Return the result for a submitted log.
 
         Args:
-            path: As it was submitted.
+            path: The path as it was submitted.
             file: Name of one file of a split log.
             wl_restart: Which of the files, counted from 0; default: the newest.
-            wait: Return only when the analysis has ended; a log that was only submitted is then
-                taken as that of an ended job.
+            wait: Return only when the analysis has ended; for a log that was only submitted, the
+                job then counts as ended.
 
         Raises:
             LogAnalyzerError: The log was never submitted, or there is no such file.
@@ -310,7 +310,7 @@ class Analyzer:
 
     @property
     def journal_problem(self) -> str:
-        """Why submissions would not outlive the service now; empty: they would."""
+        """Why submissions would be lost at a restart of the service now; empty: they would not."""
         return self._journal.problem if self._journal is not None else ""
 
     def get_stats(self) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class Analyzer:
         return found
 
     async def shutdown_async(self) -> None:
-        """End all reading; submissions that have no result stay in the journal."""
+        """Stop reading; submissions without a result stay in the journal."""
         tasks = [*self._background, *self._tasks.values()]
         for task in tasks:
             task.cancel()

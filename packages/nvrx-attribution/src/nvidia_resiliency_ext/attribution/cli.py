@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `nvrx-attribution`: what failed, where, and does a restart help."""
+"""The program `nvrx-attribution`: report what failed, where, and whether a restart helps."""
 
 from __future__ import annotations
 

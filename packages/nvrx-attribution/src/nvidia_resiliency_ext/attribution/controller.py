@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service without its protocol: an analyzer, its kept results, exports, and its health."""
+"""The service without its protocol: an analyzer, its stored results, exports, and its health."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ _ENOUGH = 5
 
 @dataclass(frozen=True)
 class AttributionAnalysisConfig:
-    """How logs are analysed.
+    """Settings of the analysis of logs.
 
     Attributes:
         backend: `lib`: results are `restart_agent_response.v1`; `mcp`: the items of old.
         compute_timeout: Seconds from the end of a job to its result.
-        times: How growing logs are waited for.
+        times: Wait times for growing logs.
         max_growing: Logs of running jobs that are read at the same time.
-        model: Is asked about each verdict; None: the first route of `restart_agent`, else as
+        model: Model that refines each verdict; None: the first route of `restart_agent`, else as
             `refine.service_model_settings` says.
         restart_agent: Retries, and models; None: that in the file of
             NVRX_ATTRSVC_RESTART_AGENT_CONFIG, if it is set.
@@ -100,12 +100,12 @@ class AttributionAnalysisConfig:
 
 @dataclass(frozen=True)
 class AttributionCacheConfig:
-    """What is kept.
+    """Settings of stored results.
 
     Attributes:
-        cache_file: Results outlive the service there; None: they do not.
-        grace_period_seconds: How long a result counts without a look at the file.
-        max_results: The oldest go first.
+        cache_file: File that keeps results over a restart of the service; None: no such file.
+        grace_period_seconds: Time in which a result is used without checking the file.
+        max_results: Maximum number of results; the oldest are removed first.
         state_dir: Private directory of journal and history; None: both in memory only.
     """
 
@@ -117,13 +117,13 @@ class AttributionCacheConfig:
 
 @dataclass(frozen=True)
 class AttributionPostprocessingConfig:
-    """Where verdicts are sent to; None and empty: nowhere.
+    """Destinations of verdicts; None and empty: none.
 
     Attributes:
         export_url: Complete http(s) address that takes records.
         cluster_name: Its name in the records.
-        slack_bot_token: Token of the bot that writes of STOP.
-        slack_channel: Where it writes.
+        slack_bot_token: Token of the bot that reports STOP.
+        slack_channel: Channel of these messages.
     """
 
     export_url: str | None = None
@@ -166,7 +166,7 @@ class AttributionControllerConfig:
 
 
 class AttributionController:
-    """Run an analyzer with what a service needs around it; for one event loop.
+    """Run an analyzer with storage, exports and health of a service; for one event loop.
 
     Args:
         config: The settings.
@@ -215,7 +215,7 @@ class AttributionController:
         )
 
     async def start(self) -> None:
-        """Load kept results, and take up what a killed service left."""
+        """Load stored results, and continue the work of a killed service."""
         self.load_cache()
         count = await self.analyzer.resume()
         if count:
@@ -225,7 +225,7 @@ class AttributionController:
         """Accept a log.
 
         Args:
-            log_path: Absolute path; the file may come later, its directory must exist.
+            log_path: Absolute path; the file may be created later, its directory must exist.
             fields: The other arguments of `Analyzer.submit`, by name. With progressive analysis
                 switched off a log is read when its job has ended, whatever the intent.
 
@@ -242,7 +242,7 @@ class AttributionController:
         wl_restart: int | None = None,
         wait: bool = True,
     ) -> LogAnalysisCycleResult | LogAnalysisSplitlogResult:
-        """Return what is known of a submitted log; errors as for `Analyzer.analyze`.
+        """Return the result for a submitted log; errors as for `Analyzer.analyze`.
 
         Args:
             log_path: The path as it was submitted.
@@ -265,11 +265,11 @@ class AttributionController:
         return self.analyzer.get_stats()
 
     def get_cache(self) -> dict[str, Any]:
-        """Return the paths of logs with a kept result."""
+        """Return the paths of logs with a stored result."""
         return asdict(self.analyzer.coalescer.get_cache())
 
     def get_inflight(self) -> dict[str, Any]:
-        """Return the paths of logs that are analysed now."""
+        """Return the paths of logs that are being analysed."""
         return asdict(self.analyzer.coalescer.get_inflight())
 
     def get_submitted(self) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class AttributionController:
             return 0
 
     async def shutdown_async(self) -> None:
-        """End all work and write what is kept."""
+        """Stop all work and save the stored results."""
         await self.analyzer.shutdown_async()
         self._close()
 

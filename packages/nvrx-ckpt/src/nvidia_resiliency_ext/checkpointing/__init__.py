@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that hardly stop training: asynchronous ones, and local ones with replicas."""
+"""Checkpoints that stop training only briefly: asynchronous, and local with replicas."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m nvidia_resiliency_ext.checkpointing verify|list|diff`: look at checkpoints on disk.
+"""`python -m nvidia_resiliency_ext.checkpointing verify|list|diff`: inspect checkpoints on disk.
 
 Nothing is unpickled, so it is safe for checkpoints of unknown origin.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be stopped when a rank aborts in place, such as checkpoint writers; it stops nothing.
+"""Hooks that stop resources, such as checkpoint writers, when a rank aborts in-process.
 
-A package that owns such things registers a hook on first use; the in-process restart runs them
-all. Neither needs to know the other.
+A package that owns such a resource registers a hook at first use; the in-process restart runs all
+hooks. Neither imports the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _hooks: dict[str, Callable[[], object]] = {}
 
 
 def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], None]:
-    """Have a hook run at every abort of this process; return what unregisters it.
+    """Run a hook at every abort of this process; return a function that unregisters it.
 
     Args:
         name: Who it belongs to, for messages; the same name again replaces the hook in its place.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the attribution service and its clients say to each other over HTTP.
+"""HTTP messages between the attribution service and its clients.
 
-Both sides use this one definition; neither needs the other. Replies are foreign: reading one never
-raises, and what makes no sense counts as no recommendation.
+Both sides use this one definition; neither needs the other. Replies are not trusted: reading one
+never raises, and an invalid reply counts as no recommendation.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class LogSubmission:
     """Body of ``POST /logs``: analyse this log.
 
     Attributes:
-        log_path: Absolute path; the file may come later.
+        log_path: Absolute path; the file may be created later.
         user: Whose job it is.
         job_id: The scheduler's number of the job.
         cycle_id: Which run of the workers it is.
         analysis_intent: One of the `INTENT_` names.
         log_complete: Nothing more will be written to it.
-        evidence: Lines that others say about its end, such as how a scheduler ended the job.
-        attempt_index: How often the scheduler has requeued the job, whose cycles begin anew then.
+        evidence: Lines of others about its end, such as how a scheduler ended the job.
+        attempt_index: Number of requeues of the job; each requeue begins again with cycle 0.
     """
 
     log_path: str

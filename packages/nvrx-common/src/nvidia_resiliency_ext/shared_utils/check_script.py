@@ -56,7 +56,7 @@ class ScriptError(NvrxError):
 
 @dataclass(frozen=True)
 class Problem:
-    """A use of a name that needs a look, in `line` (from 1) of script `path`; `text` says why."""
+    """A name to check in `line` (from 1) of script `path`; `text` is the reason."""
 
     path: str
     line: int
@@ -67,7 +67,7 @@ class Problem:
 
 
 def check_file(path: str) -> list[Problem]:
-    """Return what a script uses that the installed nvrx packages lack or do otherwise.
+    """Return uses of names that the installed nvrx packages do not have or handle differently.
 
     Args:
         path: A Python file of at most 16 MiB. It is parsed, never run.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as an argument: clocks and deadlines. It never sleeps and never waits."""
+"""Clocks and deadlines, passed as arguments. This module never sleeps and never waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Clock", "Deadline", "ManualClock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Where code reads the time, so that tests can supply it."""
+    """Source of time, so that tests can replace it."""
 
     def monotonic(self) -> float:
         """Return seconds of a clock that never goes back and that all local processes share."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a job's credentials from files, and read them again when they change.
 
-A token or a certificate that is replaced while servers and clients run counts from their next call
-on: nobody has to be restarted. While a file is missing or half written, what it held before counts.
+A token or a certificate that is replaced while servers and clients run is used from their next call
+on: no restart is needed. While a file is missing or incomplete, its previous content is used.
 
 Example::
 

@@ -23,7 +23,7 @@ Level = Literal["ok", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found (`text`) on a `topic`; `level` is `error` if a person must act."""
+    """A result (`text`) about a `topic`; `level` is `error` if a person must act."""
 
     level: Level
     topic: str
@@ -31,7 +31,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Look at packages, host, hardware and stale run directories."""
+    """Check packages, host, hardware and stale run directories."""
     from .rundir import stale_run_dirs
 
     stale = (
@@ -42,7 +42,7 @@ def findings() -> list[Finding]:
 
 
 def package_versions() -> list[Finding]:
-    """Look at the installed packages only; cheap enough for ``--version``."""
+    """Check only the installed packages; fast enough for ``--version``."""
     return list(package_findings(installed_versions()))
 
 

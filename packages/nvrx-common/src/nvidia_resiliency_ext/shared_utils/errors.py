@@ -32,15 +32,15 @@ class ConfigError(NvrxError, ValueError):
 
 
 class DirectoryBusyError(NvrxError, RuntimeError):
-    """Another process, or this one, does the same work in a directory that bears only one."""
+    """A directory allows one user at a time, and another process, or this one, uses it."""
 
 
 class WireError(NvrxError):
-    """A peer sent, or was about to be sent, something that the protocol does not know."""
+    """A message to or from a peer does not belong to the protocol."""
 
 
 class MalformedFrameError(WireError):
-    """The bytes are no message: not JSON, wrong shape, unknown or missing field."""
+    """The bytes are not a message: not JSON, wrong structure, unknown or missing field."""
 
 
 class FrameTooLargeError(WireError):
@@ -67,7 +67,7 @@ class UnknownMessageError(WireError):
 
 
 class PeerClosedError(WireError, ConnectionError):
-    """The peer closed the connection before a whole message had arrived or left."""
+    """The peer closed the connection before a complete message was received or sent."""
 
 
 class PeerRefusedError(NvrxError, PermissionError):
@@ -84,7 +84,7 @@ class PeerRefusedError(NvrxError, PermissionError):
 
 
 class DeadlineExceededError(NvrxError, TimeoutError):
-    """Something did not happen within the time given to it."""
+    """An operation did not end within its timeout."""
 
 
 class UnsafePathError(NvrxError, OSError):
@@ -95,11 +95,11 @@ class UnsafePathError(NvrxError, OSError):
 
 
 class PathOutsideRootsError(UnsafePathError, ValueError):
-    """A path leaves the roots that it is confined to."""
+    """A path is outside of its allowed roots."""
 
 
 class ChildStartError(NvrxError):
-    """The child process `argv` could not be started; `reason` is what the system said."""
+    """The child process `argv` could not be started; `reason` is the message of the system."""
 
     def __init__(self, argv: tuple[str, ...], reason: str) -> None:
         super().__init__(argv, reason)
@@ -111,7 +111,7 @@ class ChildStartError(NvrxError):
 
 
 class MissingExtraError(NvrxError, ImportError):
-    """`what` needs a package that only `extra` brings; `reason` is what the import said."""
+    """`what` needs a package that only `extra` installs; `reason` is the message of the import."""
 
     def __init__(self, what: str, extra: str, reason: object) -> None:
         super().__init__(what, extra, reason)
@@ -124,11 +124,11 @@ class MissingExtraError(NvrxError, ImportError):
 
 
 class LogFunnelClosedError(NvrxError):
-    """The client or target of the log funnel takes no more lines: closed, or forked away."""
+    """A log funnel client or target accepts no more lines: it is closed, or used after a fork."""
 
 
 class LogTargetRefusedError(NvrxError):
-    """The log server will not write file `path`; `reason` is what it said."""
+    """The log server refuses to write file `path`; `reason` is its message."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the record of what happened to a job: typed events, one file of JSON lines per node.
+"""The event record of a job: typed events, one file of JSON lines per node.
 
 Writers use ``EventLog`` (``create`` in the launcher, ``join`` everywhere else) and the kinds below;
-readers use ``read_events``. What the events mean together is the business of ``report``. The kinds
-and the reader are loaded when first asked for, so that a process that records nothing does not pay
-for them. A write never raises into the caller.
+readers use ``read_events``. ``report`` evaluates the events. The kinds and the reader are loaded at
+first use, so that a process that records nothing does not import them. A write never raises an
+exception.
 """
 
 from __future__ import annotations

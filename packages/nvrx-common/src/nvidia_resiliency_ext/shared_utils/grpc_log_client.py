@@ -45,9 +45,9 @@ class FunnelStats:
         bytes_taken: Their bytes.
         lines_confirmed: Lines in the file, also of earlier processes, and notices of drops.
         bytes_confirmed: Their bytes.
-        lines_dropped: Lines given up.
+        lines_dropped: Dropped lines.
         bytes_dropped: Their bytes.
-        lines_broken: Lines of more than 1 MiB, which go on in a new line.
+        lines_broken: Lines of more than 1 MiB, which are continued in a new line.
         chunks_resent: Chunks sent again after a broken connection.
         reconnects: Calls to the server that failed or ended early.
         nonsense_answers: Confirmations of lines that were never sent.
@@ -101,10 +101,10 @@ class LogTarget:
         self.write = send_buffer.write  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take whole lines or parts of lines; they leave together as whole lines.
+        """Accept whole lines or parts of lines; they are sent as whole lines.
 
-        A part without a newline waits for the rest of its line. Data of one call stays together; of
-        two threads each should write whole lines. Without space `when_full` says: wait or drop.
+        A part without a newline waits for the rest of its line. Data of one call stays together; if
+        several threads write, each should write whole lines. If there is no space, see `when_full`.
 
         Args:
             data: The bytes.
@@ -124,7 +124,7 @@ class LogTarget:
             deadline_s: Seconds to wait; None: no limit. Default 30.
 
         Raises:
-            DeadlineExceededError: The time is over; the lines are kept.
+            DeadlineExceededError: The deadline has passed; the lines are kept.
             LogTargetRefusedError: The server refuses this target.
             LogFunnelClosedError: The target is closed, or was opened before a fork.
         """
@@ -171,10 +171,10 @@ _clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 class LogFunnelClient:
     """Sends log lines to a log server, which appends them to files of its own.
 
-    It connects at once and never loses or doubles a line by itself: lines are kept until the server
-    has confirmed that they are in the file, and sent again after a broken connection. Without a
-    server they wait in memory, then in files, and then `when_full` decides. Each open target has a
-    thread. A forked child must open a client of its own.
+    It connects at once and never loses or duplicates a line: lines are kept until the server has
+    confirmed that they are in the file, and sent again after a broken connection. Without a server
+    they wait in memory, then in files; after that `when_full` decides. Each open target has a
+    thread. A forked child must open its own client.
 
     Example:
         >>> from nvidia_resiliency_ext.shared_utils.grpc_log_client import LogFunnelClient
@@ -184,21 +184,21 @@ class LogFunnelClient:
 
     Args:
         endpoint: `host:port`, `[address]:port` or `unix:/absolute/path`.
-        node_id: What the server calls this node in its own log.
+        node_id: Name of this node in the server's own log.
         token_file: File with the job's token, mode 0600; it is read again for every connection.
             Default: what `NVRX_LOG_FUNNEL_TOKEN_FILE` names, if anything.
         tls: Certificates; None for an open connection.
-        memory_limit_bytes: What all targets may hold in memory, beside 128 KiB each.
-        spill_limit_bytes: What they may hold in files when memory is used up; 0 for no files.
+        memory_limit_bytes: Limit of all targets in memory, in addition to 128 KiB each.
+        spill_limit_bytes: Limit of all targets in files when memory is full; 0 for no files.
         spill_dir: Directory for these files, made with mode 0700 when needed. Default:
             `nvrx-funnel-<uid>` in `NVRX_NODE_LOCAL_TMPDIR` or the system's temporary directory.
         spill_name: A later client of this name and node finds what is left; default: the endpoint.
-        when_full: `block` makes `write` wait, `drop-oldest` gives up the oldest lines and leaves a
-            line `[nvrx] dropped N lines (M bytes)` in their place.
-        write_timeout_s: How long `write` waits at most with `block`.
+        when_full: `block` makes `write` wait, `drop-oldest` drops the oldest lines and replaces
+            them by a line `[nvrx] dropped N lines (M bytes)`.
+        write_timeout_s: Longest wait of `write` with `block`.
 
     Raises:
-        ConfigError: An argument or a file makes no sense.
+        ConfigError: An argument or a file is invalid.
         MissingExtraError: gRPC is not installed: `pip install nvrx-common[grpc]`.
     """
 
@@ -249,8 +249,8 @@ class LogFunnelClient:
     def open(self, path: str) -> LogTarget:
         """Return the target for a file on the server, and connect at once.
 
-        A path that is open already gives the same target. What an ended process of the same
-        `spill_name` left for this path is sent first.
+        A path that is already open gives the same target. Lines that an ended process of the same
+        `spill_name` left for this path are sent first.
 
         Raises:
             ConfigError: The path is not absolute, too long, or holds control characters.
@@ -293,7 +293,7 @@ class LogFunnelClient:
             raise errors[0]
 
     def try_again(self) -> None:
-        """Let targets that wait before their next try not wait, for a token that has changed."""
+        """Let waiting targets retry at once, for example after the token has changed."""
         for send_buffer in self._send_buffers():
             send_buffer.hurry()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this node fit for work? Checks of GPUs, NVLinks, adapters, storage and a site's daemon.
+"""Health checks of a node: GPUs, NVLinks, network adapters, storage and a site's daemon.
 
-Each check is an object. `check()` returns a `HealthResult` (healthy, unhealthy, or skipped where
-there is nothing to look at), calling it returns a bool, `async_check()` looks again and again. No
-check raises for hardware that is missing, and each has a deadline that holds even when a driver
-call or a mount never returns. ``python -m nvidia_resiliency_ext.shared_utils.health_check`` runs
+Each check is an object. `check()` returns a `HealthResult` (healthy, unhealthy, or skipped if there
+is nothing to check), calling it returns a bool, and `async_check()` repeats the check. No check
+raises because of missing hardware, and each has a deadline, which holds even if a driver call or a
+mount never returns. ``python -m nvidia_resiliency_ext.shared_utils.health_check`` runs
 them once. Everything is loaded when first asked for.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults made on purpose, to see that a job survives them.
+"""Fault injection, to test that a job survives faults.
 
-`dispatch_fault_injection` makes one happen to the calling process, `inject_fault` to some ranks of
-a job, drawn alike on all of them. torch is imported only for faults of the GPU.
+`dispatch_fault_injection` injects a fault into the calling process, `inject_fault` into random
+ranks of a job, the same choice on all ranks. torch is imported only for GPU faults.
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ def inject_fault(
     seed: int,
     callback: Callable[[], object] | None = None,
 ) -> DispatchedFault | None:
-    """Let some ranks draw a fault, and dispatch it if this rank is one of them.
+    """Choose some ranks at random, and inject a fault if this rank is one of them.
 
-    Every rank calls this with the same arguments and draws the same plan. Ranks come from `RANK`
-    and `WORLD_SIZE` (0 of 1 where they are not set).
+    Every rank must call this with the same arguments; all compute the same plan from `RANK` and
+    `WORLD_SIZE` (0 of 1 if they are not set).
 
     Args:
-        faults: One of these happens, the same on all chosen ranks.
-        num_faults: How many ranks are chosen, or the least and the most.
-        keep_alive: How many ranks, from 0 on, are never chosen.
-        delay: Seconds until it happens, or the least and the most.
-        seed: What the draw depends on.
-        callback: Called on a chosen rank right before it happens.
+        faults: One of these is injected, the same one on all chosen ranks.
+        num_faults: Number of chosen ranks, or its minimum and maximum.
+        keep_alive: Number of ranks, from 0 on, that are never chosen.
+        delay: Seconds until the fault, or the minimum and maximum.
+        seed: Seed of the random choice.
+        callback: Called on a chosen rank right before the fault.
 
     Returns:
         The handle on a chosen rank, else `None`.
 
     Raises:
         RuntimeError: As `dispatch_fault_injection`.
-        ValueError: There is no fault to choose from, or a pair is not in order.
+        ValueError: `faults` is empty, or a minimum is larger than its maximum.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     fault, ranks, seconds = draw_plan(faults, num_faults, keep_alive, delay, seed, world_size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logger "nvrx": its settings in the environment, and its handler.
 
-A value that makes no sense gives one warning and the default: logging is set up while modules are
-imported, where an exception would end a job over a typing mistake.
+An invalid value gives one warning, and the default is used: logging is set up while modules are
+imported, where an exception would end a job because of a typing error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LogConfig:
 
     @classmethod
     def get_max_file_size(cls, file_size_kb: int | None = None) -> int:
-        """Return the size in bytes at which a per-node log file is followed by the next.
+        """Return the size in bytes at which a process begins its next per-node log file.
 
         Args:
             file_size_kb: The size in KiB; None: `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
@@ -92,7 +92,7 @@ class LogConfig:
 
     @classmethod
     def get_max_log_files(cls) -> int:
-        """Return how many older per-node log files stay."""
+        """Return the number of older per-node log files to keep."""
         return _integer("NVRX_LOG_MAX_LOG_FILES", _MAX_LOG_FILES) or 0
 
     @classmethod
@@ -149,8 +149,8 @@ class LogConfig:
 class LogManager:
     """Configures the logger "nvrx" once, at construction, from arguments and environment.
 
-    The handlers that an earlier manager installed are flushed and closed at once; those of the
-    user stay. Any thread may construct one: the last wins.
+    The handlers of an earlier manager are flushed and closed at once; handlers of the user stay.
+    Any thread may construct a manager: the last one is used.
 
     Args:
         node_local_tmp_dir: Directory of per-node files; default ``NVRX_NODE_LOCAL_TMPDIR``.
@@ -234,11 +234,11 @@ def setup_logger(
     node_local_tmp_prefix: str | None = None,
     log_file: str | None = None,
 ) -> logging.Logger:
-    """Configure the logger "nvrx" and return it; without effect when it has handlers already.
+    """Configure the logger "nvrx" and return it; no effect if it already has handlers.
 
     Args:
         node_local_tmp_dir: Directory of per-node files; default ``NVRX_NODE_LOCAL_TMPDIR``.
-        force_reset: Configure it anew from the present environment.
+        force_reset: Configure it again from the current environment.
         node_local_tmp_prefix: Name of this process in the names of those files.
         log_file: Append to this file instead.
 

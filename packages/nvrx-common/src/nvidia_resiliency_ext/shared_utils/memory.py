@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory of a GPU is in use? Asks the driver; it never raises."""
+"""Read the used memory of a GPU from the driver; never raises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GPUMemoryLogger:
         Args:
             device_index: Local rank, counted within CUDA_VISIBLE_DEVICES; default ``LOCAL_RANK``.
             log_memory: Log them too.
-            context: What to say before them.
+            context: Text before the values in the log line.
         """
         from ._health.check import count_of
 

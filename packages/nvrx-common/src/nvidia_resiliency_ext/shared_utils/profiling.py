@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments of a recovery as log lines, for tools that read logs, and as records for all others.
+"""Events of a recovery as log lines, for tools that read logs, and as records.
 
 `shared_utils.events` is the full record of a job; this module keeps the names and the line format
 that existing log readers know. Nothing here raises into the caller because of a record.
@@ -37,7 +37,7 @@ _FILE_VARIABLE = "NVRX_PROFILING_FILE"
 
 
 class ProfilingEvent(enum.Enum):
-    """A moment between a failure and the first training after it."""
+    """An event between a failure and the first training after it."""
 
     FAILURE_DETECTED = "failure_detected"
     WORKER_TERMINATED = "worker_terminated"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the program ``nvrx-report``: reads event files, prints or writes what they say.
+"""The program ``nvrx-report``: reads event files, and prints or writes reports.
 
-What the events mean is decided in ``_report/model.py``; this module is its command line and the
-place from which other programs take ``build_timeline`` and the renderers.
+``_report/model.py`` evaluates the events; this module is the command line, and exports
+``build_timeline`` and the renderers to other programs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load(paths: Sequence[str]) -> list[EventFile]:
     """Read the event files `paths`; of a directory, all event files in it.
 
     Raises:
-        EventFileError: A path is missing or no event file, or a directory holds none.
+        EventFileError: A path is missing or is not an event file, or a directory has none.
     """
     files: list[EventFile] = []
     for path in paths:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves what this rank's flight recorder knows: which collectives it was in when the job hung.
+"""Save the data of this rank's flight recorder: the active collectives when the job hung.
 
-torch is imported when something is collected. It aborts nothing and does not read dumps: what they
-mean is for the attribution package, when and where to take one for whoever aborts.
+torch is imported when something is collected. This module aborts nothing and does not read dumps:
+the attribution package evaluates them, and the caller decides when and where to take one.
 """
 
 from __future__ import annotations

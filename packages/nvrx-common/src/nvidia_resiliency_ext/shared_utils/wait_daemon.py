@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits until the processes of a pid file have ended; it signals nobody.
 
-``python -m nvidia_resiliency_ext.shared_utils.wait_daemon PIDFILE`` runs behind a training command
+``python -m nvidia_resiliency_ext.shared_utils.wait_daemon PIDFILE`` runs after a training command
 under Slurm, so that a monitor process can finish before the step ends.
 """
 

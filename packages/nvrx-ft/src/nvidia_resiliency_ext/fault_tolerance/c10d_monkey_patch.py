@@ -38,7 +38,7 @@ def apply_c10d_patch() -> None:
     It then knows these settings of the rendezvous besides torch's own:
 
     - `use_libuv` (default true): which server torch's store uses.
-    - `store_connect_wait_seconds` (default 120): how long the store may take to come up.
+    - `store_connect_wait_seconds` (default 120): the longest wait for the store to start.
     """
     c10d_rendezvous_backend._create_tcp_store = create_tcp_store  # noqa: SLF001 - the patch
 
@@ -46,8 +46,8 @@ def apply_c10d_patch() -> None:
 def create_tcp_store(params: RendezvousParameters) -> TCPStore:
     """Serve or reach the store at the endpoint of `params`.
 
-    Without `is_host` the name of the machine decides, and where that machine cannot bind the port
-    another process serves it already.
+    Without `is_host` the name of the machine decides. If that machine cannot bind the port, another
+    process already serves the store.
 
     Raises:
         ValueError: a setting has an unusable value.

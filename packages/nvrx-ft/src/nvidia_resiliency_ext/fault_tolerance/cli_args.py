@@ -35,7 +35,7 @@ _BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
 def usage_error(problem: object, program: str = PROGRAM) -> NoReturn:
-    """Say on one line of stderr what is wrong with the command line or a file; leave with 2."""
+    """Print one line to stderr about a wrong command line or file, and exit with 2."""
     text = " ".join(str(problem).split())
     write_err(f"{program}: error: {text}\n")
     sys.exit(EXIT_USAGE)
@@ -44,8 +44,8 @@ def usage_error(problem: object, program: str = PROGRAM) -> NoReturn:
 def get_args_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line.
 
-    Its result has, besides a value for each flag, `given` (who gave each value that is no default:
-    a flag or an environment variable, by attribute) and `warnings` (texts to be logged once).
+    Its result has a value for each flag, and also `given` (by attribute, the flag or environment
+    variable of each value that is not a default) and `warnings` (texts to be logged once).
     """
     parser = FlagParser(
         prog=PROGRAM,
@@ -130,7 +130,7 @@ _ACTIONS: dict[str, type[argparse.Action]] = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that draws the border to the script's arguments itself."""
+    """An `ArgumentParser` that decides itself where the arguments of the script begin."""
 
     def __init__(self, prog: str, usage: str, description: str) -> None:
         super().__init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain data that a rank, its monitor and the launcher exchange; not how it travels.
+"""The plain data that a rank, its monitor and the launcher exchange; not its transport.
 
 Nothing here does I/O. The encoding is in `_core/messages.py`, the sockets are in `ipc_connector`.
 """
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def current_global_rank() -> int:
-    """Return the process group's rank, else `RANK`'s; raise RuntimeError where there is none."""
+    """Return the rank of the process group, else `RANK`; raise RuntimeError without either."""
     # torch is asked only when the program has already imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -65,7 +65,7 @@ class RankInfo:
 
 @dataclass
 class HeartbeatTimeouts:
-    """Limits in seconds for the first heartbeat and for the gap between two; None = no limit.
+    """Timeouts in seconds for the first heartbeat and between two heartbeats; None = no limit.
 
     Args:
         initial: Seconds from a rank's connection to its first heartbeat.
@@ -85,7 +85,7 @@ class HeartbeatTimeouts:
 
 @dataclass
 class SectionTimeouts:
-    """Limits in seconds for each section and for the time outside all; None = no limit.
+    """Timeouts in seconds for each section and outside all sections; None = no limit.
 
     Args:
         section: Seconds for each section by name.
@@ -105,14 +105,14 @@ class SectionTimeouts:
 
     @property
     def were_calculated(self) -> bool:
-        """Whether every limit comes from a measurement."""
+        """Whether every timeout was calculated from measured times."""
         return self.is_out_of_section_calculated and self.calculated_sections.issuperset(
             self.section
         )
 
     @property
     def are_valid(self) -> bool:
-        """Whether no limit is missing."""
+        """Whether all timeouts are set."""
         return self.out_of_section is not None and None not in self.section.values()
 
 
@@ -152,7 +152,7 @@ class AuthkeyMsg:
 
 @dataclass
 class InitMsg:
-    """A rank introduces itself to its monitor.
+    """First message of a rank to its monitor.
 
     Args:
         rank_info: The rank's identity.
@@ -230,6 +230,6 @@ class OkMsg:
 
 @dataclass
 class ErrorMsg:
-    """A request was refused; `cause` says why."""
+    """A request was refused; `cause` is the reason."""
 
     cause: str = "<not set>"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The barrier rendezvous as torch's elastic agent uses one, over a store that the caller brings.
 
-`ft_launcher` meets by the same rounds and does not need this module. Exactly `min_nodes` nodes
-work; the others stand by.
+`ft_launcher` uses the same rounds without this module. Exactly `min_nodes` nodes work; the
+    others are spare nodes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class RendezvousSettings:
 
     Args:
         run_id: The job's name.
-        min_nodes: How many nodes work.
-        max_nodes: How many are expected; more stand by, too.
-        timeout: How long its steps may take.
-        keep_alive_interval: Between two signs of life of a node.
-        keep_alive_max_attempt: After how many intervals without one a node counts as lost; 3.
-        segment: How many consecutive ranks must share an NVLink domain.
-        replacement_group_size: How many nodes a replacement group must have to be used.
+        min_nodes: Number of nodes that work.
+        max_nodes: Number of expected nodes; further nodes are also spare nodes.
+        timeout: Timeouts of the steps of a rendezvous.
+        keep_alive_interval: Time between two lease renewals of a node.
+        keep_alive_max_attempt: Number of intervals without a renewal until a node is lost; 3.
+        segment: Number of consecutive ranks that must share an NVLink domain.
+        replacement_group_size: Number of nodes that a replacement group must have to be used.
         nproc_per_node: Workers on this node.
     """
 
@@ -62,20 +62,20 @@ class RendezvousSettings:
 
 
 class GroupRankStatus(Enum):
-    """What stands for the rank of a node that has none."""
+    """Placeholders for the rank of a node that has no rank."""
 
     UNASSIGNED = -1
 
 
 @dataclass(frozen=True)
 class RendezvousParticipantInfo:
-    """A node as it offers itself for a round, as data for tools.
+    """Description of a node that joins a round, as data for tools.
 
     Args:
         addr: Its address.
         pid: Its agent's process.
         local_id: Counts the handlers of that process.
-        infra_rank: Its place in the cluster; -1 where that is unknown.
+        infra_rank: Its position in the cluster; -1 if unknown.
         domain_id: Its NVLink domain.
         replacement_group_id: Its replacement group.
     """
@@ -106,8 +106,8 @@ class RendezvousStoreValue:
     """A value of one round, as data for tools.
 
     Args:
-        round: Which round it is of.
-        payload: What it says.
+        round: Number of the round.
+        payload: The value.
     """
 
     round: int
@@ -128,12 +128,12 @@ class RendezvousStoreValue:
 
 
 class FtRendezvousBarrierHandler(StoreRendezvousHandler):
-    """A job's rounds over a caller's store: exactly `min_nodes` nodes work, the others stand by.
+    """Rounds of a job over a caller's store: `min_nodes` nodes work, the others are spare nodes.
 
     Args:
-        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
-        settings: What the rendezvous goes by.
-        options: What concerns this node alone.
+        store: A TCPStore that all nodes can reach, or PrefixStores over one; the caller owns it.
+        settings: Settings of the rendezvous.
+        options: Options of this node only.
 
     Raises:
         ValueError: the store is of another kind, or the settings contradict each other.
@@ -153,13 +153,13 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
 
     @property
     def settings(self) -> RendezvousSettings:
-        """What the rendezvous goes by."""
+        """Settings of the rendezvous."""
         return self._settings
 
     # How the job ends ------------------------------------------------------------------------
 
     def shutdown_due_to_failure(self) -> bool:
-        """End the job for everybody as failed; see `shutdown`."""
+        """End the job on all nodes as failed; see `shutdown`."""
         return self.shutdown(RDZV_SHUTDOWN_REASON_FAILURE)
 
     def is_shutdown_due_to_failure(self) -> bool:
@@ -173,13 +173,13 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         return [member.arrival.addr for member in self._members() if member.group_rank is not None]
 
     def get_standby_node_addrs(self) -> list[str]:
-        """Return the addresses of the nodes that stand by; empty while a round is open."""
+        """Return the addresses of the spare nodes; empty while a round is open."""
         return [member.arrival.addr for member in self._members() if member.group_rank is None]
 
     def get_active_ranks(self) -> list[int]:
         """Return the infrastructure ranks of the nodes that work, in the order of their addresses.
 
-        Where there are none, their group ranks.
+        Without infrastructure ranks, return their group ranks.
         """
         members = [member for member in self._members() if member.group_rank is not None]
         ranks = [member.arrival.infra_rank for member in members]
@@ -208,10 +208,10 @@ def create_handler(
     `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck`,
     `storage_healthcheck_paths` and `segment_health_check_dir`; on the rendezvous host
     `cycle_info_dir`, `cycle_log_prefix`, `attribution_endpoint` and
-    `attribution_enforce_stop`. Others are for other parts.
+    `attribution_enforce_stop`. Other settings are not used here.
 
     Args:
-        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
+        store: A TCPStore that all nodes can reach, or PrefixStores over one; the caller owns it.
         backend: Not used: the rounds are kept in `store`.
         params: Job, nodes, endpoint, and settings.
 

@@ -60,10 +60,10 @@ class IpcConnector:
         self._thread: threading.Thread | None = None
 
     def start_receiving(self) -> None:
-        """Listen, in a thread of its own.
+        """Listen in a separate thread.
 
         Raises:
-            RuntimeError: it listens already.
+            RuntimeError: it already listens.
             ValueError: the path is too long for a socket.
             FileExistsError: another process listens there, or it is no socket.
         """
@@ -90,7 +90,7 @@ class IpcConnector:
             self._thread = thread
 
     def stop_receiving(self) -> None:
-        """End the thread and remove the socket; what was received stays. May be repeated."""
+        """End the thread and remove the socket, but keep received messages. May be repeated."""
         with self._lock:
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None
@@ -101,7 +101,7 @@ class IpcConnector:
                 logger.error("%s: the receiver thread does not end", self.socket_path)
 
     def fetch_received(self) -> list[object]:
-        """Return and forget everything received so far, oldest first."""
+        """Return and remove all received messages, oldest first."""
         fetched: list[object] = []
         while True:
             try:
@@ -110,11 +110,11 @@ class IpcConnector:
                 return fetched
 
     def peek_received(self) -> list[object]:
-        """Return everything received so far and keep it."""
+        """Return all received messages and keep them."""
         return list(self._received.copy())
 
     def clear(self) -> None:
-        """Forget everything received so far."""
+        """Remove all received messages."""
         self._received.clear()
 
     def send(self, message: object, timeout_s: float | None = None) -> None:

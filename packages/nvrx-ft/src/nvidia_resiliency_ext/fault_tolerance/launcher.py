@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's public API: what `ft_launcher` runs and what programs import. No logic here.
+"""The launcher's public API for `ft_launcher` and for programs that import it. No logic here.
 
 Names are loaded when they are first used, so that `ft_launcher --help` and the launcher itself
 import neither torch nor what they do not need.
@@ -60,8 +60,8 @@ def __dir__() -> list[str]:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `ft_launcher` with `args` (default: the command line) and leave with its exit code.
 
-    Without `args` the process is taken for the launcher's own: where a thread is still inside torch
-    it ends after exit functions and output, and no caller gets `SystemExit`.
+    Without `args` the process belongs to the launcher: if a thread is still inside torch, the
+    process ends after exit functions and output, and no caller gets `SystemExit`.
     """
     try:
         from nvidia_resiliency_ext.fault_tolerance._cli.program import run_command_line

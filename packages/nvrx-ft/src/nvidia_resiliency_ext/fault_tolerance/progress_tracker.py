@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting restarts that brought no progress; it neither restarts nor ends anything."""
+"""Count restarts without progress; it does not restart or stop anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_LIMIT_BYTES = 4096
 
 
 class IterationFile:
-    """One file that holds one integer; a dead file system holds up one read, in one thread."""
+    """A file that holds one integer; a hung file system blocks at most one read, in one thread."""
 
     def __init__(self, path: str, timeout_s: float = 2.0) -> None:
         """Remember `path`; nothing is read yet."""
@@ -51,16 +51,16 @@ class IterationFile:
 
 
 class TrainingProgressTracker:
-    """Compares the iteration reached in each cycle with the furthest one reached before.
+    """Compare the iteration reached in each cycle with the highest one reached before.
 
-    The iteration comes from the file that checkpointing keeps, when one is configured, else from
-    what ranks report through `update_iteration`. Not thread-safe.
+    The iteration comes from the checkpoint iteration file, if one is configured, else from the
+    values that ranks report with `update_iteration`. Not thread-safe.
 
     Attributes:
-        current_max_iteration: furthest iteration of the present cycle.
-        last_restart_iteration: the baseline: furthest iteration of all earlier cycles.
+        current_max_iteration: highest iteration of the current cycle.
+        last_restart_iteration: the baseline: highest iteration of all earlier cycles.
         no_progress_count: cycles in a row that gained less than the minimum.
-        cycle_number: the present cycle.
+        cycle_number: the current cycle.
 
     Example:
         >>> tracker = TrainingProgressTracker(max_no_progress_cycles=1)
@@ -85,8 +85,8 @@ class TrainingProgressTracker:
 
         Args:
             min_progress_iterations: a cycle that gains fewer iterations made no progress.
-            max_no_progress_cycles: so many such cycles in a row are too many; <= 0 disables.
-            initial_cycle_number: number of the present cycle.
+            max_no_progress_cycles: the limit of such cycles in a row; <= 0 disables it.
+            initial_cycle_number: number of the current cycle.
             checkpoint_iteration_file: path of a file that holds the last saved iteration.
         """
         self.min_progress_iterations = min_progress_iterations
@@ -115,11 +115,11 @@ class TrainingProgressTracker:
         self.current_max_iteration = max(self.current_max_iteration, iteration)
 
     def sync_cycle_number(self, new_cycle_number: int) -> None:
-        """Set `new_cycle_number`, from 0, on which the job agreed."""
+        """Set `new_cycle_number`, counted from 0, to the one of the job."""
         self.cycle_number = new_cycle_number
 
     def analyze_previous_cycle(self) -> None:
-        """Judge the cycle that just ended; call it once before each restart."""
+        """Evaluate the cycle that just ended; call it once before each restart."""
         if not self.is_enabled:
             return
         if self._file is not None:
@@ -139,7 +139,7 @@ class TrainingProgressTracker:
         return self.is_enabled and self.no_progress_count >= self.max_no_progress_cycles
 
     def close(self) -> None:
-        """Let go of the file; a read that a dead file system holds is left to its daemon thread."""
+        """Release the file; a read that hangs continues in its daemon thread."""
         self._file = None
 
     def _count(self, gained: int) -> None:

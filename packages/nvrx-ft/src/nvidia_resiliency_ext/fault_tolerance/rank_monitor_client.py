@@ -45,10 +45,10 @@ DUMP_SIGNAL = signal.SIGRTMIN + 5
 class RankMonitorClient(HotPath):
     """A training script's connection to its rank monitor.
 
-    Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
-    due. If the monitor dies, training goes on and a new monitor at the same path is found in the
-    background, unless the configuration says `monitor_loss=fatal`. Calls from several threads are
-    safe; the two `calculate_and_set_*` calls are collective.
+    Heartbeats and sections are written to shared memory; the monitor reads them when a timeout may
+    have passed. If the monitor dies, training continues, and the client connects to its replacement
+    in the background, unless the configuration has `monitor_loss=fatal`. Calls from several threads
+    are safe; the two `calculate_and_set_*` calls are collective.
 
     Example:
         >>> client = RankMonitorClient()
@@ -60,7 +60,7 @@ class RankMonitorClient(HotPath):
     CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
 
     def __init__(self) -> None:
-        """Connect to nothing yet."""
+        """Create a client without a connection."""
         super().__init__()
         self.logger = logging.getLogger("nvrx")
         self.is_initialized = False
@@ -93,22 +93,22 @@ class RankMonitorClient(HotPath):
 
     @property
     def rank_monitor_socket(self) -> socket.socket | None:
-        """The connection to the monitor, None while there is none."""
+        """The connection to the monitor, None without a connection."""
         return None if self._link is None else self._link.sock
 
     def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
         """Open the session with this rank's monitor.
 
         Args:
-            num_warmup_iters: Iterations during which the timeout `warmup` stands in for `step`;
+            num_warmup_iters: Iterations in which the timeout `warmup` replaces that of `step`;
                 the configured number if None.
 
         Raises:
-            RankMonitorClientError: There is a session already, also that of another client in this
-                process, the environment names no monitor, or the monitor cannot be reached or
-                refuses.
+            RankMonitorClientError: This process already has a session (of any client), the
+                environment names no monitor, or the monitor cannot be reached or refuses the
+                session.
             RuntimeError: This process's rank is unknown.
-            TypeError: The number of iterations is none.
+            TypeError: `num_warmup_iters` is not an integer.
         """
         from ._monitor.link import LinkError, RankLink
 
@@ -155,7 +155,7 @@ class RankMonitorClient(HotPath):
         self._apply_loaded()
 
     def shutdown_workload_monitoring(self) -> None:
-        """End the session; harmless without one, never collective, and waits for no peer."""
+        """End the session, if there is one; not a collective, and waits for no other rank."""
         self._check_process()
         if self.is_initialized:
             # For a checkpoint after the end, and for a later session.
@@ -165,11 +165,11 @@ class RankMonitorClient(HotPath):
             self._release()
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
-        """Ask the launcher by `req` to exclude this node or to end the job, at the next rendezvous.
+        """Send `req` to the launcher: exclude this node, or end the job, at the next rendezvous.
 
         Raises:
             RuntimeError: The environment names no launcher.
-            TypeError: It is no request.
+            TypeError: `req` is not a `WorkloadControlRequest`.
         """
         if not isinstance(req, WorkloadControlRequest):
             raise TypeError(
@@ -186,7 +186,7 @@ class RankMonitorClient(HotPath):
 
     @property
     def timeouts_calc(self) -> TimeoutsCalc | None:
-        """What was measured so far, up to date; None before the first session."""
+        """The times measured until now; None before the first session."""
         if self._calc is not None:
             self._flush(self._calc)
         return self._calc
@@ -222,14 +222,14 @@ class RankMonitorClient(HotPath):
         Args:
             selected_sections: Sections to set; all if None. As in `start_section`, names that
                 the configuration does not have are ignored.
-            calc_out_of_section: Whether to set the timeout of the time outside sections, too.
-            skip_if_not_ready: Return False when something was not measured, instead of raising.
+            calc_out_of_section: Whether to set also the timeout of the time outside sections.
+            skip_if_not_ready: Return False when a time was not measured, instead of raising.
 
         Returns:
             Whether the timeouts were set, here and in the monitor.
 
         Raises:
-            RankMonitorClientError: Not initialised, or something was not measured.
+            RankMonitorClientError: Not initialised, or a time was not measured.
             TimeoutsCalcError: There is no process group.
         """
         calc = self._synchronized_calc(counts_outside=calc_out_of_section)
@@ -257,7 +257,7 @@ class RankMonitorClient(HotPath):
         return {self.CURRENT_TIMEOUTS_STATE_KEY: state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the `state` that `state_dict` returned; in a session its timeouts count at once."""
+        """Load a `state` from `state_dict`; in a session its timeouts apply at once."""
         self._check_process()
         current = state.get(self.CURRENT_TIMEOUTS_STATE_KEY) or {}
         self.loaded_hb_timeouts, self.loaded_section_timeouts = _read_state(current)

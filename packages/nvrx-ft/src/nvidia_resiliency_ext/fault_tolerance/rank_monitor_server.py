@@ -173,8 +173,8 @@ class RankMonitorLogger(logging.Logger):
 class RankMonitorServer:
     """A monitor for one rank, without a launcher.
 
-    It judges and kills like the launcher's monitor, but it sweeps nothing: what it knows of the
-    job is one rank. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+    It detects and kills hung ranks like the launcher's monitor, but does not clean up other
+    processes of the job. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0
@@ -192,10 +192,10 @@ class RankMonitorServer:
 
         Args:
             cfg: The configuration.
-            ipc_socket_path: Where to listen.
-            rank_monitor_ready_event: Set by `serve` when signals are obeyed, too.
+            ipc_socket_path: Path of the socket.
+            rank_monitor_ready_event: Set by `serve` when signal handlers are installed.
             logger: Writes the layered-restart lines.
-            is_restarter_logger: Whether there are any.
+            is_restarter_logger: Whether to write such lines.
         """
         start = Start(
             config=cfg.to_dict(),
@@ -207,7 +207,7 @@ class RankMonitorServer:
         self._ready = rank_monitor_ready_event
 
     def serve(self) -> None:
-        """Watch the rank until a signal ends this."""
+        """Monitor the rank until a signal arrives."""
         with leave_at_signals(self._server):
             self._ready.set()
             self._server.run()
@@ -224,7 +224,7 @@ class RankMonitorServer:
         is_restarter_logger: bool,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Be a monitor: the body of a process.
+        """Run a monitor as the main function of a process.
 
         Args:
             cfg: The configuration.
@@ -248,9 +248,9 @@ class RankMonitorServer:
         mp_ctx: object = None,
         env: Mapping[str, str] | None = None,
     ) -> MonitorProcess:
-        """Start a monitor in a process of its own and wait until it listens.
+        """Start a monitor in a separate process and wait until it listens.
 
-        It ends when this process does, however that happens.
+        The monitor ends when this process ends for any reason.
 
         Args:
             cfg: The configuration.
@@ -278,7 +278,7 @@ class RankMonitorServer:
 class MonitorProcess:
     """A monitor's process with the methods of `multiprocessing.Process`.
 
-    It is daemonic: it ends with this process. It goes on if only this object is dropped.
+    It is daemonic: it ends with this process. It continues if only this object is deleted.
     """
 
     def __init__(self, handle: MonitorHandle) -> None:

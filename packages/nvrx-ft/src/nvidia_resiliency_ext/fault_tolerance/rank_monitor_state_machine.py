@@ -20,7 +20,7 @@ __all__ = [
 
 
 class RankMonitorState(Enum):
-    """Where the monitor of one rank is in the life of the job."""
+    """State of the monitor of one rank."""
 
     UNINITIALIZED = 1
     INITIALIZE = 2
@@ -32,7 +32,7 @@ class RankMonitorState(Enum):
 
 
 class InvalidStateTransitionException(Exception):  # noqa: N818 - a public name
-    """A state was asked for that cannot follow the present one."""
+    """The requested state cannot follow the current one."""
 
 
 class RestarterEventLogger(Protocol):
@@ -96,14 +96,14 @@ class RankMonitorStateMachine:
         self.state = RankMonitorState.UNINITIALIZED
 
     def can_transition_to(self, new_state: RankMonitorState) -> bool:
-        """Return whether `new_state` may follow the present one."""
+        """Return whether `new_state` may follow the current one."""
         return new_state in _NEXT[self.state]
 
     def transition_to(self, new_state: RankMonitorState) -> None:
         """Enter `new_state` and write its line.
 
         Raises:
-            InvalidStateTransitionException: `new_state` may not follow the present one.
+            InvalidStateTransitionException: `new_state` may not follow the current one.
         """
         if not self.can_transition_to(new_state):
             raise InvalidStateTransitionException(
@@ -117,11 +117,11 @@ class RankMonitorStateMachine:
         return self.state in _HANDLING
 
     def handle_heartbeat_msg(self) -> None:
-        """A heartbeat came from the rank."""
+        """Record a heartbeat of the rank."""
         self._handle_sign_of_life("heartbeat")
 
     def handle_section_msg(self) -> None:
-        """A section event came from the rank."""
+        """Record a section event of the rank."""
         self._handle_sign_of_life("section")
 
     def _handle_sign_of_life(self, what: str) -> None:
@@ -133,7 +133,7 @@ class RankMonitorStateMachine:
             raise AssertionError(f"a {what} message cannot come in state {self.state.name}")
 
     def handle_ipc_connection_lost(self) -> None:
-        """The connection to the rank ended, in whatever way."""
+        """Record the end of the connection to the rank."""
         if self.state in (_S.INITIALIZE, _S.HANDLING_COMPLETED):
             self.transition_to(_S.HANDLING_START)
         elif self.state in _HANDLING:
@@ -147,7 +147,7 @@ class RankMonitorStateMachine:
             self.transition_to(_S.FINALIZED)
 
     def periodic_restart_check(self) -> None:
-        """Log that the restart is still under way."""
+        """Log that the restart is still in progress."""
         if not self.is_restarting():
             raise AssertionError(f"no restart is under way in state {self.state.name}")
         self.transition_to(_S.HANDLING_PROCESSING)

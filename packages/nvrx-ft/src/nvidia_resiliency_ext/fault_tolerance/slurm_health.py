@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nvrx-slurm-health`: writes which units of a Slurm job have nodes that Slurm calls unavailable.
 
-Run it in the batch script, or beside `nvrx-control`; launchers obey with
-`--ft-segment-health-check-dir`. One look costs two commands, `sinfo` and `squeue`. Owns the
-questions to Slurm and what the answers mean; the file is `_health/segment_health.py`'s.
+Run it in the batch script, or next to `nvrx-control`; launchers read its file with
+    `--ft-segment-health-check-dir`. Each run calls `sinfo` and `squeue` once. Owns the calls of
+    Slurm and the meaning of their output; `_health/segment_health.py` owns the file.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _SQUEUE: Final = ("squeue", "--noheader", "--array", "--format=%K|%N")
 
 
 class SlurmAnswerError(RuntimeError):
-    """Slurm did not answer, or not as it should; the message says which command and why."""
+    """Slurm gave no answer or an invalid one; the message names the command and the reason."""
 
 
 def unavailable_nodes(sinfo: str) -> dict[str, str]:
-    """Return what is wrong with each node that must not work.
+    """Return the problem of each node that must not work.
 
-    `sinfo` is what that command printed, lines of `NODE|STATE|REASON`.
+    `sinfo` is the output of that command, lines of `NODE|STATE|REASON`.
 
     Raises:
-        SlurmAnswerError: A line is none of these.
+        SlurmAnswerError: A line has another form.
     """
     found: dict[str, str] = {}
     for line in sinfo.splitlines():
@@ -65,15 +65,15 @@ def unavailable_nodes(sinfo: str) -> dict[str, str]:
 def excluded_units(
     squeue: str, job_id: str, unavailable: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the units that have unavailable nodes, with what is wrong with these.
+    """Return the units that have unavailable nodes, with the problems of these nodes.
 
     Args:
-        squeue: What `squeue` printed, lines of `TASK|NODES`; the task of a plain job is `N/A`.
+        squeue: Output of `squeue`, lines of `TASK|NODES`; the task of a plain job is `N/A`.
         job_id: The job, or the array.
         unavailable: From `unavailable_nodes`.
 
     Raises:
-        SlurmAnswerError: A line is none of these.
+        SlurmAnswerError: A line has another form.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for line in squeue.splitlines():
@@ -88,19 +88,19 @@ def excluded_units(
 
 
 def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Ask Slurm once and write the file of a job; without exclusions there is none.
+    """Ask Slurm once and write the file of a job; without exclusions, remove the file.
 
     Args:
-        directory: That of `--ft-segment-health-check-dir`; it must exist.
+        directory: Directory of `--ft-segment-health-check-dir`; it must exist.
         job_id: The job, or the array.
         environ: The environment of Slurm's commands.
 
     Returns:
-        The excluded units and what is wrong with their nodes.
+        The excluded units and the problems of their nodes.
 
     Raises:
-        SlurmAnswerError: Slurm did not answer; the file is what it was.
-        OSError: The file cannot be written; it is what it was.
+        SlurmAnswerError: Slurm did not answer; the file is unchanged.
+        OSError: The file cannot be written; it is unchanged.
     """
     unavailable = unavailable_nodes(_ask(_SINFO, environ))
     excluded = excluded_units(_ask((*_SQUEUE, f"--jobs={job_id}"), environ), job_id, unavailable)
@@ -182,7 +182,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program with `argv` (None: the process's arguments without its name) and exit.
 
-    The exit code is 0, 1 where a single look failed, 2 for a wrong command line.
+    The exit code is 0, 1 if a single run failed, or 2 for a wrong command line.
     """
     open_missing_streams()
     parser = get_args_parser()

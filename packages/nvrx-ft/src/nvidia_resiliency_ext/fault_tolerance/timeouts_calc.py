@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured times of one rank and the timeouts that follow from them; sends nothing to a monitor."""
+"""Measured times of one rank and the timeouts calculated from them; sends nothing to a monitor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TimeoutsCalc:
             sections: names of the sections that are timed.
             start_time: when the rank started; now if None.
             safety_factor: a timeout is this many times the longest interval seen.
-            clock: source of the time wherever a method is not given one.
+            clock: source of the time for methods that get no time.
         """
         self._clock = clock
         self.start_time: float = clock() if start_time is None else start_time
@@ -68,7 +68,7 @@ class TimeoutsCalc:
         return not self.open_sections
 
     def reset_start_time(self) -> None:
-        """Let the time to the first heartbeat, and the first out-of-section stretch, begin now."""
+        """Begin the time to the first heartbeat, and the first out-of-section time, now."""
         self.start_time = self._clock()
 
     def update_on_heartbeat(self, hb_time: float | None = None) -> None:
@@ -120,7 +120,7 @@ class TimeoutsCalc:
             self.last_section_close_time = now
 
     def maybe_bump_oos_time(self, curr_time: float | None = None) -> None:
-        """Count the current out-of-section stretch up to `curr_time` (now if None), if in one."""
+        """Count the current out-of-section time, if any, up to `curr_time` (now if None)."""
         if self.open_sections:
             return
         now = self._clock() if curr_time is None else curr_time
@@ -191,8 +191,8 @@ class TimeoutsCalc:
     ) -> SectionTimeouts:
         """Return section timeouts, merged into `current`.
 
-        What is selected is calculated, as the mean with `current`'s value when that was calculated
-        too; the rest keeps `current`'s value (None without one).
+        Selected timeouts are calculated, as the mean with `current`'s value if that was also
+        calculated; all others keep `current`'s value (None without one).
 
         Args:
             selected_sections: Names of the sections to calculate; None: all.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch finds by the entry point group `torchrun.handlers`: `torchrun --rdzv-backend=nvrx`.
+"""Entry point of the group `torchrun.handlers` for `torchrun --rdzv-backend=nvrx`.
 
-A file of its own because every torchrun of an environment loads it, whatever its backend is.
+A separate file, because every torchrun of an environment loads it, with any backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["get_handler_creator"]
 
 
 def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes the handler of a `torchrun --rdzv-backend=nvrx`; always the same."""
+    """Return the function that creates the handler of `torchrun --rdzv-backend=nvrx`."""
     return _create
 
 

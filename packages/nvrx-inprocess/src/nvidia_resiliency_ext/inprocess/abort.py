@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What unblocks a main thread after an interruption: callbacks, and chains of them."""
+"""Callbacks that unblock the main thread after an interruption, and chains of them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ logger = logging.getLogger("nvrx")
 def run_abort(abort: Callable[[FrozenState], Any], state: FrozenState, deadline_s: float) -> None:
     """Call an abort, or the members of a `Compose` of aborts, the last one first.
 
-    A member that raises, or is late, does not keep the others from running: it may use half of the
-    time that is left, the last one all of it.
+    A member that raises or is late does not prevent the others from running: it may use half of the
+    remaining time, the last one all of it.
     """
     deadline = Deadline.after(deadline_s)
     members = list(members_of(abort))[::-1]
@@ -107,7 +107,7 @@ _FP8_MODULES = ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.qu
 class AbortTransformerEngine(Abort):
     """Destroys TransformerEngine's user buffers and resets its FP8 state, where it is installed.
 
-    It must run after `AbortTorchDistributed`: in a `Compose` it stands before it.
+    It must run after `AbortTorchDistributed`: write it before that one in a `Compose`.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -160,16 +160,16 @@ _DESTROY_AT_LEAST_S = 1.0
 class AbortTorchDistributed(Abort):
     """Aborts the collectives of all process groups, then destroys the groups.
 
-    NCCL's backends are aborted all at once, gloo's connections are shut down; the main thread, if
-    it waits for a collective, gets an error and goes on, even if something keeps the group alive.
-    Something that fails, or does not end, does not keep the rest from being done.
+    NCCL's backends are aborted all at once, and gloo's connections are shut down. A main thread
+    that waits for a collective gets an error and continues, even if other code keeps the group
+    alive. A step that fails, or does not end, does not prevent the other steps.
 
     Args:
-        torch_fr_trace_path: Folder for what torch's flight recorder knows at that moment, as
+        torch_fr_trace_path: Folder for the current data of torch's flight recorder, as
             `iter_<iteration>/_dump_<rank>.json`; default: `NVRX_FR_TRACE_PATH`, else none. It is
             saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
             `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is logged once.
-        timeout: How long all of it may take.
+        timeout: Longest total time.
 
     Raises:
         TypeError: An argument has another type.

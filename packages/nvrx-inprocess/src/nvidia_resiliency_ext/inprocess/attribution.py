@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an iteration was interrupted: kinds, records and their text. It notices nothing itself."""
+"""Reasons for the interruption of an iteration: kinds, records and their text. Detects nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 200
 
 
 class Interruption(enum.Enum):
-    """What forced a restart."""
+    """Reason for a restart."""
 
     EXCEPTION = enum.auto()
     BASE_EXCEPTION = enum.auto()

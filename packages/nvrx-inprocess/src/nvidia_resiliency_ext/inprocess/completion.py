@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of what runs after success."""
+"""The base class of callbacks after success."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Completion"]
 
 
 class Completion(abc.ABC):
-    """Called once on each rank when the function has completed; what it raises is logged.
+    """Called once on each rank when the function has completed; exceptions are only logged.
 
     Example:
         >>> from nvidia_resiliency_ext.inprocess.completion import Completion

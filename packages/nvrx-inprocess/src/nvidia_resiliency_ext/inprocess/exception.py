@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of in-process restart, by what they do to the rank.
+"""The errors of in-process restart, by their effect on the rank.
 
-- `RestartError`: an ordinary error; in the function it makes all ranks restart. Of its kind are
+- `RestartError`: an ordinary error; in the function it makes all ranks restart. Subclasses are
   `HealthCheckError` (a health check failed; after a fault the rank leaves with it), `InternalError`
-  (a part of the wrapper did not do its duty) and `TimeoutError` (a part, or a callback, did not end
-  in its time).
+  (a part of the wrapper failed) and `TimeoutError` (a part, or a callback, did not end
+  in time).
 - `RestartAbort`, a BaseException: the rank leaves the wrapper at once.
 
-`RankDiscarded`, `FaultCounterExceeded` and the errors of barriers stand beside what raises them.
+`RankDiscarded`, `FaultCounterExceeded` and barrier errors are in the modules that raise them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HealthCheckError(RestartError):
 
 
 class InternalError(RestartError):
-    """A part of the wrapper did not do its duty."""
+    """A part of the wrapper failed."""
 
 
 class TimeoutError(RestartError):  # noqa: A001 - the name that users catch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cleans up a rank after a fault: the base class, and clean-up with a time limit."""
+"""Callbacks that clean up a rank after a fault: the base class, and one with a time limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Finalize", "ThreadedFinalize"]
 
 
 class Finalize(abc.ABC):
-    """Called on each rank after the abort, when the function has been left.
+    """Called on each rank after the abort, when the function has ended.
 
-    What it raises makes this rank leave the wrapper.
+    An exception makes this rank leave the wrapper.
     """
 
     @abc.abstractmethod

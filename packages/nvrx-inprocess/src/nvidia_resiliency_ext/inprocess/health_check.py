@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this rank fit to go on? The base class and the checks that are built in.
+"""Check whether this rank can continue: the base class and the built-in checks.
 
-A check raises when the rank is unfit. Where there is nothing to look at, no GPU or no adapter, it
-says so in one line and passes.
+A check raises when the rank is unhealthy. If there is nothing to check, no GPU or no adapter, it
+logs one line and passes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HealthCheck(abc.ABC):
 
 
 class CudaHealthCheck(HealthCheck):
-    """Does the rank's CUDA device still answer? Passes if the process does not use CUDA.
+    """Check that the rank's CUDA device still answers; pass if the process does not use CUDA.
 
     Args:
         timeout: How long both synchronisations together may take.
@@ -80,7 +80,7 @@ class CudaHealthCheck(HealthCheck):
 
 
 class FaultCounter(HealthCheck):
-    """Lets a rank take part in so many restarts of which its own function was the cause.
+    """Limit the number of restarts that were caused by this rank's own function.
 
     It counts within one call of the wrapped function.
 
@@ -166,20 +166,20 @@ class _ChainedHealthCheck(HealthCheck):
 
 
 class ChainedGPUHealthCheck(_ChainedHealthCheck):
-    """Does the driver want nothing done to the GPU?
+    """Check that the driver requests no recovery of the GPU.
 
     Args:
-        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+        device_index: Local rank whose GPU is checked; `None` checks all GPUs of the node.
     """
 
     _check_name = "GPUHealthCheck"
 
 
 class ChainedNVLHealthCheck(_ChainedHealthCheck):
-    """Are the GPU's NVLinks up? The answer is only logged: a job can run without some of them.
+    """Check the GPU's NVLinks; only log the result, because a job can run without some of them.
 
     Args:
-        device_index: Local rank whose GPU is looked at; `None` looks at all of the node.
+        device_index: Local rank whose GPU is checked; `None` checks all GPUs of the node.
     """
 
     _check_name = "NVLHealthCheck"
@@ -190,10 +190,10 @@ class ChainedNVLHealthCheck(_ChainedHealthCheck):
 
 
 class ChainedNicHealthCheck(_ChainedHealthCheck):
-    """Has a link of the GPU's network adapter gone down since this object was made?
+    """Check whether a link of the GPU's adapter has gone down since this object was created.
 
     Args:
-        device_index: Local rank whose adapter is looked at; `None` looks at none.
+        device_index: Local rank whose adapter is checked; `None` checks none.
     """
 
     _check_name = "NicHealthCheck"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs at the start of every iteration: the base class, and the limit of restarts."""
+"""Callbacks at the start of every iteration: the base class, and the limit of restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Initialize", "RetryController"]
 
 
 class Initialize(abc.ABC):
-    """Called on each rank at the start of every iteration, the first included.
+    """Called on each rank at the start of every iteration, including the first.
 
     An `Exception` makes all ranks restart, any other exception makes this rank leave.
     """
@@ -25,12 +25,12 @@ class Initialize(abc.ABC):
 
 
 class RetryController(Initialize):
-    """Ends the job when there were too many restarts or too few ranks are left.
+    """End the job when there were too many restarts or too few ranks are left.
 
     Args:
-        max_iterations: How many times the function may be run; `None` for any number.
-        min_world_size: The fewest living ranks.
-        min_active_world_size: The fewest ranks that run the function.
+        max_iterations: Maximum number of runs of the function; `None` for any number.
+        min_world_size: Minimum number of surviving ranks.
+        min_active_world_size: Minimum number of ranks that run the function.
 
     Raises:
         TypeError: An argument is not an integer.

@@ -21,7 +21,7 @@ class Timestamp:
 
     Attributes:
         auto: When its main thread last ran bytecode.
-        manual: When its function last called `ping`; `None` as long as it has not.
+        manual: When its function last called `ping`; `None` before the first call.
     """
 
     auto: float | None = None
@@ -38,7 +38,7 @@ class _Receiver(Protocol):
 
 
 class ProgressWatchdog:
-    """Sends a time stamp for every sign of progress.
+    """Sends a time stamp for every progress signal.
 
     Args:
         rank: For messages.
@@ -58,7 +58,7 @@ class ProgressWatchdog:
         self._is_shut_down = False
 
     def start(self) -> None:
-        """Begin to stamp."""
+        """Start to send automatic time stamps."""
         self._watchdog.start()
 
     def stamp_auto(self) -> None:
@@ -70,7 +70,7 @@ class ProgressWatchdog:
         self._send(manual=time.monotonic())
 
     def reset(self) -> None:
-        """Begin anew: the function need not call `ping` until it has called it again."""
+        """Reset: a missing `ping` counts again only after the next call of `ping`."""
         self._send(auto=time.monotonic(), manual=None)
 
     def send(self) -> None:
@@ -83,7 +83,7 @@ class ProgressWatchdog:
             self._receiver.send_timestamp(self._timestamp)
 
     def pause_and_synchronize(self) -> None:
-        """Begin anew with one stamp, then send no automatic one until `resume`."""
+        """Reset with one stamp, then send no automatic stamp until `resume`."""
         with self._lock:
             self._timestamp = Timestamp(self._timestamp.auto)
         self._watchdog.pause()
@@ -94,7 +94,7 @@ class ProgressWatchdog:
         self._paused.wait()
 
     def resume(self) -> None:
-        """Go on after a pause; harmless when there was none.
+        """Continue after a pause; does nothing without one.
 
         Raises:
             RuntimeError: It was shut down.

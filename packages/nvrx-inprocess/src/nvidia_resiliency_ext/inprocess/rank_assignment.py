@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank assignment: who goes on after a restart, under which number, and who is active.
+"""Rank assignment: which ranks continue after a restart, their numbers, and the active ranks.
 
-Each class is called with a `RankAssignmentCtx` on every living rank, decides the same everywhere,
-and changes the context for the calling rank. What is decided stands in `_ranks`; a rank that is
-not in the result raises `RankDiscarded`.
+Each class is called with a `RankAssignmentCtx` on every surviving rank, makes the same decision on
+all of them, and changes the context for the calling rank. The decisions are made in `_ranks`; a
+rank that is not in the result raises `RankDiscarded`.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class RankAssignmentCtx:
     """Argument and result of a rank assignment.
 
     Attributes:
-        state: Where the calling rank stands.
+        state: State of the calling rank.
         store: The store of the call.
-        terminated_ranks: Ranks that do not go on, in the numbering of the state.
+        terminated_ranks: Ranks that do not continue, in the numbering of the state.
     """
 
     state: State
@@ -94,7 +94,7 @@ class RankAssignment(abc.ABC):
 
 
 class RankFilter(RankAssignment):
-    """Base of rank assignments that choose among ranks and give no new numbers."""
+    """Base of rank assignments that choose ranks but do not renumber them."""
 
 
 class _Renumber(RankAssignment):
@@ -132,7 +132,7 @@ class ShiftRanks(_Renumber):
 
 
 class FillGaps(_Renumber):
-    """Survivors keep their number where they can; the last ones take the free numbers, ascending.
+    """Survivors keep their number if possible; the last ones take the free numbers, ascending.
 
     Of 8 without {1, 4, 5}: 0, 2 and 3 stay, 6 becomes 1 and 7 becomes 4.
     """
@@ -149,7 +149,7 @@ class ActivateAllRanks(RankFilter):
 
 
 class MaxActiveWorldSize(RankFilter):
-    """At most so many ranks are active, the first ones; the others are reserves.
+    """Activate at most this number of ranks, the first ones; the others are reserve ranks.
 
     Args:
         max_active_world_size: The limit; `None` for none.
@@ -171,10 +171,10 @@ class MaxActiveWorldSize(RankFilter):
 
 
 class ActiveWorldSizeDivisibleBy(RankFilter):
-    """As many ranks are active as make a multiple of a number; the others are reserves.
+    """Activate a number of ranks that is a multiple of a divisor; the others are reserve ranks.
 
     Args:
-        divisor: The number.
+        divisor: The divisor.
 
     Raises:
         ValueError: It is less than 1.
@@ -191,13 +191,13 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
 
 
 class FilterCountGroupedByKey(RankFilter):
-    """Ranks whose group has not the right size are terminated; a renumbering step must follow.
+    """Terminate the ranks of groups with a wrong size; a renumbering step must follow.
 
-    All living ranks call it together and tell each other their keys through the store.
+    All surviving ranks call it together and exchange their keys through the store.
 
     Args:
-        key_or_fn: The key of the group, or what is called with the rank's `State` to get it.
-        condition: Is called with the number of living ranks of a group; the group stays if true.
+        key_or_fn: The key of the group, or a function of the rank's `State` that returns it.
+        condition: Called with the number of surviving ranks of a group; the group stays if true.
         timeout: How long ranks wait for each other.
 
     Raises:
@@ -219,7 +219,7 @@ class FilterCountGroupedByKey(RankFilter):
         self.timeout = timeout
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Add the ranks of failing groups to `ctx.terminated_ranks`; all living ranks must call."""
+        """Add ranks of failing groups to `ctx.terminated_ranks`; all surviving ranks call it."""
         state, terminated = ctx.state, ctx.terminated_ranks
         if _rank_of(state) not in terminated:
             living = [rank for rank in range(state.world_size) if rank not in terminated]
@@ -233,15 +233,15 @@ FilterGroupedByKey = FilterCountGroupedByKey
 
 
 class Tree(RankAssignment):
-    """Ranks stand in a tree of topology or of groups; reserves replace lost ranks near them.
+    """Arrange ranks in a tree of topology or groups; close reserve ranks replace lost ranks.
 
-    It counts, activates, replaces and renumbers in one, so it stands alone and in no `Compose`.
-    The guide "Reserve ranks and topology" tells with examples what it does.
+    It counts, activates, replaces and renumbers ranks in one step; do not put it into a `Compose`.
+    The guide "Reserve ranks and topology" explains it with examples.
 
     Args:
-        layers: From the root, to which all ranks belong, down to the one above the ranks.
-        world_size_filter: Maps the number of active ranks to the one that is wanted, at most as
-            many; the others become reserves.
+        layers: From the root, to which all ranks belong, down to the layer above the ranks.
+        world_size_filter: Maps the number of active ranks to the wanted number, which must not be
+            larger; the others become reserve ranks.
 
     Raises:
         ValueError: There are no layers.
@@ -304,7 +304,7 @@ class Tree(RankAssignment):
 
     @property
     def rank_map(self) -> LeafMap:
-        """Leaves by present rank."""
+        """Leaves by current rank."""
         view = self._drawn()
         return LeafMap(view, dict(enumerate(view.plan.order)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Older names for choosing active ranks; `rank_assignment` has the present ones."""
+"""Older names for choosing active ranks; `rank_assignment` has the current ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankFilter(abc.ABC):
 
 
 class MaxActiveWorldSize(RankFilter):
-    """Deprecated: at most so many ranks are active.
+    """Deprecated: limit the number of active ranks.
 
     Args:
         max_active_world_size: The limit; `None` for none.
@@ -55,10 +55,10 @@ class MaxActiveWorldSize(RankFilter):
 
 
 class ActiveWorldSizeDivisibleBy(RankFilter):
-    """Deprecated: as many ranks are active as make a multiple of a number.
+    """Deprecated: the number of active ranks is a multiple of a divisor.
 
     Args:
-        divisor: The number.
+        divisor: The divisor.
 
     Raises:
         ValueError: It is less than 1.

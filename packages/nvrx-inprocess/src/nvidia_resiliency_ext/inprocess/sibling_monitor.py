@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that watch each other through the store's heartbeats, for who has no monitor.
+"""Ranks that check each other by heartbeats in the store, for programs without a monitor.
 
 The wrapper does not use these threads: there one monitor per node watches the next node.
 """
@@ -60,7 +60,7 @@ class Heartbeat(_Periodic):
         rank: Whose.
         store: A `StoreMixin` that nobody else uses.
         interval: How often.
-        timeout: Age at which others will take the rank for lost.
+        timeout: Age of a heartbeat at which others regard the rank as lost.
     """
 
     def __init__(self, rank: int, store: Any, interval: timedelta, timeout: timedelta) -> None:
@@ -75,9 +75,9 @@ class Heartbeat(_Periodic):
 
 
 class SiblingMonitor(_Periodic):
-    """Watches the heartbeat of the next rank, and of all when that is late.
+    """Checks the heartbeat of the next rank, and of all ranks when that one is late.
 
-    What counts is whether a heartbeat changes, by this host's clock; never another one's.
+    It measures with this host's clock whether a heartbeat changes; clocks are not compared.
 
     Args:
         store: A `StoreMixin` of the iteration that nobody else uses.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank stands in a call: `State`, which the wrapper changes, and its frozen snapshot.
+"""State of a rank in a call: `State`, which the wrapper changes, and its frozen snapshot.
 
 Callbacks get the snapshot. It shares its values with the state, so it costs nothing and works for
 exceptions that cannot be copied.
@@ -51,18 +51,18 @@ def _same_field(field: dataclasses.Field[Any]) -> Any:
 
 @dataclass
 class State:
-    """Where a rank stands; see the guide for the three ways of numbering.
+    """State of a rank; the guide explains its three numbers.
 
     Attributes:
         rank: The wrapper's number for this rank; changes as ranks are lost.
-        world_size: How many ranks live.
-        active_rank: What the function sees as `RANK`; `None` while the rank is a reserve.
-        active_world_size: What the function sees as `WORLD_SIZE`.
+        world_size: Number of surviving ranks.
+        active_rank: The value of `RANK` in the function; `None` while the rank is a reserve rank.
+        active_world_size: The value of `WORLD_SIZE` in the function.
         initial_rank: `RANK` at the call; never changes.
         initial_world_size: `WORLD_SIZE` at the call; never changes.
         iteration: 0 for the first run of the function, one more for each restart.
         mode: What the rank does.
-        fn_exception: What the function raised on this rank; `None` if only others failed.
+        fn_exception: Exception of the function on this rank; `None` if only others failed.
 
     Example:
         >>> from nvidia_resiliency_ext.inprocess.state import State
@@ -98,8 +98,8 @@ class State:
     def set_distributed_vars(self) -> None:
         """Export `RANK` and `WORLD_SIZE` for this iteration.
 
-        A rank without active rank runs no function; it gets the pair from before the call, so
-        that what reads them, a callback say, always finds two numbers that fit each other.
+        A rank without active rank does not run the function; it gets the values from before the
+        call, so that readers, such as callbacks, always find two consistent numbers.
         """
         rank, world_size = self.active_rank, self.active_world_size
         if rank is None or world_size is None:
@@ -108,7 +108,7 @@ class State:
             _inputs.export_ranks(rank, world_size)
 
     def advance(self) -> None:
-        """Begin the next iteration; lets go of the exception and all that its frames hold."""
+        """Begin the next iteration; release the exception and everything that its frames hold."""
         self.iteration += 1
         self.fn_exception = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value stores through which ranks agree: torch's, with barriers; one thread each."""
+"""The key-value stores that ranks use to agree: torch's, with barriers; for one thread each."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ _GRACE_S = 1.0
 
 
 def connect_client(make: Callable[[], Any], endpoint: Endpoint, limit_s: float) -> Any:
-    """Return the client of torch's that `make` connects; wait in Python until the port listens.
+    """Return the torch client that `make` connects; wait in Python until the port listens.
 
-    Torch itself waits more than three times as long, and heeds no signal meanwhile.
+    torch itself waits more than three times as long, and handles no signal during this wait.
     """
     deadline = time.monotonic() + limit_s
     if not wait_until_listening(endpoint.host, endpoint.port, limit_s):
@@ -82,14 +82,14 @@ class TCPStore(StoreMixin, TorchTCPStore):
     """A store over TCP; rank 0 hosts it unless another process listens there already.
 
     Args:
-        host_name: Where it listens; `MASTER_ADDR` by default.
+        host_name: The host of the store; `MASTER_ADDR` by default.
         port: Its port; `MASTER_PORT` by default.
         world_size: How many processes will connect; `WORLD_SIZE` by default.
         timeout: How long connecting, and waiting for a key, may take.
         wait_for_workers: Whether the host waits until all have connected.
         multi_tenant: Whether several stores of this process share one server.
-        use_libuv: Which of torch's servers it is; before torch 2.8 always the one without libuv,
-            as only that can listen at one address.
+        use_libuv: Which of torch's servers to use; before torch 2.8 always the one without libuv,
+            because only that one can listen at a single address.
     """
 
     critical_ranks = (0,)
@@ -147,7 +147,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
         return store
 
     def clone(self) -> TCPStore:
-        """Return the same store over a connection of its own, for another thread."""
+        """Return the same store over a new connection, for another thread."""
         endpoint = Endpoint(self.host, self.port, is_served=True)
         return TCPStore.connect(endpoint, _timeout_of(self), use_libuv=self._use_libuv)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of what runs on a rank that leaves."""
+"""The base class of callbacks on a rank that leaves."""
 
 from __future__ import annotations
 

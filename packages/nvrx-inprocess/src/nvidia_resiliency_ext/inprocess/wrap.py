@@ -55,46 +55,46 @@ _ALL_WORK: Any = Compose(ActivateAllRanks(), ShiftRanks())
 
 
 class Wrapper:
-    """Runs a distributed function again, in the same processes, when a rank of it fails.
+    """Call a distributed function again, in the same processes, when one of its ranks fails.
 
     Use it as a decorator: `@Wrapper(...)`, or `fn = Wrapper(...)(fn)`. All times are `timedelta`.
-    The function must be fit to be called again, and must not swallow `BaseException`.
+    It must be safe to call the function again, and it must not catch `BaseException`.
 
     Args:
-        store_factory: `store_factory(**store_kwargs)` makes a connection to the job's store, in
-            every rank and on every node's monitor; importable by its name.
-        store_kwargs: Its arguments: numbers, texts, truth values, None and `timedelta`.
+        store_factory: `store_factory(**store_kwargs)` creates a connection to the job's store, in
+            every rank and in every node's monitor; importable by its name.
+        store_kwargs: Its arguments: numbers, strings, booleans, None and `timedelta`.
         initialize: Called at the start of every iteration.
-        abort: Called from a helper thread after a fault; must let the main thread go on.
-        finalize: Called when the function has been left.
-        health_check: Called after `initialize`, and before this rank goes on after a fault.
-        rank_assignment: Numbers the ranks that are left and says which of them work.
-        monitor_thread_interval: Kept for programs that pass it; nothing is polled.
-        monitor_process_interval: Between two looks of the monitor at its ranks.
-        heartbeat_interval: Between two signs of life of a node.
-        progress_watchdog_interval: Between two automatic signs of progress of a rank.
-        soft_timeout: Age of the sign of progress at which all restart.
-        hard_timeout: Age at which the rank's process is killed.
-        heartbeat_timeout: Without a sign of life a node counts as lost after this.
-        barrier_timeout: For all ranks to come to the end of an interrupted iteration.
-        completion_timeout: For all ranks to complete, after this one has.
-        last_call_wait: After the first report of a fault, for others to be reported with it.
-        termination_grace_time: Between SIGTERM and SIGKILL.
+        abort: Called from a helper thread after a fault; must unblock the main thread.
+        finalize: Called after a fault, when the function has ended.
+        health_check: Called after `initialize`, and before this rank restarts after a fault.
+        rank_assignment: Renumbers the surviving ranks and chooses the active ones.
+        monitor_thread_interval: Accepted for compatibility; nothing is polled.
+        monitor_process_interval: Time between two checks of the ranks by the monitor.
+        heartbeat_interval: Time between two lease renewals of a node.
+        progress_watchdog_interval: Time between two automatic progress signals of a rank.
+        soft_timeout: Time without progress after which all ranks restart.
+        hard_timeout: Time without progress after which the rank's process is killed.
+        heartbeat_timeout: Time without a lease renewal after which a node counts as lost.
+        barrier_timeout: Longest wait until all ranks have left an interrupted iteration.
+        completion_timeout: Longest wait until all ranks have completed, after this one has.
+        last_call_wait: Wait after the first report of a fault for reports of other faults.
+        termination_grace_time: Time between SIGTERM and SIGKILL.
         monitor_process_logfile: Absolute path of the monitor's log; `{rank}` is replaced.
-        monitor_process_pidfile: Absolute path of a file with its process number.
+        monitor_process_pidfile: Absolute path of a file with the monitor's process id.
         enabled: False returns the function itself.
         completion: Called once when all ranks have completed.
         terminate: Called once when this rank leaves with an exception.
-        rank_filter: Older form of the last part of `rank_assignment`: chooses, after it, the ranks
-            that run the function. Give it only if `rank_assignment` has no filter.
+        rank_filter: Older form of the last part of `rank_assignment`: runs after it and chooses the
+            active ranks. Use it only if `rank_assignment` has no filter.
 
     Attributes:
-        restart_health_check: What is checked before this rank goes on after a fault: the members of
+        restart_health_check: Checks before this rank restarts after a fault: the members of
             `health_check`, then GPU, NVLink and network checks of device `LOCAL_RANK`; or None.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: two times do not fit together, a path is not absolute, or a port is none.
+        ValueError: two times conflict, a path is not absolute, or a port is invalid.
 
     Example:
         >>> from datetime import timedelta
@@ -157,14 +157,14 @@ class Wrapper:
                 ensure_started(needs_torch=store_factory is not TCPStore)
 
     def __call__(self, fn: F) -> F:
-        """Return `fn` wrapped, or itself where the wrapper is not enabled.
+        """Return `fn` wrapped, or `fn` itself if the wrapper is not enabled.
 
         Args:
             fn: The function. A parameter annotated with `CallWrapper` gets the object of the
                 running call.
 
         Raises:
-            TypeError: `fn` cannot be called, or its call only makes what is to be run later.
+            TypeError: `fn` is not callable, or is a coroutine or generator function.
         """
         check_callable("the wrapped function", fn)
         if any(is_lazy(fn) for is_lazy in _LAZY):
@@ -198,7 +198,7 @@ def _restart_health_check(check: HealthCheck | None) -> Any:
 class CallWrapper:
     """One call of a wrapped function, with the methods that the function may use.
 
-    A parameter of the function that is annotated with this class gets it. Use it as a context
+    A parameter of the function that is annotated with this class receives it. Use it as a context
     manager: it holds a connection to the node's monitor and to the job's store.
 
     Args:
@@ -291,7 +291,7 @@ class CallWrapper:
             The return value of the function.
 
         Raises:
-            BaseException: what this rank leaves with.
+            BaseException: the exception with which this rank leaves.
         """
         if self._loop is None:
             raise InternalError("this CallWrapper was shut down")
@@ -301,17 +301,17 @@ class CallWrapper:
 
     @property
     def iteration(self) -> int:
-        """How often the function was restarted."""
+        """Number of restarts of the function."""
         return self._state.iteration
 
     @property
     def state(self) -> State:
-        """This rank, as it is now."""
+        """Current state of this rank."""
         return self._state
 
     @property
     def store(self) -> Any:
-        """The job's store, without the prefix of an iteration; None when the call is over."""
+        """The job's store, without the prefix of an iteration; None after the end of the call."""
         return None if self._loop is None else self._loop.rendezvous.store
 
     base_store = store
@@ -331,7 +331,7 @@ class CallWrapper:
 
     @contextlib.contextmanager
     def disable_hang_protection(self) -> Iterator[None]:
-        """Let the body take as long as it wants; exceptions restart as ever. It nests."""
+        """Turn timeouts off in the body; exceptions still cause a restart. May be nested."""
         self._disable_hang_protection()
         try:
             yield
@@ -345,7 +345,7 @@ class CallWrapper:
         self._page.enable_timeouts()
 
     def shutdown(self) -> None:
-        """Leave the wrapper: let go of the monitor, the store and the helper threads."""
+        """Leave the wrapper: release the monitor, the store and the helper threads."""
         self._stack.close()
 
     def _release(self) -> None:

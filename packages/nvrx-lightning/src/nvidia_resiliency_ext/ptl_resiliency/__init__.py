@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning callbacks that join the nvrx packages to a `Trainer`; names are loaded when used.
+"""Lightning callbacks that connect the nvrx packages to a `Trainer`; names are loaded when used.
 
-A name needs Lightning only. The package that does the work (nvrx-ft, nvrx-straggler, nvrx-ckpt) is
-asked for when a callback is constructed; without it that is an `ImportError` which names the extra.
+Importing a name needs only Lightning. Constructing a callback needs the nvrx package behind it
+(nvrx-ft, nvrx-straggler, nvrx-ckpt), and otherwise raises an `ImportError` that names the extra.
 """
 
 from typing import TYPE_CHECKING

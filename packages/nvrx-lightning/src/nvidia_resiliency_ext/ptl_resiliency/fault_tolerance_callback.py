@@ -17,7 +17,7 @@ _TrainingStateMachine = TrainingStateMachine  # the name that programs know it b
 
 
 class FaultToleranceCallback(FaultToleranceBase):
-    """Send heartbeats at Lightning's hooks, and learn the heartbeat timeouts.
+    """Send heartbeats at Lightning's hooks, and calculate the heartbeat timeouts.
 
     Run the program with `ft_launcher`. Active in `trainer.fit` only. Timeouts are calculated once
     per run, at its end, when it has loaded a checkpoint, saved one between two heartbeats and done
@@ -31,13 +31,13 @@ class FaultToleranceCallback(FaultToleranceBase):
         autoresume: Touch the file that `FAULT_TOL_FINISHED_FLAG_FILE` names when the training is
             complete: `max_steps` or `max_epochs` reached, or nothing left to train.
         calculate_timeouts: Calculate the timeouts, and load those of an earlier run.
-        simulated_fault_params: A fault made on purpose; `SimulatedFaultParams` or a mapping.
+        simulated_fault_params: A fault to inject; `SimulatedFaultParams` or a mapping.
         exp_dir: Existing directory of the timeouts file; None: `ft_state` in the trainer's
             `log_dir`, or in its `default_root_dir` without a logger.
         logger_name: Name of the logger.
-        on_monitor_loss: `warn` goes on training without a monitor and looks for it again; `raise`
-            fails the step in which it is missed.
-        min_heartbeat_interval: Least seconds between two heartbeats; 0 sends one at every hook.
+        on_monitor_loss: `warn` continues without a monitor and tries to reconnect; `raise` fails
+            the step in which the monitor does not answer.
+        min_heartbeat_interval: Minimum seconds between heartbeats; 0 sends one at every hook.
 
     Raises:
         ImportError: nvrx-ft is not installed.

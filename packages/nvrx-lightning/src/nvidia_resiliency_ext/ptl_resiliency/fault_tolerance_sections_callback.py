@@ -32,7 +32,7 @@ _ASYNC_FINALIZE = "maybe_finalize_save_checkpoint"
 
 
 class FaultToleranceSectionsCallback(FaultToleranceBase):
-    """Open and close the sections `setup`, `step` and `checkpointing`, and learn their timeouts.
+    """Open and close the sections `setup`, `step` and `checkpointing`, calculate their timeouts.
 
     The fault tolerance configuration must define exactly these three sections. `setup` lasts until
     the first training or validation batch. Methods of the strategy are wrapped during a `fit`
@@ -48,7 +48,7 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
             more than 16 training iterations, `checkpointing` if one was saved and not in the
             background; at the end also the time out of sections, if the first two were and a
             checkpoint was saved.
-        simulated_fault_params: A fault made on purpose; `SimulatedFaultParams` or a mapping.
+        simulated_fault_params: A fault to inject; `SimulatedFaultParams` or a mapping.
         exp_dir: As in `FaultToleranceCallback`.
         logger_name: Name of the logger.
         exc_handling_policy: Called with an exception that ends the training; returns the
@@ -139,7 +139,7 @@ class FaultToleranceSectionsCallback(FaultToleranceBase):
         self.state_machine.on_train_end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ask the policy what the launcher should do, and end the run.
+        """Call the policy, send its request to the launcher, and end the run.
 
         Args:
             trainer: The trainer.

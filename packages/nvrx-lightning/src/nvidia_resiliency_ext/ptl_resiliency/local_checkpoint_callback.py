@@ -33,9 +33,9 @@ _WrappingCheckpointIO: Any = vars(import_module(f"{framework().__name__}.plugins
 
 
 class LocalCheckpointCallback(_ModelCheckpoint):  # type: ignore[misc] # found at run time
-    """Save a local checkpoint at the end of training batches, and at no other moment.
+    """Save a local checkpoint at the end of training batches, and at no other time.
 
-    Use it beside an ordinary `ModelCheckpoint`, with a `HierarchicalCheckpointIO` in the strategy.
+    Use it together with a `ModelCheckpoint`, and with a `HierarchicalCheckpointIO` in the strategy.
     It keeps no best checkpoints and no metrics.
 
     Lightning calls the hooks with `trainer`, the running trainer, and `pl_module`, the module that
@@ -43,9 +43,9 @@ class LocalCheckpointCallback(_ModelCheckpoint):  # type: ignore[misc] # found a
     used.
 
     Args:
-        every_n_train_steps: Save each n steps.
-        train_time_interval: Save when this much time has passed since the last save.
-        async_save: Ignored; whether a save runs in the background is said to the checkpoint I/O.
+        every_n_train_steps: Save every n steps.
+        train_time_interval: Save when this time has passed since the last save.
+        async_save: Ignored; the checkpoint I/O decides whether a save runs in the background.
 
     Raises:
         ImportError: nvrx-ckpt is not installed.
@@ -78,7 +78,7 @@ class LocalCheckpointCallback(_ModelCheckpoint):  # type: ignore[misc] # found a
         self._saved_at = time.monotonic()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count time, and save nothing."""
+        """Start the timer; save nothing."""
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,12 +112,12 @@ class LocalCheckpointCallback(_ModelCheckpoint):  # type: ignore[misc] # found a
 class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc] # run time
     """Send local checkpoints to their manager, all others to the wrapped checkpoint I/O.
 
-    A subclass says how a trainer's checkpoint becomes a `TensorAwareStateDict` and back.
+    A subclass converts a trainer's checkpoint to a `TensorAwareStateDict` and back.
 
     Args:
-        wrapped_checkpoint_io: Checkpoint I/O of ordinary checkpoints.
+        wrapped_checkpoint_io: Checkpoint I/O of global checkpoints.
         local_ckpt_manager: Saves and loads local checkpoints.
-        get_global_ckpt_iteration_fn: Returns the iteration of an ordinary checkpoint by its path.
+        get_global_ckpt_iteration_fn: Returns the iteration of a global checkpoint by its path.
         async_save: Whether local checkpoints are saved in the background by default.
     """
 
@@ -139,7 +139,7 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
         local_ckpt_manager: BaseCheckpointManager,
         get_global_ckpt_iteration_fn: Callable[[Any], int],
     ) -> Callable[..., HierarchicalCheckpointIO]:
-        """Return a constructor that needs the wrapped checkpoint I/O only."""
+        """Return a constructor whose only argument is the wrapped checkpoint I/O."""
         return partial(
             cls,
             local_ckpt_manager=local_ckpt_manager,
@@ -172,16 +172,16 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
 
         Args:
             checkpoint: The trainer's checkpoint.
-            path: Where an ordinary checkpoint is written; None for a local one.
+            path: Path of a global checkpoint; None for a local one.
             storage_options: `{"local_checkpoint_options": {"ckpt_type": "local", "iteration": n}}`
                 for a local checkpoint; anything else is passed on to the wrapped plugin.
 
         Returns:
-            For a local checkpoint what the manager's `save` returns: an `AsyncRequest` if it is
+            For a local checkpoint the result of the manager's `save`: an `AsyncRequest` if it is
             saved in the background, else None.
 
         Raises:
-            ValueError: A local checkpoint was given a path.
+            ValueError: A path was given for a local checkpoint.
         """
         options = (storage_options or {}).get(LOCAL_CKPT_OPTS_KEY)
         if options is None:
@@ -195,11 +195,11 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
         )
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, **kwargs: Any) -> Any:
-        """Load the local checkpoint if it is at least as new as the ordinary one, else that one.
+        """Load the local checkpoint if it is at least as new as the global one, else the latter.
 
         Args:
-            path: The ordinary checkpoint.
-            map_location: Device mapping for the ordinary checkpoint; not used for a local one.
+            path: The global checkpoint.
+            map_location: Device mapping for the global checkpoint; not used for a local one.
             kwargs: Passed on to the wrapped plugin, or to `from_tensor_aware_state_dict`.
         """
         latest = self.local_ckpt_manager.find_latest()
@@ -213,9 +213,9 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO, ABC):  # type: ignore[misc
         return self.from_tensor_aware_state_dict(state, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove an ordinary checkpoint; the manager removes local ones by itself.
+        """Remove a global checkpoint; the manager removes local ones itself.
 
         Args:
-            path: The ordinary checkpoint.
+            path: The global checkpoint.
         """
         self.checkpoint_io.remove_checkpoint(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of slow GPUs during a Lightning training, and its end when asked for."""
+"""Report slow GPUs during a Lightning training; optionally end the training because of them."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
         report_time_interval: Seconds between two reports.
         calc_relative_gpu_perf: Compare each rank with the fastest one.
         calc_individual_gpu_perf: Compare each rank with its own best time.
-        num_gpu_perf_scores_to_print: How many of the worst and of the best ranks are listed; 0
-            lists none.
+        num_gpu_perf_scores_to_print: Number of the worst and of the best ranks to list; 0 lists
+            none.
         gpu_relative_perf_threshold: A rank with a lower relative score (0 to 1) is a straggler;
-            None only where that score is off.
-        gpu_individual_perf_threshold: Likewise for the individual score.
+            None is allowed only if that score is off.
+        gpu_individual_perf_threshold: The same for the individual score.
         stop_if_detected: Save a last checkpoint and end all ranks with exit status 1 when there
             are stragglers.
         enable_ptl_logging: Log the scores as metrics.
-        profiling_interval: Measure each n-th training step.
+        profiling_interval: Measure every n-th training step.
         logger_name: Name of the logger.
         num_gpu_perf_scores_to_log: Older name of `num_gpu_perf_scores_to_print`; warns.
-        stop_after_n_reports: How many reports in a row must name stragglers before the training
-            is ended.
+        stop_after_n_reports: Number of reports in a row that must name stragglers before the
+            training ends.
 
     Raises:
         ImportError: nvrx-straggler is not installed.
-        ValueError: Neither score is asked for, or a number is out of range.
+        ValueError: Neither score is enabled, or a number is out of range.
 
     Example:
         >>> from nvidia_resiliency_ext.ptl_resiliency import StragglerDetectionCallback
@@ -162,7 +162,7 @@ class StragglerDetectionCallback(Callback):  # type: ignore[misc] # found at run
         self._end()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Make a report when one is due; all ranks take part.
+        """Generate a report when one is due; all ranks take part.
 
         Raises:
             SystemExit: With status 1, on all ranks, when stragglers end the training.

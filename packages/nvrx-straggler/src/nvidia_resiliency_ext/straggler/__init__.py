@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The older import path of `nvidia_resiliency_ext.attribution.straggler`: the same modules.
 
-Both paths give the same module objects, so a process has one `Detector` whichever it imports.
+Both paths give the same module objects, so a process always has only one `Detector`.
 """
 
 from __future__ import annotations

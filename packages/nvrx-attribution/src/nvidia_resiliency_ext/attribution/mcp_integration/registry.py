@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyses by name with the schema of their arguments, and their kept results.
+"""Analyses by name with the schema of their arguments, and their stored results.
 
-A result is kept under the hash of its arguments, together with size and time of the files that it
-is about: when one of them has changed, the result is gone.
+A result is stored under the hash of its arguments, together with size and time of the files that
+it is about: when one of them has changed, the result is dropped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ModuleMetadata:
         description: What it does, for people and assistants.
         input_schema: JSON schema of the arguments: `type`, `properties`, `required`.
         output_schema: JSON schema of the result.
-        requires_llm: It does nothing without a model.
-        dependencies: Modules whose results it takes.
+        requires_llm: It has no effect without a model.
+        dependencies: Modules whose results it uses.
     """
 
     name: str

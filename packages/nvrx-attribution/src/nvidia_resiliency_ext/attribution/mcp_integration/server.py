@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MCP server: tools over the registered analyses, below one directory, with limits.
 
-An assistant that calls these tools may do what a log tells it to. So no argument of a tool leads
-outside of the allowed root or names an address that logs are sent to, and a call costs limited
-time, memory and output whatever it asks for.
+An assistant that calls these tools may follow instructions in a log. So no argument of a tool can
+lead outside of the allowed root or set an address to which logs are sent, and every call has
+limits of time, memory and output.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class AttributionTools:
         registry: Where the analyses and their results are; default: a new one.
 
     Raises:
-        ConfigError: The root is no directory with an absolute path, or there is no such module.
+        ConfigError: The root is not a directory with an absolute path, or a module is unknown.
     """
 
     def __init__(

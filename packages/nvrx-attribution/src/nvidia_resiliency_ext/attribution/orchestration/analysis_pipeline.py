@@ -35,7 +35,7 @@ LogRunner = Callable[[str], Awaitable[Any]]
 
 
 class AnalysisPipelineMode(str, enum.Enum):
-    """What is looked at."""
+    """Inputs of an analysis."""
 
     LOG_ONLY = "log_only"
     TRACE_ONLY = "trace_only"
@@ -49,7 +49,7 @@ class FrDumpPathNotFoundError(NoTraceError):
 
 @dataclass(frozen=True)
 class CombinedAnalysisResult:
-    """What log and traces say.
+    """Result of the analysis of a log and traces.
 
     Attributes:
         log_result: `{"module", "result", "recommendation"}`; None for traces alone.

@@ -25,9 +25,9 @@ _Key = tuple[str, int, int, int]
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """Reads checkpoints; metadata that was read once is kept for all readers of the process.
+    """Read checkpoints; metadata that was read once is kept for all readers of the process.
 
-    The metadata of a DCP checkpoint is a pickle: reading it can run code of whoever wrote it.
+    The metadata of a DCP checkpoint is a pickle: reading it can run code of its author.
 
     Args:
         path: Directory of the checkpoint.

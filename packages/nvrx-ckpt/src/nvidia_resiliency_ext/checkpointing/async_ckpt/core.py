@@ -2,7 +2,7 @@
 """Queues of asynchronous saves: schedule on the trainer, write elsewhere, finalise on all ranks.
 
 A save is staged when it is scheduled, so the trainer may change its tensors at once. A worker
-process writes. `maybe_finalize_async_calls` learns over all ranks what became of the oldest save.
+process writes it. `maybe_finalize_async_calls` collects the result of the oldest save on all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SKIPPED = -1
 
 
 class QueueFullError(AsyncSaveError):
-    """`on_full="error"`: a save was scheduled while as many as allowed were pending."""
+    """`on_full="error"`: a save was scheduled while `max_pending` saves were pending."""
 
 
 class ObjectTracker(type):
@@ -87,13 +87,13 @@ class QueueStats:
         scheduled: Saves scheduled.
         finalized: Saves finalised.
         failed: Saves that failed.
-        failed_in_a_row: Of these, since the last one that did not.
+        failed_in_a_row: Failures since the last successful save.
         skipped: Saves skipped because the queue was full.
-        stage_s: Seconds that staging the last one took; training stood still.
-        write_s: Seconds that writing the last one took.
-        finalize_s: Seconds that its finalize functions took; training stood still.
-        nbytes: Bytes of the last one on this rank.
-        durable_lag_s: Seconds between scheduling the last one and its being durable everywhere.
+        stage_s: Seconds that staging the last save took; training waited.
+        write_s: Seconds that writing the last save took.
+        finalize_s: Seconds that its finalize functions took; training waited.
+        nbytes: Bytes of the last save on this rank.
+        durable_lag_s: Seconds from scheduling the last save until it was durable on all ranks.
     """
 
     scheduled: int = 0
@@ -109,7 +109,7 @@ class QueueStats:
 
 
 class AsyncCallsQueue(metaclass=ObjectTracker):
-    """Saves that are under way, finalised in the order in which they were scheduled.
+    """Pending saves, finalised in the order in which they were scheduled.
 
     Example:
         >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
@@ -123,32 +123,32 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         >>> queue.close()
 
     Args:
-        persistent: Keep one worker process. Otherwise there is one while saves are under way, and
-            a function that cannot be pickled is run by a thread.
+        persistent: Keep one worker process. Otherwise one runs only while saves are pending, and
+            a thread runs functions that cannot be pickled.
         is_daemon: Accepted for compatibility; the worker never outlives the trainer.
         cpu_priority: Niceness of the worker, 0 to 19.
         io_priority: Class of disk priority, 0 to 3 (3 = idle); None keeps it.
         sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped.
         cpu_shm_mode: Accepted for compatibility; the worker never has a CUDA context.
-        save_timeout: Seconds after which a save that is not written has failed. Default
+        save_timeout: Seconds after which an unwritten save counts as failed. Default
             `NVRX_CKPT_SAVE_TIMEOUT`, else never.
-        max_pending: How many saves may hold a staging buffer, each as large as the state. Default
-            `NVRX_CKPT_MAX_PENDING`, else 1.
-        on_full: What a further save does: "wait" for the oldest to be written, "skip" (the index
+        max_pending: Number of saves that may hold a staging buffer, each as large as the state.
+            Default `NVRX_CKPT_MAX_PENDING`, else 1.
+        on_full: Reaction to a further save: "wait" until the oldest is written, "skip" (the index
             is then -1 and nothing is saved), or "error" (`QueueFullError`).
         on_error: "raise" a failed save in `maybe_finalize_async_calls`, or "warn": log and count it
-            and go on. Default `NVRX_CKPT_ON_ERROR`, else "raise".
-        retries: How often the worker tries again after an error of the file system. Default 3 with
+            and continue. Default `NVRX_CKPT_ON_ERROR`, else "raise".
+        retries: Number of retries of the worker after an error of the file system. Default 3 with
             "warn", else 0.
-        retry_delay: Seconds before the first new attempt; doubled each time, 60 at most.
-        max_failures: With "warn": raise after so many failures in a row. Default: never.
+        retry_delay: Seconds before the first retry; doubled each time, at most 60.
+        max_failures: With "warn": raise after this number of failures in a row. Default: never.
 
     Raises:
-        ValueError: An argument, or a variable of the environment, has a value that is not allowed.
+        ValueError: An argument or an environment variable has a value that is not allowed.
 
     Attributes:
         persistent: As given.
-        async_calls: The calls under way, oldest first.
+        async_calls: The pending calls, oldest first.
     """
 
     _warm: ClassVar[PersistentAsyncCaller | None] = None
@@ -207,7 +207,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
     ) -> None:
         """Start a worker process now, for the next persistent queue; the second call does nothing.
 
-        A queue that exists already has started its own.
+        An existing queue has already started its own worker.
 
         Args:
             rank: Accepted for compatibility; the worker needs no device.
@@ -225,10 +225,10 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
             cls._warm.start()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stage a save and have it written; all ranks that finalise it must call this.
+        """Stage a save and write it in the background; all ranks that finalise it must call this.
 
-        When it returns the trainer may change everything that the request refers to. What fails is
-        reported by `maybe_finalize_async_calls`.
+        When it returns, the trainer may change all data of the request. Failures are reported by
+        `maybe_finalize_async_calls`.
 
         Args:
             async_request: The save: an `AsyncRequest`, or another object with the same fields
@@ -238,8 +238,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
             The index of the call: 0, 1, 2, ...; -1 if it was skipped.
 
         Raises:
-            QueueFullError: As many as allowed are pending, and `on_full` is "error".
-            TypeError: It is no request.
+            QueueFullError: `max_pending` saves are pending, and `on_full` is "error".
+            TypeError: `async_request` is not a request.
         """
         request = converted(async_request)
         # Counted in calls that all ranks have, so that all of them decide alike.
@@ -267,16 +267,16 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         """Finalise the saves that are written on all ranks, oldest first.
 
         Args:
-            blocking: Wait for all that are scheduled.
-            no_dist: Look at this rank only; otherwise all ranks must call this.
+            blocking: Wait for all scheduled saves.
+            no_dist: Check only this rank; otherwise all ranks must call this.
 
         Returns:
             The indices of the calls finalised now.
 
         Raises:
-            AsyncSaveError: A save failed on some rank; on all ranks alike. It is dropped, later
-                ones are not. Not with `on_error="warn"`.
-            Exception: What a finalize function raised.
+            AsyncSaveError: A save failed on some rank; all ranks raise it. This save is dropped,
+                later ones are not. Not with `on_error="warn"`.
+            Exception: The exception of a finalize function.
         """
         done = []
         while self.async_calls:
@@ -299,19 +299,19 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         return done
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return how many calls are under way."""
+        """Return the number of pending calls."""
         return len(self.async_calls)
 
     def stats(self) -> QueueStats:
-        """Return what this queue has done so far; not a copy."""
+        """Return the statistics of this queue; not a copy."""
         return self._stats
 
     def close(self, abort: bool = False) -> None:
         """Finalise everything and stop the worker; the queue can be used again afterwards.
 
         Args:
-            abort: Forget what is under way instead: no finalize function runs, nothing waits for
-                other ranks. From any thread.
+            abort: Discard pending saves instead: no finalize function runs, and the call does not
+                wait for other ranks. May be called from any thread.
         """
         try:
             if not abort:
@@ -473,7 +473,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
 
 def abort_nvrx_checkpoint() -> None:
-    """Stop all queues of this process and forget their saves; from any thread."""
+    """Stop all queues of this process and discard their saves; from any thread."""
     for queue in AsyncCallsQueue.get_instances():
         queue.close(abort=True)
 

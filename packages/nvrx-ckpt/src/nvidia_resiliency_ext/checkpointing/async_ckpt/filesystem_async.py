@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DCP's file system writer with the write taken out of the training thread.
+"""DCP's file system writer that writes outside of the training thread.
 
 The order of calls: `save_state_dict_async_plan`, `get_save_function_and_args`, a queue or
 `execute_sync`, `save_state_dict_async_finalize`. The files are those of DCP's own writer.
@@ -79,7 +79,7 @@ _results_queue: ResultsQueue | None = None
 
 @dataclass(frozen=True)
 class ConsistentDataIdentifier:
-    """Names data that a worker holds already; kept for compatibility, data always travels.
+    """Names data that a worker already has; kept for compatibility, data is always copied.
 
     Attributes:
         key: Its name.
@@ -89,7 +89,7 @@ class ConsistentDataIdentifier:
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:  # noqa: ARG001 - given
-    """Return the queue object that save functions are given; results do not travel through it.
+    """Return the queue object that save functions get; it does not transport results.
 
     Args:
         mp_mode: Accepted for compatibility; no process is started for it.
@@ -109,8 +109,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     Args:
         path: Directory of the checkpoint, or `msc://...`.
         args: For DCP's `FileSystemWriter`.
-        separation_hint: Items whose names begin with it go to files of their own; `thread_count`
-            must then be at least 2.
+        separation_hint: Items whose names begin with it are written to separate files;
+            `thread_count` must then be at least 2.
         use_msc: Write through multi-storage-client (extra `msc`).
         is_multiproc_io: Accepted for compatibility; files are always written in parallel.
         use_cached_data_structure: Accepted for compatibility; data is always staged by value.
@@ -120,11 +120,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         staging_dir: Node-local directory that files are written to first. Default
             `NVRX_CKPT_STAGING_DIR`, else none.
         kwargs: For DCP's `FileSystemWriter`. `thread_count` (files written at a time) is by
-            default half of the processors, 4 at most.
+            default half of the CPUs, at most 4.
 
     Raises:
         NotImplementedError: `single_file_per_rank=False`, or another format than torch.save's.
-        ValueError: An option has a value that is not allowed, or that another one excludes.
+        ValueError: An option has a value that is not allowed, or conflicts with another one.
         MissingExtraError: `use_msc` without multi-storage-client.
 
     Attributes:

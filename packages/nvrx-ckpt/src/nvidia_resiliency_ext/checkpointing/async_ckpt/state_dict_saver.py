@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan and finalise an asynchronous DCP save; the write between them belongs to a queue."""
+"""Plan and finalise an asynchronous DCP save; a queue runs the write between them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CheckpointMetadataCache:
 
     Attributes:
         cached_central_plan: This rank's part of the plan.
-        cached_local_plan: What this rank had proposed.
+        cached_local_plan: The plan that this rank proposed.
         cached_global_metadata: Metadata of the last save (coordinator), or of the one loaded.
         validated_cache_reuse: Whether two saves in a row had the same plan.
         validated_loaded_metadata_reuse: Whether loaded metadata fits on all ranks.
@@ -136,7 +136,7 @@ class CheckpointMetadataCache:
 
 
 def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:
-    """Make the cache that saves of this process use when none is passed.
+    """Create the cache that saves of this process use when none is passed.
 
     Args:
         cached_global_metadata: Metadata of the checkpoint that was loaded.
@@ -164,19 +164,19 @@ def save_state_dict_async_plan(  # noqa: PLR0913, PLR0917 - given
     """Plan a save on all ranks and let the writer prepare its part.
 
     Args:
-        state_dict: What to save.
+        state_dict: The state to save.
         storage_writer: A new writer for this checkpoint.
         process_group: Ranks that save; None for all.
         coordinator_rank: Rank in the group that writes the metadata.
         planner: Default `DefaultSavePlanner()`.
-        enable_cache: Skip planning when the structure did not change, on all ranks.
-        metadata_cache: Where plans are kept; default the one of this process.
+        enable_cache: Skip planning if the structure did not change on any rank.
+        metadata_cache: The cache of plans; default the one of this process.
 
     Returns:
         The arguments of `save_state_dict_async_finalize`.
 
     Raises:
-        CheckpointException: Planning failed on some rank; on all ranks alike.
+        CheckpointException: Planning failed on some rank; all ranks raise it.
     """
     wrapper = _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
     save = _Planning(state_dict, storage_writer, planner or DefaultSavePlanner(), wrapper)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.save` in the background, with the file appearing whole or not at all."""
+"""`torch.save` in the background; the file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TorchAsyncCheckpoint:
         >>> checkpoint.close()
 
     Args:
-        persistent_queue: Keep one worker process, rather than one while a save is under way.
+        persistent_queue: Keep one worker process; otherwise one runs only during a save.
     """
 
     def __init__(self, persistent_queue: bool = True) -> None:
@@ -56,7 +56,7 @@ class TorchAsyncCheckpoint:
         return self._async_calls_queue
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """Stage a state and have it written; arguments as for `torch.save(obj, f, ...)`.
+        """Stage a state and write it in the background; arguments as for `torch.save(obj, f, ...)`.
 
         When it returns, the state may be changed. A failure is raised by `finalize_async_save`.
 
@@ -66,7 +66,7 @@ class TorchAsyncCheckpoint:
             kwargs: Keyword arguments of `torch.save`.
 
         Raises:
-            TypeError: `f` is no path.
+            TypeError: `f` is not a path.
         """
         path, options = _target(*args, **kwargs)
         write = _TorchFileWrite(state_dict, path, options)
@@ -79,7 +79,7 @@ class TorchAsyncCheckpoint:
 
         Args:
             blocking: Wait for all of them.
-            no_dist: Look at this rank only; otherwise all ranks call this.
+            no_dist: Check only this rank; otherwise all ranks must call this.
             terminate: Stop the worker afterwards.
 
         Raises:

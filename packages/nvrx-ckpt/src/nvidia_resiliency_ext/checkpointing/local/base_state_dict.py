@@ -13,7 +13,7 @@ __all__ = ["TensorAwareStateDict"]
 
 
 class TensorAwareStateDict(ABC):
-    """A state that can be taken apart into tensors and a hollow rest.
+    """A state that can be split into its tensors and a hollow rest without tensors.
 
     Subclass it to save a framework's own state with `LocalCheckpointManager`; plain nested
     dicts and lists need no subclass, see `BasicTensorAwareStateDict`. Subclasses may be plain
@@ -25,7 +25,7 @@ class TensorAwareStateDict(ABC):
         """Take the tensors out and return them; the state is hollow afterwards.
 
         Raises:
-            Exception: The state is hollow already.
+            Exception: The state is already hollow.
         """
 
     @property

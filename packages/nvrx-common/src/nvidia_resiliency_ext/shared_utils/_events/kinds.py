@@ -104,7 +104,7 @@ class CycleEnd(Event):
     """A cycle of workers is over on this node: none of them runs any more.
 
     Args:
-        result: How it ended.
+        result: Result of the cycle.
     """
 
     kind: ClassVar[str] = "cycle_end"
@@ -116,8 +116,8 @@ class WorkerStart(Event):
     """A worker process starts.
 
     Args:
-        warm: Whether from a standby worker.
-        cold_reason: Why not.
+        warm: Whether a standby worker became this worker.
+        cold_reason: Reason for a cold start.
         saved_s: Seconds of start-up that the standby worker saved.
     """
 
@@ -148,9 +148,9 @@ class Fault(Event):
     Args:
         cause: killed, exited, exception, hang_section, hang_heartbeat, node_lost, unhealthy or
             requested.
-        what: Its object, such as the name of the section.
-        detail: Further evidence, by cause.
-        detected_by: The program that noticed it.
+        what: Object of the fault, such as the name of the section.
+        detail: Further evidence; depends on the cause.
+        detected_by: The program that detected it.
         deadline_s: The timeout that was exceeded, in seconds.
         late_s: Seconds from the earliest moment of detection (death, deadline) to this event.
     """
@@ -170,7 +170,7 @@ class Phase(Event):
 
     Args:
         name: detect, evidence, stop, reclaim, rendezvous, start or init.
-        dur_s: Its length in seconds.
+        dur_s: Its duration in seconds.
     """
 
     kind: ClassVar[str] = "phase"
@@ -231,13 +231,13 @@ class InprocRestart(Event):
     Args:
         call: Number of the wrapped call in the cycle.
         iteration: Restarts of that call before this one.
-        cause: What happened.
+        cause: Description of the fault.
         ranks: Ranks that caused it.
         phases: Seconds of each phase, by name.
         kept_ranks: Ranks that continue.
-        lost_ranks: Ranks that take no further part.
-        hang: Of a hang: which rank the others waited for, in words.
-        culprits: Of a hang: the ranks that are blamed.
+        lost_ranks: Ranks that do not continue.
+        hang: For a hang: text with the rank for which the others waited.
+        culprits: For a hang: the ranks that are blamed.
     """
 
     kind: ClassVar[str] = "inproc_restart"
@@ -337,7 +337,7 @@ class Verdict(Event):
     """Attribution gave a verdict about a fault.
 
     Args:
-        action: What should be done.
+        action: Recommended action.
         reason_code: Code of the cause.
         ranks: Ranks that are blamed.
         nodes: Nodes that are blamed.

@@ -378,7 +378,7 @@ class EventLog:
 
     @property
     def dropped_count(self) -> int:
-        """How many events this process could not write so far."""
+        """Number of events that this process could not write."""
         return self._all_dropped_count
 
     def environment(self) -> dict[str, str]:
@@ -403,10 +403,10 @@ class EventLog:
         """Append one event.
 
         Args:
-            event: What happened.
-            cycle: The launcher's cycle, None outside any.
-            rank: The global rank that it happened to, None when it is not about one rank.
-            t: Wall time in seconds, default now. For something noticed late give it or ``m``.
+            event: The event.
+            cycle: The launcher's cycle; None outside of all cycles.
+            rank: The global rank of the event; None if it is not about one rank.
+            t: Wall time in seconds, default now. For an event detected late pass it or ``m``.
             m: Monotonic time in seconds, default now.
         """
         if t is None and m is None:
@@ -427,7 +427,7 @@ class EventLog:
         self._append(event.kind, fields)
 
     def close(self) -> None:
-        """Tell what was dropped and close the file; later events are ignored."""
+        """Record the number of dropped events and close the file; later events are ignored."""
         if self._dropped_count and self._is_usable():
             self._record_dropped()
         self._is_closed = True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of `torch.distributed` that also work in a single process, without a process group.
 
-`group=None` is the default group. Where torch.distributed is not initialised there is one rank, 0.
+`group=None` is the default group. If torch.distributed is not initialised, the only rank is 0.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
 
 
 def get_device_for_backend(group: ProcessGroup | None = None) -> torch.device:
-    """Return the device on which the group's collectives take tensors: the CPU wherever they do.
+    """Return a device whose tensors the group's collectives accept: the CPU if possible.
 
     Args:
         group: The group; None: the default group.

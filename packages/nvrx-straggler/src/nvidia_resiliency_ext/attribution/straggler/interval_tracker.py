@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After how many iterations a report is due, estimated from the time between iterations."""
+"""Estimate from the time between iterations after how many iterations a report is due."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ReportIntervalTracker:
         self._recent.clear()
 
     def is_interval_elapsed(self) -> bool:
-        """Tell whether the last counted iteration ends a reporting interval."""
+        """Return whether the last counted iteration ends a reporting interval."""
         if self.iter_interval is None:
             return False
         return (self.current_iter - self._anchor_iter) % self.iter_interval == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports and how they are made; what only makes or explains them is loaded when first used."""
+"""Reports and their creation; code that only creates or explains them is loaded when first used."""
 
 from __future__ import annotations
 

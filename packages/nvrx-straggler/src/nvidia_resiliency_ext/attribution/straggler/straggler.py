@@ -43,13 +43,13 @@ class Detector:
         initialized: Whether `initialize` was called, and `shutdown` not yet.
         scores_to_compute: Names of the scores.
         gather_on_rank0: Whether rank 0 gets one report about all ranks.
-        profiling_interval: Every how manieth entry of a section is measured.
+        profiling_interval: Every n-th entry of a section is measured.
         report_time_interval: Seconds between reports.
         custom_sections: Sections by name.
-        cupti_manager: Kernel timing, None where there is none.
+        cupti_manager: Kernel timing, or None.
         reporter: Builds reports.
         report_interval_tracker: Knows when a report is due.
-        original_callables: What `wrap_callables` has replaced.
+        original_callables: Callables that `wrap_callables` has replaced.
     """
 
     initialized: bool = False
@@ -95,7 +95,7 @@ class Detector:
         exchange_timeout: float = 60.0,
         control: bool = True,
     ) -> None:
-        """Begin to measure. Not a collective; may come before `init_process_group`.
+        """Start measuring. Not a collective; may be called before `init_process_group`.
 
         Args:
             scores_to_compute: `relative_perf_scores` (against other ranks),
@@ -106,22 +106,22 @@ class Detector:
             node_name: Name of this node in reports; default: the host name.
             process_group: Ranks that report together; default: all ranks. Reports use this group if
                 it takes CPU tensors, else a gloo group of the detector's own.
-            cuda_profiling: `auto` times GPU kernels where possible, `require` makes it an error
-                where it is not, `off` does not try.
-            kernel_filter: Function of a kernel's name that tells whether it is compared; default:
-                all but communication kernels.
+            cuda_profiling: `auto` times GPU kernels if possible, `require` raises an error if it
+                is not possible, `off` does not time them.
+            kernel_filter: Function of a kernel's name that returns whether to compare the kernel;
+                default: all except communication kernels.
             reference: Compare with the `best` rank, the `median`, or a quantile from 0 (best) to 1.
-            reference_scope: `all`: what a rank lacks is not compared at all; `present`: it is
-                compared among the ranks that have it.
+            reference_scope: `all`: compare only kernels and sections that all ranks have;
+                `present`: compare each among the ranks that have it.
             peer_groups: Sets of ranks that are compared only among themselves.
             min_samples: Kernels and sections with fewer samples in a window are not compared.
-            best_decay: Part by which the individual best is raised before each report.
+            best_decay: Fraction by which the individual best time is raised before each report.
             exchange_timeout: Seconds after which a report that waits for other ranks is skipped, at
-                most a day. The missing ranks are then looked up, for 3 s at most.
-            control: Let `nvrx-straggler` steer the job through a socket of rank 0.
+                most a day. The missing ranks are then looked up, for at most 3 s.
+            control: Let `nvrx-straggler` control the job through a socket of rank 0.
 
         Raises:
-            AlreadyInitializedError: It is initialised (an `AssertionError` and a `RuntimeError`).
+            AlreadyInitializedError: Already initialised (an `AssertionError` and a `RuntimeError`).
             ConfigError: An argument is wrong; the message names it (a `ValueError`).
             CuptiUnavailableError: Kernels cannot be timed, and `cuda_profiling="require"`.
         """
@@ -172,7 +172,7 @@ class Detector:
 
     @classmethod
     def shutdown(cls) -> None:
-        """End measuring and restore wrapped callables; does nothing when not initialised."""
+        """Stop measuring and restore wrapped callables; does nothing if not initialised."""
         session, cls._session, cls._registry = cls._session, None, None
         cls.initialized = False
         cls._is_due = False
@@ -189,8 +189,8 @@ class Detector:
         """Return a context manager that times its body, and the kernels launched in it.
 
         Args:
-            name: The section; default: the place of the call, `file:line`.
-            profile_cuda: Time GPU kernels, too, where that is possible.
+            name: The section; default: the source line of the call, `file:line`.
+            profile_cuda: Also time GPU kernels, if possible.
 
         Raises:
             NotInitializedError: `initialize` was not called (a `RuntimeError`).
@@ -224,13 +224,13 @@ class Detector:
         """Time every call of these callables as a section named `str(callable_id)`.
 
         Args:
-            callable_ids: Attributes of objects, classes or modules; those that are wrapped
-                already stay as they are. If one cannot be wrapped, none is.
-            profile_cuda: Time GPU kernels, too, where that is possible.
+            callable_ids: Attributes of objects, classes or modules; already wrapped ones do not
+                change. If one cannot be wrapped, none is.
+            profile_cuda: Also time GPU kernels, if possible.
 
         Raises:
             NotInitializedError: `initialize` was not called.
-            AttributeError: An attribute is not there or cannot be set.
+            AttributeError: An attribute does not exist or cannot be set.
             TypeError: An attribute is not callable.
         """
         session = cls._require("wrap_callables")
@@ -238,13 +238,13 @@ class Detector:
 
     @classmethod
     def restore_original_callables(cls) -> None:
-        """Put back what `wrap_callables` has replaced."""
+        """Restore the callables that `wrap_callables` has replaced."""
         if cls._session is not None:
             cls._session.wrapping.restore()
 
     @classmethod
     def generate_report(cls) -> Report | None:
-        """Report the window since the last report, and begin a new one.
+        """Report the window since the last report, and start a new window.
 
         A collective of all ranks if relative scores are computed or reports are gathered.
 
@@ -285,7 +285,7 @@ class Detector:
 
     @classmethod
     def pause(cls) -> None:
-        """Stop measuring on this rank; reports go on, and other ranks are compared without it.
+        """Stop measuring on this rank; reports continue and compare the other ranks without it.
 
         Raises:
             NotInitializedError: `initialize` was not called.
@@ -305,7 +305,7 @@ class Detector:
     def request_settings(cls, **changes: Any) -> None:
         """Change settings of the running job; all ranks apply them at the next report.
 
-        Called on rank 0; on other ranks it is an error, as they have no say.
+        Call it on rank 0; on other ranks it is an error.
 
         Args:
             **changes: `enabled`, `profiling_interval`, `report_time_interval`, `ranks` (such as

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save, find and load checkpoints of which each rank keeps its own part; steps of all ranks."""
+"""Save, find and load checkpoints of which each rank keeps its own part, on all ranks together."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class SaveCall:
     """How one rank writes its part of a checkpoint.
 
     Attributes:
-        function: What writes; it returns a text when that failed, or raises.
+        function: Writes the part; after a failure it returns a text or raises.
         args: Its arguments; the second one holds the tensors.
         expected: The shards that this rank has afterwards.
-        problem: Why nothing can be written; empty when nothing speaks against it.
+        problem: The reason why the part cannot be written, or empty.
         nbytes: Bytes of the tensors.
     """
 
@@ -79,16 +79,16 @@ class SaveCall:
 class BaseCheckpointManager(ABC):
     """Saves, finds and loads checkpoints of which each rank keeps its own part.
 
-    All methods are called by all ranks, in the same order. A subclass says where the parts are
+    All ranks must call all methods in the same order. A subclass defines where the parts are
     kept.
 
     Args:
-        session_id: Parts of other sessions are not looked at.
-        repl_strategy: Who keeps copies of whose part; None for no copies.
+        session_id: Parts of other sessions are ignored.
+        repl_strategy: Which ranks keep copies of which parts; None for no copies.
 
     Attributes:
-        latest_iteration: Iteration that `find_latest` found or that was saved last; -1: not known.
-        globally_available_ids: For each rank the parts that it had when that was last asked.
+        latest_iteration: Iteration that `find_latest` found or that was saved last; -1: unknown.
+        globally_available_ids: For each rank the parts that it had at the last exchange.
     """
 
     def __init__(self, session_id: Any, repl_strategy: ReplicationStrategy | None = None) -> None:
@@ -163,7 +163,7 @@ class BaseCheckpointManager(ABC):
     def find_latest(self) -> int:
         """Return the newest iteration that can be loaded on every rank; -1 when there is none.
 
-        The answer is kept until the next save. Assign -1 to `latest_iteration` to look again.
+        The result is kept until the next save. Assign -1 to `latest_iteration` to search again.
 
         Example:
             >>> import tempfile
@@ -205,8 +205,8 @@ class BaseCheckpointManager(ABC):
     def load(self) -> tuple[TensorAwareStateDict, CkptID]:
         """Return this rank's part of the newest checkpoint, with its tensors on their devices.
 
-        A part that turns out to be damaged is taken from a copy; where there is none, all ranks
-        take the next older iteration. The id says which one it is.
+        If a part is damaged, its copy is loaded. Without a copy, all ranks load the next older
+        iteration. The returned id contains the iteration.
 
         Returns:
             The state, and the id `(iteration, rank, session_id)`.
@@ -327,7 +327,7 @@ class BaseCheckpointManager(ABC):
             None, or the request.
 
         Raises:
-            TypeError: The iteration is no whole number.
+            TypeError: The iteration is not an integer.
             AssertionError: The iteration is not larger than `latest_iteration`.
             CheckpointingException: A rank could not save; on all ranks. With `is_async` it is
                 raised when the request is finalised.

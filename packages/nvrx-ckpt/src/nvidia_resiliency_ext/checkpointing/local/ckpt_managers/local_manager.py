@@ -60,18 +60,18 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     Args:
         root_local_ckpt_dir: Directory of all sessions, on a RAM disk or NVMe; created on demand.
-        session_id: Checkpoints of other sessions are not looked at.
-        repl_strategy: Who keeps copies of whose checkpoints; None for no copies.
-        keep_last: How many complete iterations to keep.
+        session_id: Checkpoints of other sessions are ignored.
+        repl_strategy: Which ranks keep copies of which checkpoints; None for no copies.
+        keep_last: Number of complete iterations to keep.
         load_policy: "auto" loads any class of state, from files and directories that only this
             user can write to; "strict" loads only `BasicTensorAwareStateDict`, which runs no code.
-        peer_timeout_s: Seconds after which a rank that keeps copies and gives no sign of life is
-            lost. While its disk makes a copy durable it gives one every quarter of that, and is
-            given up after ten times that.
-        verify_on_load: Compare what is loaded with its checksums. Default
+        peer_timeout_s: Seconds without a message after which a rank that keeps copies is lost.
+            While its disk makes a copy durable, it sends a message every quarter of this time;
+            it is then lost after ten times this value.
+        verify_on_load: Verify checksums at every load. Default
             `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else yes.
-        allow_same_machine: Let copies lie on the machine of their original, from where they are
-            lost with it. Otherwise such a save raises `SameMachineReplicationException`.
+        allow_same_machine: Allow copies on the machine of their original, although both are then
+            lost together. Otherwise such a save raises `SameMachineReplicationException`.
 
     Raises:
         ConfigError: A value is not allowed.
@@ -299,8 +299,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def close(self) -> None:
         """Wait for the removal of old shards and stop keeping copies for other ranks.
 
-        Call it when no rank saves or loads any more; a manager that is forgotten does the same. A
-        file system that hangs holds it up for 10 s at most.
+        Call it when no rank saves or loads any more; a garbage-collected manager does the same. A
+        file system that hangs delays it by at most 10 s.
         """
         removal, self._removal = self._removal, None
         if removal is not None and not removal.ended.wait(_CLOSE_S):

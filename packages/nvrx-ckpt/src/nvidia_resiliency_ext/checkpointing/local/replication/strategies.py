@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose which ranks keep copies of whose checkpoints."""
+"""Choose which ranks keep copies of which checkpoints."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ EagerT = TypeVar("EagerT", bound="ReplicationStrategy")
 
 
 class NoReplicasAvailableError(Exception):
-    """A state is wanted that no rank of the group has."""
+    """A rank needs a state that no rank of the group has."""
 
 
 class ReplicationStrategy(ABC):
-    """Decides which ranks keep copies of a state, and who gives one back."""
+    """Decides which ranks keep copies of a state, and which rank returns one."""
 
     @abstractmethod
     def replicate(
@@ -52,7 +52,7 @@ class ReplicationStrategy(ABC):
             id_: Its id.
 
         Returns:
-            The states that this rank shall keep, its own among them, and their ids.
+            The states that this rank must keep, including its own, and their ids.
         """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     Args:
         local_group: The group of this rank.
-        target_device: Where received tensors shall be.
+        target_device: Device of received tensors.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_jump: Distance between the ranks that keep each other's states; it should be
                 the number of ranks per node, so that copies lie on other nodes. By default the
                 number of CUDA devices, else `LOCAL_WORLD_SIZE`, else 1.
-            replication_factor: How many ranks have a state, its owner included.
-            strict: Insist on a world size that divides; see `parse_group_sequence`.
+            replication_factor: Number of ranks that have a state, including its owner.
+            strict: Require a divisible world size; see `parse_group_sequence`.
 
         Raises:
             AssertionError: The world does not divide into such groups.
