@@ -134,10 +134,7 @@ def _joins_another(node: Node, event: machine.NextRoundOpened) -> Decision:
 
 def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
     """Return how this node joins the next round, which does not know yet that it must go."""
-    joins = machine.Join(node.cycle + 1, cause)
-    if node.leaving is not None and node.must_go:
-        return joins, machine.Preempted(node.leaving.cause)
-    return (joins,)
+    return machine.Join(node.cycle + 1, cause), *_tells_again(node)[1]
 
 
 def _alone(node: Node, event: machine.StoreLost | machine.JoinTimedOut) -> Decision:
@@ -176,8 +173,8 @@ def _goes(node: Node, name: str) -> tuple[Effect, ...]:
         return (CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),)
     what = f"the launcher on host {node.policy.host} was ended by {name}"
     cause = Cause("drained", what, host=node.policy.host)
-    if node.leaving is not None and node.leaving.is_own:
-        cause = node.leaving.cause
+    if node.leaving is not None and node.must_go:
+        cause = node.leaving
     if node.policy.is_store_host:
         return (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
     return (LeaveRendezvous(cause),)
@@ -190,21 +187,19 @@ def _preempted(node: Node, event: machine.Preempted) -> Decision:
     """Preempt this node: its workers may save first."""
     if node.must_go:
         return node, ()
-    leaving = machine.Leaving(event.cause, is_own=True)
-    return dataclasses.replace(node, leaving=leaving), (event,)
+    return dataclasses.replace(node, leaving=event.cause, must_go=True), (event,)
 
 
 def _preempted_without_ranks(node: Node, event: machine.Preempted) -> Decision:
     """Leave at once, with nothing to save here; the host of the store lets the others save."""
     if node.policy.serves_others:
         return _preempted(node, event)
-    leaving = dataclasses.replace(node, leaving=machine.Leaving(event.cause, is_own=True))
+    leaving = dataclasses.replace(node, leaving=event.cause, must_go=True)
     return _out_of_time(leaving) if node.phase is Phase.STOPPING else _gone(leaving)
 
 
 def _round_leaves(node: Node, event: machine.RoundLeaves) -> Decision:
-    leaving = node.leaving or machine.Leaving(event.cause, is_own=False)
-    return dataclasses.replace(node, leaving=leaving), (event,)
+    return dataclasses.replace(node, leaving=node.leaving or event.cause), (event,)
 
 
 def _grace_over_without_ranks(node: Node, _event: machine.GraceOver) -> Decision:
@@ -224,14 +219,14 @@ def _gone(node: Node) -> Decision:
     assert node.leaving is not None
     fails = node.unclean or node.policy.serves_others
     code = EXIT_FAILURE if fails else EXIT_OK
-    return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.cause.what))
+    return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.what))
 
 
 # While workers run ----------------------------------------------------------------------------
 
 
 def _exited(node: Node, event: machine.WorkerExited) -> Decision:
-    node = _without(node, event)
+    node, _ = _record_exit(node, event)
     cause = event.cause
     if cause is not None and node.must_go:
         node, stop = _out_of_time(dataclasses.replace(node, cause=cause))
@@ -250,20 +245,21 @@ def _exited(node: Node, event: machine.WorkerExited) -> Decision:
         if node.unclean and node.cause is not None:
             return waiting, (machine.ReportBroken(node.cause, all_gone=True),)
         return waiting, (machine.ReportSuccess(),)
-    why = f", after: {node.leaving.cause.what}" if node.leaving is not None else ""
+    why = f", after: {node.leaving.what}" if node.leaving is not None else ""
     return _finished(node), (
         CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
         Finish(EXIT_OK, f"all workers succeeded{why}"),
     )
 
 
-def _without(node: Node, event: machine.WorkerExited) -> Node:
+def _record_exit(node: Node, event: machine.WorkerExited) -> Decision:
     clean = event.status.code == 0 and event.cause is None
-    return dataclasses.replace(
+    without = dataclasses.replace(
         node,
         running=node.running - {event.local_rank},
         unclean=node.unclean if clean else node.unclean | {event.local_rank},
     )
+    return without, ()
 
 
 def _tolerated(node: Node, cause: Cause) -> Decision:
@@ -360,10 +356,6 @@ def _signalled(node: Node, event: machine.Signalled) -> Decision:
 # While workers stop ---------------------------------------------------------------------------
 
 
-def _exited_while_stopping(node: Node, event: machine.WorkerExited) -> Decision:
-    return _without(node, event), ()
-
-
 def _over_before_a_restart(node: Node, event: machine.RoundClosed) -> Decision:
     return dataclasses.replace(node, outcome=Outcome.OVER, over=event), ()
 
@@ -398,9 +390,9 @@ def _after_stop(node: Node, event: machine.GroupStopped) -> Decision:
 def _after_signal(node: Node, *, clean: bool) -> tuple[Effect, ...]:
     name = signal.Signals(node.stop_signal or signal.SIGTERM).name
     reason = f"ended by {name}"
-    if node.leaving is not None and node.leaving.is_own:
+    if node.leaving is not None and node.must_go:
         ends = "the last ranks left with 0" if clean else "not all ranks ended well"
-        reason = f"{node.leaving.cause.what}; {ends}"
+        reason = f"{node.leaving.what}; {ends}"
     return *_goes(node, name), Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
 
 
@@ -422,18 +414,18 @@ def _left(node: Node, reason: str) -> tuple[Effect, ...]:
     return (LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
 
 
-def _tells_again(node: Node, _event: machine.NextRoundOpened) -> Decision:
+def _tells_again(node: Node, _event: machine.NextRoundOpened | None = None) -> Decision:
     """The ranks of this round have not been told yet that the node with their store must go."""
     if node.leaving is None or not node.must_go:
         return node, ()
-    return node, (machine.Preempted(node.leaving.cause),)
+    return node, (machine.Preempted(node.leaving),)
 
 
 def _ends_for_all(node: Node, _event: machine.Signalled | machine.GraceOver) -> Decision:
     what = f"host {node.policy.host}, which serves the job's store, was told to go"
     cause = Cause("drained", what, host=node.policy.host)
     if node.leaving is not None and node.must_go:
-        cause = node.leaving.cause
+        cause = node.leaving
     return node, (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
 
 
@@ -477,7 +469,7 @@ _BY_PHASE: Mapping[Phase, _Handlers] = {
         machine.GraceOver: _out_of_time,
     },
     Phase.STOPPING: {
-        machine.WorkerExited: _exited_while_stopping,
+        machine.WorkerExited: _record_exit,
         machine.Signalled: _signalled,
         machine.RanksHeld: _pass_on,
         machine.SaveAgreed: _pass_on,
