@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds everything that a launch needs from its plan, runs the agent, and takes it all down.
-
-The order matters: standby workers of the first cycle start before anything else, so that their
-imports overlap with the rest; the monitor leaves last, because it sweeps.
-"""
+"""Builds everything that a launch needs from its plan, runs the agent, and takes it all down."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionChe
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
-from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
@@ -43,10 +38,7 @@ from nvidia_resiliency_ext.fault_tolerance._report.failures import (
     failure_table,
     hand_up_error_file,
 )
-from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
-    NO_HANDLER,
-    TorchEvents,
-)
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import NO_HANDLER, TorchEvents
 from nvidia_resiliency_ext.fault_tolerance._workers.output import (
     Tee,
     console_output,
@@ -67,11 +59,12 @@ from .environment import cycle_variables, rank_variables, shared_variables
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
-from .rendezvous import LocalRendezvous, Rendezvous
+from .rendezvous import LocalRendezvous
 from .run_files import CycleRecords, RunPaths, cycle_info_environment
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
+    from .store_rendezvous import StoreRendezvous
 
 logger = logging.getLogger("nvrx")
 
@@ -80,9 +73,6 @@ CLEAN_UP_DELAY_S = 0.25
 
 class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
-
-    A part that needs many other parts reads them from the public attributes. All that the job has
-    started is ended when the context is left, whichever state it is in.
 
     Raises:
         ConfigError: The plan asks for what cannot be done on this machine.
@@ -111,9 +101,12 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    # Assembly; each part is taken down in the reverse order ----------------------------------
-
     def _build(self) -> None:
+        """Build all parts; each is taken down in the reverse order.
+
+        Standbys of the first cycle start early, so that their imports overlap with the rest; the
+        monitor leaves late, because it sweeps.
+        """
         plan, stack = self.plan, self._stack
         self.infra_rank = self._ask_infra_rank()
         announcing = plan.fault_tol_cfg.preempt_signal
@@ -219,7 +212,9 @@ class Job:
         self._stack.callback(services.close)
         return services
 
-    def _build_rendezvous(self, endpoint: StoreEndpoint | None) -> Rendezvous:
+    def _build_rendezvous(
+        self, endpoint: StoreEndpoint | None
+    ) -> LocalRendezvous | StoreRendezvous:
         if endpoint is None:
             return LocalRendezvous(self)
         from .many_nodes import make_rendezvous
@@ -327,8 +322,6 @@ class Job:
         )
         return NodeAgent(self, policy)
 
-    # What arrives ----------------------------------------------------------------------------
-
     def _receive_signals(self) -> None:
         for signum in self._signals.receive():
             logger.warning("received %s", signal.Signals(signum).name)
@@ -341,7 +334,7 @@ class Job:
             self.agent.post(event)
 
     def _cycle_ended(self, cause: Cause | None) -> None:
-        """Record that a cycle is over here; of many nodes, the host knows when it is for all."""
+        """Record that a cycle is over; of many nodes, the host knows when it is for all."""
         if self.plan.max_nodes == 1 and self.services is not None:
             self.services.ended(self.services.cycle, cause)
 
@@ -357,18 +350,11 @@ class Job:
         self.reporter.first_step(local_rank, at)
         self.prewarm.good_step()
 
-    # What these call is made later.
-
     def post(self, event: Event) -> None:
         self.agent.post(event)
 
-    def lease_held(self, until: float) -> None:
-        self.monitor.send(LeaseHeld(until))
-
     def running_pids(self) -> list[int]:
         return self.agent.workers.running_pids
-
-    # The run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Run the job to its end and return how it ended here."""
@@ -397,10 +383,7 @@ class Job:
         return result
 
     def _log_summary(self, *, has_failed: bool) -> None:
-        """Say what the record holds, before it goes with the run directory.
-
-        Of a job that has failed only the first lines: its error must stand at the end.
-        """
+        """Say what a temporary record holds; of a failed job little: its error ends the output."""
         try:
             from nvidia_resiliency_ext.shared_utils import report
 
@@ -472,8 +455,6 @@ class Job:
             output=output,
             line_prefix=line_prefix(plan.log_line_prefix_template, plan.role, rank, local_rank),
         )
-
-    # The end ---------------------------------------------------------------------------------
 
     def show_failures(self, result: Result) -> None:
         """Print the failure report of a job that failed for good; its directory is about to go."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds: who takes part in a cycle and with which rank. One node is served from memory.
-
-`LocalRendezvous` serves one node, `StoreRendezvous` many.
-"""
+"""Rounds: who takes part in a cycle and with which rank; here, those of a single node."""
 
 from __future__ import annotations
 
@@ -65,29 +62,13 @@ RoundEffect = (
 )  # fmt: skip
 
 
-class Rendezvous:
-    """The rounds of one job as one node sees them; what happens is posted to the agent."""
+class LocalRendezvous:
+    """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`.
 
-    def join(self, cycle: int) -> None:
-        """Offer this node for `cycle`."""
+    `StoreRendezvous` has the same methods; both post what happens to the agent.
+    """
 
-    def tell(self, effect: RoundEffect) -> None:
-        """Tell the other nodes, if there are any; of reasons to close the first one stays."""
-
-    def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
-        """Tell what this node's ranks do in a hang: all nodes together find whom to blame."""
-
-    @property
-    def must_stay(self) -> bool:
-        """Whether others need this launcher although its own part is over."""
-        return False
-
-    def shutdown(self) -> None:
-        """Release what this node holds."""
-
-
-class LocalRendezvous(Rendezvous):
-    """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`."""
+    must_stay = False  # Whether others need this launcher although its own part is over.
 
     def __init__(self, job: Job) -> None:
         self._plan, self._post = job.plan, job.post
@@ -95,7 +76,7 @@ class LocalRendezvous(Rendezvous):
         self._ports = RoundPorts(job.plan.master_port)
 
     def join(self, cycle: int) -> None:
-        """Complete the round at once."""
+        """Offer this node for `cycle`: the round is complete at once."""
         port = self._ports.offered
         if self._closed is None:
             try:
@@ -118,7 +99,7 @@ class LocalRendezvous(Rendezvous):
         self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
     def tell(self, effect: RoundEffect) -> None:
-        """Answer at once: there is no other node."""
+        """Answer at once, as there is no other node; of reasons to close the first one stays."""
         match effect:
             case machine.CloseRendezvous(reason):
                 self._closed = self._closed or reason
@@ -126,6 +107,9 @@ class LocalRendezvous(Rendezvous):
                 self._post(machine.RoundLeaves(cause))
             case machine.RanksHeld(calls):
                 self._post(machine.SaveAgreed(machine.agreed_call([calls])))
+
+    def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
+        """Tell what this node's ranks do in a hang: nobody else is there to be blamed."""
 
     def shutdown(self) -> None:
         self._ports.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
+"""The rendezvous of many nodes as one launcher sees it, over the job's store.
 
 Calls that wait run in the threads of `_rendezvous`. The lease is judged here, by a timer of the
 loop: a store that stopped answering cannot say so itself.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
@@ -35,7 +36,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEffect, RoundEvent, RoundPorts
+from .rendezvous import RoundEffect, RoundEvent, RoundPorts
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
@@ -51,12 +52,11 @@ SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
 
 
-class StoreRendezvous(Rendezvous):
+class StoreRendezvous:
     """Rounds of many nodes. The loop's thread only.
 
-    `connect` connects to the job's store and is called in a thread; it calls its argument whenever
-    it is certain that no store is served. `stop` ends its waiting. `host` is the coordinator's
-    thread, on the node that has it.
+    `connect` is called in a thread, and calls its argument whenever it is certain that no store is
+    served; `stop` ends its waiting. `host` is the coordinator's thread, on the node that has it.
     """
 
     def __init__(
@@ -85,8 +85,6 @@ class StoreRendezvous(Rendezvous):
         self._notified_at: float | None = None
         # In the loop, where everything that hears of the lease has been made.
         self._fence = self.loop.call_at(self.clock.monotonic(), self._evaluate_lease)
-
-    # What the loop wants -----------------------------------------------------------------------
 
     def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
         self._ports.end_round()
@@ -153,8 +151,6 @@ class StoreRendezvous(Rendezvous):
             self.host.join(LAST_WORDS_S)
         self._ports.close()
 
-    # What the threads tell ---------------------------------------------------------------------
-
     def _arrive(self, session: NodeSession, port: int, previous_rank: int | None) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
@@ -203,11 +199,9 @@ class StoreRendezvous(Rendezvous):
             cause = event.entry.cause or Cause("opened", "a new round was opened")
             return machine.NextRoundOpened(cause)
         if isinstance(event, Leaves):
-            entry = event.entry
-            cause = entry.cause or Cause("preempted", "a node must go")
-            if entry.save_at:
-                return machine.SaveAgreed(entry.save_at)
-            return machine.RoundLeaves(cause)
+            if event.entry.save_at:
+                return machine.SaveAgreed(event.entry.save_at)
+            return machine.RoundLeaves(event.entry.cause or Cause("preempted", "a node must go"))
         if isinstance(event, Hung):
             judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
@@ -216,8 +210,7 @@ class StoreRendezvous(Rendezvous):
             return machine.RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
         if isinstance(event, Lost):
             if self._is_over or self._is_lost:
-                # The store goes when the job is over; that is no failure.
-                return None
+                return None  # The store goes when the job is over; that is no failure.
             self._is_lost = True
             fence_s = keys.FENCE_STOP_LEASES * self.settings.lease_s
             return machine.StoreLost(
@@ -251,8 +244,6 @@ class StoreRendezvous(Rendezvous):
         )
         return machine.RoundReady(assignment, tuple(range(self.settings.arrival.nproc)))
 
-    # Deadlines ---------------------------------------------------------------------------------
-
     def _cancel_join_deadline(self) -> None:
         if self._join_deadline is not None:
             self._join_deadline.cancel()
@@ -269,7 +260,7 @@ class StoreRendezvous(Rendezvous):
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
-                self.job.lease_held(confirmed + keys.LEASES_TO_KILL * lease_s)
+                self.job.monitor.send(LeaseHeld(confirmed + keys.LEASES_TO_KILL * lease_s))
             if fenced_at is not None and now >= fenced_at:
                 self._is_lost = True
                 what = (
