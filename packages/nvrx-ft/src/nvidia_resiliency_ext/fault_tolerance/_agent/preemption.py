@@ -38,10 +38,9 @@ SAME_SIGNAL_S = 1.0
 
 
 def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> float | None:
-    """Return when the job's time is over (unix s), or None when it has no end.
+    """Return when the job's time is over, from `preempt_deadline` and its start `now` (unix s).
 
-    `deadline` is the option `preempt_deadline`, `now` the launcher's start (unix s). Raises
-    ConfigError: Slurm is to be asked, and gave no answer.
+    Raises ConfigError: Slurm is to be asked, and gave no answer.
     """
     if deadline is None:
         return None
@@ -60,13 +59,12 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
 
 
 class PreemptionController:
-    """Announced preemption on one node. The loop's thread only.
+    """Announced preemption on one node; waits for a deadline from the start. Loop's thread only.
 
     Raises ConfigError: the job's end is to be asked of Slurm, and it gave none.
     """
 
     def __init__(self, job: Job) -> None:
-        """Begin: a deadline is waited for from now on."""
         config = job.plan.fault_tol_cfg
         self._job = job
         self._loop, self._clock = job.loop, job.clock
@@ -84,13 +82,8 @@ class PreemptionController:
             left_s = self._end - self._grace_s - self._clock.wall()
             self._loop.call_at(self._clock.monotonic() + max(0.0, left_s), self._announce_end)
 
-    # What happens ----------------------------------------------------------------------------
-
     def announced(self, signum: int) -> bool:
-        """Record a signal that announces preemption, or says when it comes again: time is over.
-
-        Returns False for other signals, and for one that comes after that.
-        """
+        """Take a signal that announces preemption, or ends the grace time; False for all others."""
         if signum != self._signum or self._is_over:
             return False
         name, now = signal.Signals(signum).name, self._clock.monotonic()
@@ -128,8 +121,6 @@ class PreemptionController:
         if self._has_word:
             self._has_word = self._is_asked = False
             self._job.monitor.save(0)
-
-    # What is done ----------------------------------------------------------------------------
 
     def ask(self, cause: Cause) -> None:
         """Hold ranks at `should_checkpoint`; pass the signal to workers that handle it."""

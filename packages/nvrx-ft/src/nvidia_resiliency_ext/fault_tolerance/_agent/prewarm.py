@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers from prewarmed workers where it can, from fresh interpreters where it must.
 
-Wires the pool's decisions (`_workers.pool`) to processes and to the loop. When and why is decided
-there and in `_workers.conditions`; here it is done. One thread, the launcher's main one: the kernel
-ties the lives of prewarmed workers to it.
+When and why is decided in `_workers.pool` and `_workers.conditions`; here it is done. One thread,
+the launcher's main one: the kernel ties the lives of prewarmed workers to it.
 """
 
 from __future__ import annotations
@@ -90,8 +89,6 @@ class PrewarmStarter(Starter):
                 f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
             )
 
-    # The first cycle and the fill -----------------------------------------------------------
-
     def hold_first_cycle(self) -> None:
         """Start the first cycle's workers ahead, if they are certain to gain from it."""
         if self._pool.refused is not None:
@@ -103,12 +100,8 @@ class PrewarmStarter(Starter):
             self._pool.prepare()
 
     def good_step(self) -> None:
-        """Record that a rank works: prewarmed workers may be filled from now on.
-
-        Only the first rank of a cycle counts: the others must not undo what the pool has learnt
-        since, that its prewarmed workers fail.
-        """
-        if self._has_worked:
+        """Record that a rank works: prewarmed workers may be filled from now on."""
+        if self._has_worked:  # Only the first rank may undo that prewarmed workers have failed.
             return
         self._has_worked = True
         self._look()
@@ -154,8 +147,6 @@ class PrewarmStarter(Starter):
             self._is_announced = True
             logger.info("all %d standbys are ready", len(slots))
 
-    # One prewarmed worker ----------------------------------------------------------------------
-
     def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._plan.output, "", slot)
         try:
@@ -193,8 +184,6 @@ class PrewarmStarter(Starter):
             self._loop.unwatch(standby.fileno())
             standby.end()
 
-    # Starting workers ----------------------------------------------------------------------
-
     def begin(self) -> None:
         """Leave the processors to the workers that are about to start."""
         self._pool.start_ranks()
@@ -208,9 +197,7 @@ class PrewarmStarter(Starter):
     def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
         """Make a worker: tell its prewarmed worker to go, or start a fresh process.
 
-        Raises:
-            ChildStartError: the command cannot be executed.
-            ConfigError: `--ft-prewarm on`, and this worker's environment speaks against it.
+        Raises ChildStartError, or ConfigError: `--ft-prewarm on`, and the environment forbids it.
         """
         slot = spec.local_rank
         standby = self._held.get(slot)
@@ -261,11 +248,10 @@ class PrewarmStarter(Starter):
         self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
         self._pool.activate(slot)
         self._reporter.prewarm_changed(slot, "went", None, None)
-        if ready is not None:
-            at = self._clock.monotonic() + BEGIN_LIMIT_S
-            self._loop.call_at(at, lambda: self._give_up(slot, standby))
         if ready is None:
             return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
+        at = self._clock.monotonic() + BEGIN_LIMIT_S
+        self._loop.call_at(at, lambda: self._give_up(slot, standby))
         return Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
     def _give_up(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
@@ -277,8 +263,7 @@ class PrewarmStarter(Starter):
     def _not_before(self, spec: WorkerSpec) -> float | None:
         """Return when a warm worker may begin: rank 0, which opens the store, gets a head start.
 
-        Warm workers reach `init_process_group` within a millisecond of each other. A rank that
-        connects before rank 0 listens is refused, and torch tries again only half a second later.
+        A rank that connects before rank 0 listens is refused, and torch waits for half a second.
         """
         now = self._clock.monotonic()
         if spec.rank == 0:
@@ -306,9 +291,7 @@ class PrewarmStarter(Starter):
     def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
         """Return why a process that just exited never became a worker, or None if it was one.
 
-        Args:
-            local_rank: Whose process it was.
-            is_stopped: The launcher ended it, which is no failure of a standby.
+        One that the launcher ended (`is_stopped`) is no failure of a standby.
         """
         standby = self._activated.get(local_rank)
         if standby is None:

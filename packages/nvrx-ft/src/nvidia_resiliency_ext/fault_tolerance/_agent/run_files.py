@@ -166,8 +166,6 @@ class CycleRecords:
         given = self._token.path if self._token.is_given else None
         return FunnelSink(str(logs.server_endpoint), node_id, given)
 
-    # While the job runs ------------------------------------------------------------------------
-
     def log_server_said(self, said: str | None) -> None:
         """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
         with self._lock:
@@ -207,8 +205,6 @@ class CycleRecords:
             return output
         piped = Target(open_pipe=lambda: logs.open_pipe(rank))
         return dataclasses.replace(output, stdout=piped, stderr=piped)
-
-    # The end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Write what is left, for some seconds at most, and end the threads."""
