@@ -124,10 +124,7 @@ class StoreEndpoint:
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
-    """Find out whether this launcher serves the store; only the name service is waited for.
-
-    Raises EndpointError or ConfigError.
-    """
+    """Find out whether this launcher serves the store. Raises EndpointError or ConfigError."""
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
         is_host = rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
@@ -208,11 +205,7 @@ def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
 
 
 def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
-    """Start this node's part of a job's rendezvous, and the store with its services if it is here.
-
-    Raises:
-        ConfigError: the settings are unusable.
-    """
+    """Start this node's rendezvous, and the store if it is here. Raises ConfigError."""
     plan, environ, services = job.plan, job.environ, job.services
     rules, config = rules_of(plan, environ), plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
@@ -347,10 +340,7 @@ class StoreConnector:
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the rendezvous host says of log servers; it does so before it decides anything.
-
-    Always read: who has another token is refused by it before it writes anything itself.
-    """
+    """Fetch what the host says of log servers; always: who has another secret is refused by it."""
     said = store.wait_for(keys.LOG_TOKEN, wait_s)
     if said is None:
         raise StoreLostError(f"the rendezvous host has not begun within {wait_s:.1f} s")

@@ -88,9 +88,8 @@ class ControlPlane:
         elif problem:
             raise NvrxError(problem)
 
-    # Assembly; each part is taken down in the reverse order --------------------------------------
-
     def _build(self) -> None:
+        """Build all parts; each is taken down in the reverse order."""
         plan, stack = self._plan, self._stack
         signals = SignalQueue((signal.SIGTERM, signal.SIGINT))
         stack.callback(signals.close)
@@ -191,8 +190,6 @@ class ControlPlane:
         self._stack.callback(self._thread.join, STOP_S)
         self._stack.callback(self._thread.stop)
         self._thread.start()
-
-    # What happens ------------------------------------------------------------------------------
 
     def _signalled(self, numbers: list[int]) -> None:
         for number in numbers:

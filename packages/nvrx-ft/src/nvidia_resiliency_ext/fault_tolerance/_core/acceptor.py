@@ -37,8 +37,7 @@ class RefusalLog:
     def __init__(self, socket_name: str) -> None:
         self._socket_name = socket_name
         self._count = 0
-        self.next_check: float | None = None
-        """When `check` is due, on the monotonic clock."""
+        self.next_check: float | None = None  # When `check` is due (monotonic s).
 
     def record(self, now: float, text: str) -> None:
         """Take a refusal, described in `text`."""

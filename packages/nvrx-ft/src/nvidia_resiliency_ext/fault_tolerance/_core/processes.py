@@ -225,11 +225,10 @@ def get_processes_by_pgids(
 
 
 def end_program(code: int, *, is_own: bool) -> NoReturn:
-    """End the program with an exit code.
+    """End the program; one that is not `is_own` by SystemExit: its caller has things to do.
 
     A thread that comes back from torch while the interpreter is taken down aborts the process
     (SIGABRT): where threads are left only what programs ask for at their end is done.
-    A process that is not the program's (`is_own`) is not ended so: its caller has things to do.
     """
     if is_own and any(thread.daemon for thread in threading.enumerate()):
         with contextlib.suppress(Exception):

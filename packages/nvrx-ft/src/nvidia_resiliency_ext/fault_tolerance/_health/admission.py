@@ -5,10 +5,8 @@ Before it joins: its health checks, which begin as soon as workers are being sto
 workers start: GPU memory that the last ones still hold, and the pause of a crash loop; both overlap
 with the rendezvous. What may block, as long as a driver or a mount does, runs in threads.
 
-A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank reported
-a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
-twice as long, up to a limit. For programs without heartbeats or sections the time alone decides. A
-worker that was killed by a signal that others send did not crash.
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and without a step. The first
+restarts at once, the second waits `FIRST_DELAY_S`, each further one twice as long, up to a limit.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ SHORT_CYCLE_S = 10.0
 FIRST_DELAY_S = 1.0
 
 _FREE_CRASHES = 1
+# Kinds of causes that say nothing about the program.
 _NOT_THE_PROGRAM = frozenset({"node_lost", "drained", "left", "unhealthy", "start", "opened"})
-"""Kinds of causes that say nothing about the program: a machine went, or somebody wanted it so."""
 _SENT_BY_OTHERS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
@@ -210,8 +208,7 @@ class _Checking(enum.Enum):
 class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
-    The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
-    for.
+    The loop's thread only. Callbacks come from the loop, or at once.
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
@@ -251,8 +248,6 @@ class AdmissionCheck:
         for thread in (self._check_thread, self._memory_thread):
             self._loop.watch(thread.fileno(), thread.collect)
 
-    # Before joining --------------------------------------------------------------------------
-
     def prepare(self) -> None:
         """Begin the health checks for the next round, unless they have begun."""
         if self._checking is not _Checking.NOT_BEGUN:
@@ -289,8 +284,6 @@ class AdmissionCheck:
         if not self._may_inject:
             return None
         return injected_failure(cycle, self._infra_rank, self._host, self._environ)
-
-    # Before the workers start ----------------------------------------------------------------
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""

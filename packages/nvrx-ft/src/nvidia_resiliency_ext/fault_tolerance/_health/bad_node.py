@@ -35,10 +35,7 @@ MAX_END_BYTES = 300
 
 
 def report_of(cause: Cause, *, job: str, reported_by: str, time: float) -> str:
-    """Return a bad node's report as the command gets it; evidence that is too large is left out.
-
-    `time` is unix seconds.
-    """
+    """Return a report as the command gets it, `time` in unix s; too large evidence is left out."""
     evidence = dict(cause.detail)
     for name in ("rank", "local_rank", "exit_code", "signal", "detected_by"):
         if (value := getattr(cause, name)) not in (None, ""):

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits until stopped workers have given the memory of their GPUs back. It stops nobody.
+"""Waits until stopped workers have given the memory of their GPUs back; in a thread, as it blocks.
 
-A process that was killed gives its device memory back a little later. New workers that start before
-that run out of memory. Only the GPUs of this node's workers count: the device of each local rank,
-as CUDA_VISIBLE_DEVICES has it. The wait blocks, so it runs in a thread (see `admission.py`).
+A process that was killed gives it back a little later: new workers would run out of memory before.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ class GpuMemory:
             logger.warning("restarts do not wait for GPU memory, it is unknown: %s", why)
 
     def wait(self, clock: Clock, stopped: threading.Event) -> float | None:
-        """Wait until the memory is free; return the seconds, None where there is no such memory.
-
-        It is free when each GPU has at most `gpu_memory_tolerance_mb` in use.
-        """
+        """Wait until the memory is free; return the seconds, None where there is no such memory."""
         config, ranks = self._config, self.ranks()
         if not ranks:
             return None
