@@ -12,17 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    Event,
-    Policy,
-    Signalled,
-    StopRequested,
-    request_event,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
@@ -265,7 +258,7 @@ class Job:
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
         cause = Cause(ATTRIBUTION, what, host=self.paths.host, detected_by="attribution")
-        self.agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
+        self.agent.post(machine.StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank:
         if not self.plan.monitors_enabled:
@@ -310,7 +303,7 @@ class Job:
             max_no_progress_cycles=config.max_no_progress_cycles,
             checkpoint_iteration_file=config.checkpoint_iteration_file,
         )
-        policy = Policy(
+        policy = machine.Policy(
             plan.max_restarts,
             plan.workers_stop_timeout,
             plan.term_timeout,
@@ -326,10 +319,10 @@ class Job:
         for signum in self._signals.receive():
             logger.warning("received %s", signal.Signals(signum).name)
             if not self.controller.announced(signum):
-                self.agent.post(Signalled(signum))
+                self.agent.post(machine.Signalled(signum))
 
     def _receive_mail(self, message: object) -> None:
-        event = request_event(message)
+        event = machine.request_event(message)
         if event is not None:
             self.agent.post(event)
 
@@ -350,7 +343,7 @@ class Job:
         self.reporter.first_step(local_rank, at)
         self.prewarm.good_step()
 
-    def post(self, event: Event) -> None:
+    def post(self, event: machine.Event) -> None:
         self.agent.post(event)
 
     def running_pids(self) -> list[int]:
@@ -400,7 +393,9 @@ class Job:
             text = text.partition("\n\n")[0]
         logger.info("what happened (set --log-dir to keep the record for nvrx-report):\n%s", text)
 
-    def specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+    def specs(
+        self, assignment: machine.Assignment, cycle_start_time: float | None
+    ) -> list[WorkerSpec]:
         self.cycles.begin(assignment)
         if self.plan.max_nodes == 1 and self.services is not None:
             here = Arrival("", self.paths.host, infra_rank=0)
@@ -436,7 +431,12 @@ class Job:
         return not problem
 
     def _spec(
-        self, assignment: Assignment, local_rank: int, env: Mapping[str, str], *, has_space: bool
+        self,
+        assignment: machine.Assignment,
+        local_rank: int,
+        env: Mapping[str, str],
+        *,
+        has_space: bool,
     ) -> WorkerSpec:
         plan, paths = self.plan, self.paths
         rank = assignment.rank_offset + local_rank

@@ -13,15 +13,9 @@ import signal
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
-from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed
+from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed, workers
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
-from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
-    STILL_IMPORTING,
-    Started,
-    Starter,
-    WorkerSpec,
-)
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
@@ -37,7 +31,7 @@ HEAD_START_S = 0.015
 BEGIN_LIMIT_S = 5.0
 
 
-class PrewarmStarter(Starter):
+class PrewarmStarter(workers.Starter):
     """Makes workers for each cycle and keeps prewarmed workers for the next one."""
 
     def __init__(self, job: Job) -> None:
@@ -194,7 +188,9 @@ class PrewarmStarter(Starter):
         self._pool.ranks_started()
         self._arm_for_fill()
 
-    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+    def start(
+        self, spec: workers.WorkerSpec, stdout_fd: int | None, stderr_fd: int | None
+    ) -> workers.Started:
         """Make a worker: tell its prewarmed worker to go, or start a fresh process.
 
         Raises ChildStartError, or ConfigError: `--ft-prewarm on`, and the environment forbids it.
@@ -223,10 +219,10 @@ class PrewarmStarter(Starter):
     def _go(
         self,
         standby: prewarmed.PrewarmedWorker,
-        spec: WorkerSpec,
+        spec: workers.WorkerSpec,
         stdout_fd: int | None,
         stderr_fd: int | None,
-    ) -> tuple[Started | None, str]:
+    ) -> tuple[workers.Started | None, str]:
         slot = spec.local_rank
         reason = conditions.go_reason(standby.env, spec.env)
         if reason is not None:
@@ -249,10 +245,12 @@ class PrewarmStarter(Starter):
         self._pool.activate(slot)
         self._reporter.prewarm_changed(slot, "went", None, None)
         if ready is None:
-            return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
+            return workers.Started(
+                standby.child, warm=False, cold_reason=workers.STILL_IMPORTING
+            ), ""
         at = self._clock.monotonic() + BEGIN_LIMIT_S
         self._loop.call_at(at, lambda: self._give_up(slot, standby))
-        return Started(standby.child, warm=True, saved_s=ready.seconds), ""
+        return workers.Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
     def _give_up(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
         """Kill a prewarmed worker that was ready and did not begin; its worker then starts cold."""
@@ -260,7 +258,7 @@ class PrewarmStarter(Starter):
             logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
             standby.child.signal(signal.SIGKILL)
 
-    def _not_before(self, spec: WorkerSpec) -> float | None:
+    def _not_before(self, spec: workers.WorkerSpec) -> float | None:
         """Return when a warm worker may begin: rank 0, which opens the store, gets a head start.
 
         A rank that connects before rank 0 listens is refused, and torch waits for half a second.

@@ -20,18 +20,8 @@ from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import session as sessions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
-    Hung,
-    Leaves,
-    Lost,
-    NodeSession,
-    Opened,
-    Over,
-    Placed,
-    SessionEvent,
-    SpareNode,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
@@ -110,7 +100,7 @@ class StoreRendezvous:
         me = self.settings.arrival
         is_said = threading.Event()
 
-        def say(session: NodeSession) -> None:
+        def say(session: sessions.NodeSession) -> None:
             try:
                 session.send(kind, cause=cause, arrival=me)
                 session.confirm()
@@ -151,7 +141,7 @@ class StoreRendezvous:
             self.host.join(LAST_WORDS_S)
         self._ports.close()
 
-    def _arrive(self, session: NodeSession, port: int, previous_rank: int | None) -> None:
+    def _arrive(self, session: sessions.NodeSession, port: int, previous_rank: int | None) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
             self.settings.arrival,
@@ -162,7 +152,7 @@ class StoreRendezvous:
         )
         entry = session.entry
         if entry.phase is records.Phase.OVER:
-            self._push(Over(entry))
+            self._push(sessions.Over(entry))
             return
         unfit = None
         if entry.phase is records.Phase.OPEN:
@@ -170,45 +160,45 @@ class StoreRendezvous:
         if unfit is not None:
             self._push(machine.NodeUnfit(unfit))
         elif not session.arrive(arrival):
-            self._push(SpareNode(entry))
+            self._push(sessions.SpareNode(entry))
 
-    def _push(self, event: SessionEvent | RoundEvent) -> None:
+    def _push(self, event: sessions.SessionEvent | RoundEvent) -> None:
         """Hand something to the loop, from any thread."""
         self.loop.post(lambda: self._receive(event))
 
-    def _receive(self, event: SessionEvent | RoundEvent) -> None:
+    def _receive(self, event: sessions.SessionEvent | RoundEvent) -> None:
         happened = None if self._is_shut else self._event(event)
         if happened is not None:
             self.job.post(happened)
 
     def _event(  # noqa: PLR0911 - one for each kind
-        self, event: SessionEvent | RoundEvent
+        self, event: sessions.SessionEvent | RoundEvent
     ) -> RoundEvent | None:
-        if isinstance(event, (Placed, SpareNode)):
+        if isinstance(event, (sessions.Placed, sessions.SpareNode)):
             self._say_clocks(event.entry.clocks)
-        if isinstance(event, Placed):
+        if isinstance(event, sessions.Placed):
             return self._placed(event)
-        if isinstance(event, SpareNode):
+        if isinstance(event, sessions.SpareNode):
             self._cancel_join_deadline()
             self._previous_rank = None
             logger.info(
                 "round %d goes on without this node: it waits as a spare", event.entry.round
             )
             return None
-        if isinstance(event, Opened):
+        if isinstance(event, sessions.Opened):
             cause = event.entry.cause or Cause("opened", "a new round was opened")
             return machine.NextRoundOpened(cause)
-        if isinstance(event, Leaves):
+        if isinstance(event, sessions.Leaves):
             if event.entry.save_at:
                 return machine.SaveAgreed(event.entry.save_at)
             return machine.RoundLeaves(event.entry.cause or Cause("preempted", "a node must go"))
-        if isinstance(event, Hung):
+        if isinstance(event, sessions.Hung):
             judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
-        if isinstance(event, Over):
+        if isinstance(event, sessions.Over):
             self._is_over = True
             return machine.RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
-        if isinstance(event, Lost):
+        if isinstance(event, sessions.Lost):
             if self._is_over or self._is_lost:
                 return None  # The store goes when the job is over; that is no failure.
             self._is_lost = True
@@ -224,7 +214,7 @@ class StoreRendezvous:
             logger.warning("%s", what)
         self._said_of_clocks = what
 
-    def _placed(self, event: Placed) -> machine.RoundReady:
+    def _placed(self, event: sessions.Placed) -> machine.RoundReady:
         entry, own = event.entry, event.assignment
         self._cancel_join_deadline()
         self._round = entry.round
@@ -272,7 +262,7 @@ class StoreRendezvous:
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
-def _tell(session: NodeSession, round_: int, effect: RoundEffect) -> None:
+def _tell(session: sessions.NodeSession, round_: int, effect: RoundEffect) -> None:
     """Add to the log of decisions, or to the messages, what was decided in `round_`."""
     match effect:
         case machine.OpenNextRound(cause):
