@@ -25,19 +25,10 @@ from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
+from nvidia_resiliency_ext.fault_tolerance._report import failures
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
-from nvidia_resiliency_ext.fault_tolerance._report.failures import (
-    FailureLog,
-    failure_table,
-    hand_up_error_file,
-)
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import NO_HANDLER, TorchEvents
-from nvidia_resiliency_ext.fault_tolerance._workers.output import (
-    Tee,
-    console_output,
-    line_prefix,
-    worker_output,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import output as outputs
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import WorkerSpec
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.shared_utils import events
@@ -150,7 +141,7 @@ class Job:
         self.monitor = self._build_monitor()
         mailbox = Mailbox(self.paths.launcher_socket, self.loop, self._receive_mail)
         stack.callback(mailbox.close)
-        self.tee = Tee(self._look_at_output)
+        self.tee = outputs.Tee(self._look_at_output)
         stack.callback(self.tee.close)
         self.controller = PreemptionController(self)
         self.agent = self._build_agent()
@@ -224,10 +215,9 @@ class Job:
             host=paths.host,
         )
         self._stack.callback(self._event_log.close)
-        failures = FailureLog(paths.record_dir)
         self.reporter = EventReporter(
             self._event_log,
-            failures,
+            failures.FailureLog(paths.record_dir),
             self.clock,
             host=paths.host,
             shows_stacks=paths.record_is_temporary,
@@ -370,7 +360,7 @@ class Job:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
             error = result.root_cause.error
-            hand_up_error_file((error.path or None) if error else None, self.environ)
+            failures.hand_up_error_file((error.path or None) if error else None, self.environ)
         if self.reporter.faults and self.paths.record_is_temporary:
             self._log_summary(has_failed=result.exit_code != 0)
         return result
@@ -442,9 +432,9 @@ class Job:
         rank = assignment.rank_offset + local_rank
         files = paths.files if has_space else paths.spare_files
         directory = files.worker_directory(assignment.cycle, local_rank)
-        output = worker_output(paths.output, directory, local_rank)
+        output = outputs.worker_output(paths.output, directory, local_rank)
         if paths.output.writes_files and not has_space:
-            output = console_output(directory)
+            output = outputs.console_output(directory)
         output = self.cycles.output(output, rank)
         variables = rank_variables(plan, paths, assignment, local_rank, output.error_file)
         return WorkerSpec(
@@ -453,14 +443,16 @@ class Job:
             argv=plan.command.for_local_rank(local_rank),
             env={**env, **variables},
             output=output,
-            line_prefix=line_prefix(plan.log_line_prefix_template, plan.role, rank, local_rank),
+            line_prefix=outputs.line_prefix(
+                plan.log_line_prefix_template, plan.role, rank, local_rank
+            ),
         )
 
     def show_failures(self, result: Result) -> None:
         """Print the failure report of a job that failed for good; its directory is about to go."""
         if result.exit_code != 0 and result.failures:
             name, run_dir = self.plan.command.entry, self.paths.run_dir.path
-            write_err(failure_table(name, result.failures, run_dir) + "\n")
+            write_err(failures.failure_table(name, result.failures, run_dir) + "\n")
 
     def _remove_stale_directories(self) -> None:
         """Remove what launches left behind that were killed together with their monitor."""

@@ -17,12 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REA
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    EndpointError,
-    claim,
-    read_token,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, endpoint, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
@@ -98,17 +93,17 @@ class ControlPlane:
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
         config = plan.services.fault_tol_cfg
-        secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
+        secret = endpoint.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
         # Before anybody can connect: a client in the queue of a port does not learn that no store
         # is there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.
         try:
-            listener = claim(plan.address, plan.port, is_host=True)
-        except EndpointError as error:
+            listener = endpoint.claim(plan.address, plan.port, is_host=True)
+        except endpoint.EndpointError as error:
             if plan.address == plan.host:
                 raise
-            raise EndpointError(f"--local-addr {plan.address}: {error}") from None
+            raise endpoint.EndpointError(f"--local-addr {plan.address}: {error}") from None
         assert listener is not None
         stack.callback(listener.close)
         self._services = self._build_services()
@@ -154,9 +149,9 @@ class ControlPlane:
 
         funnel = None
         if logs.server is not None:
-            endpoint = endpoint_of(self._plan.address, logs.server.ports.client_connect_port())
+            where = endpoint_of(self._plan.address, logs.server.ports.client_connect_port())
             me = f"{PROGRAM}@{self._host_name}"
-            funnel = FunnelSink(endpoint, me, self._own_token)
+            funnel = FunnelSink(where, me, self._own_token)
         own = CycleLogs(logs.launcher_log_file, funnel=funnel)
         self._stack.callback(own.close)
         own.capture_own_streams(logs.launcher_log_file)

@@ -154,22 +154,18 @@ class CoordinatorServices:
         if excludes and not self.is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import (
-            AttributionManager,
-            AttributionWatch,
-            state_dir,
-        )
+        from nvidia_resiliency_ext.fault_tolerance._hosting import attribution
 
         # A job of several nodes may span the tasks of an array, and the next task takes it over.
         scheduled = job_id_from_env() if self.is_shared else task_id_from_env()
         job_id = plan.cycle_info_job_id or scheduled or plan.job_name
-        manager = AttributionManager(
+        manager = attribution.AttributionManager(
             plan.attribution,
             is_store_host=True,
             environ=self.environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self.run_dir),
+            state_dir=attribution.state_dir(plan.attribution.log_file, job_id, self.run_dir),
         )
-        self._watch = AttributionWatch(
+        self._watch = attribution.AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.fault_tol_cfg.rdzv_token_file,
