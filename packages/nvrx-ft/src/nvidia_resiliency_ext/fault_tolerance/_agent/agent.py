@@ -39,8 +39,7 @@ logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
-UNCAUGHT_EXCEPTION = 1
-"""Python's exit code after an uncaught exception."""
+UNCAUGHT_EXCEPTION = 1  # Python's exit code.
 
 
 @dataclass(frozen=True, slots=True)

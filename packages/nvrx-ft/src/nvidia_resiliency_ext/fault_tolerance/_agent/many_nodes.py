@@ -66,6 +66,7 @@ SHORTEST_PATIENCE_S = 1.0
 # The rendezvous host says it first; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
 LEASES_FOR_LOG_TOKEN = 0.5
+LATE_ANSWER_S = 5.0  # A store that is only starting says so sooner.
 
 # Options that may differ from node to node: paths, and what a node does for itself.
 _OWN_AFFAIRS = frozenset(
@@ -268,10 +269,6 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
         return connector(refused)
 
     return StoreRendezvous(job, settings, connect_when_ready, host, stop)
-
-
-LATE_ANSWER_S = 5.0
-"""A store that is only starting says so sooner."""
 
 
 @dataclass(slots=True)

@@ -14,18 +14,11 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 if TYPE_CHECKING:
     from .job import Job
 
-RoundEvent = (
-    machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
-    | machine.JoinTimedOut | machine.NodeUnfit | machine.RoundLeaves | machine.SaveAgreed
-    | machine.RanksAsked | machine.HangEvaluated
-)  # fmt: skip
-
 
 class RoundPorts:
     """The MASTER_PORT that this node offers, and that of a round in which it has rank 0.
 
-    Each round has a port of its own, unless the user fixed one: then that one is used every time.
-    Raises PortInUseError: a fixed port is taken by somebody else.
+    Each round has its own, unless the user fixed one. Raises PortInUseError: that one is taken.
     """
 
     def __init__(self, fixed: int | None = None) -> None:
@@ -53,13 +46,6 @@ class RoundPorts:
     def close(self) -> None:
         self.end_round()
         self._offered.release()
-
-
-# Effects that concern the other nodes.
-RoundEffect = (
-    machine.OpenNextRound | machine.CloseRendezvous | machine.ReportSuccess | machine.ReportBroken
-    | machine.LeaveRendezvous | machine.Preempted | machine.RanksHeld
-)  # fmt: skip
 
 
 class LocalRendezvous:
@@ -98,7 +84,7 @@ class LocalRendezvous:
         )
         self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
-    def tell(self, effect: RoundEffect) -> None:
+    def tell(self, effect: machine.Effect) -> None:
         """Answer at once, as there is no other node; of reasons to close the first one stays."""
         match effect:
             case machine.CloseRendezvous(reason):

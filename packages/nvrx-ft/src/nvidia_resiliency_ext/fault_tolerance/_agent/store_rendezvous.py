@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendezvous of many nodes as one launcher sees it, over the job's store.
 
-Calls that wait run in the threads of `_rendezvous`. The lease is judged here, by a timer of the
-loop: a store that stopped answering cannot say so itself.
+The lease is judged here, by a timer of the loop: a store that stopped answering cannot say so.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import RoundEffect, RoundEvent, RoundPorts
+from .rendezvous import RoundPorts
 
 if TYPE_CHECKING:
     from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
@@ -84,7 +83,7 @@ class StoreRendezvous:
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
-    def tell(self, effect: RoundEffect) -> None:
+    def tell(self, effect: machine.Effect) -> None:
         if isinstance(effect, machine.LeaveRendezvous):
             self._leave(effect.cause)
             return
@@ -162,18 +161,18 @@ class StoreRendezvous:
         elif not session.arrive(arrival):
             self._push(sessions.SpareNode(entry))
 
-    def _push(self, event: sessions.SessionEvent | RoundEvent) -> None:
+    def _push(self, event: sessions.SessionEvent | machine.Event) -> None:
         """Hand something to the loop, from any thread."""
         self.loop.post(lambda: self._receive(event))
 
-    def _receive(self, event: sessions.SessionEvent | RoundEvent) -> None:
+    def _receive(self, event: sessions.SessionEvent | machine.Event) -> None:
         happened = None if self._is_shut else self._event(event)
         if happened is not None:
             self.job.post(happened)
 
     def _event(  # noqa: PLR0911 - one for each kind
-        self, event: sessions.SessionEvent | RoundEvent
-    ) -> RoundEvent | None:
+        self, event: sessions.SessionEvent | machine.Event
+    ) -> machine.Event | None:
         if isinstance(event, (sessions.Placed, sessions.SpareNode)):
             self._say_clocks(event.entry.clocks)
         if isinstance(event, sessions.Placed):
@@ -262,7 +261,7 @@ class StoreRendezvous:
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
-def _tell(session: sessions.NodeSession, round_: int, effect: RoundEffect) -> None:
+def _tell(session: sessions.NodeSession, round_: int, effect: machine.Effect) -> None:
     """Add to the log of decisions, or to the messages, what was decided in `round_`."""
     match effect:
         case machine.OpenNextRound(cause):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listening Unix socket and its clients on its owner's event loop, and a mailbox for messages.
-
-A silent client delays nobody: each has a channel of its own, and of too many the oldest is dropped.
-"""
+"""A listening Unix socket and its clients on its owner's event loop, and a mailbox for messages."""
 
 from __future__ import annotations
 
@@ -79,21 +76,16 @@ class Connection:
 
 @dataclass(eq=False)
 class Acceptor:
-    """Listens at a path and reads what clients of the same user send.
-
-    `on_received` gets the messages of a client whenever something came from it, its end included;
-    a client whose channel is over is dropped afterwards. `on_refused` gets a sentence.
-    `most` clients are kept, each for `limit_s` seconds unless it is released before.
-    """
+    """Listens at a path and reads what clients of the same user send; drops those that are over."""
 
     path: str
     loop: EventLoop
     messages: MessageSet
     _: KW_ONLY
-    most: int
-    limit_s: float | None = None
-    on_received: Callable[[Connection, list[object]], None]
-    on_refused: Callable[[str], None]
+    most: int  # Of more clients the oldest is dropped.
+    limit_s: float | None = None  # So long a client is kept unless it is released before.
+    on_received: Callable[[Connection, list[object]], None]  # Also at the client's end.
+    on_refused: Callable[[str], None]  # Gets a sentence.
 
     def __post_init__(self) -> None:
         """Bind and listen; a path that cannot be bound raises ValueError or OSError."""

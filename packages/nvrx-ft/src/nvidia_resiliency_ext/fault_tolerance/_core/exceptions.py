@@ -146,9 +146,8 @@ def install_exception_handler() -> None:
 
     Ctrl-C keeps its present meaning. Installing twice changes nothing.
     """
-    if isinstance(sys.excepthook, _ExitingHook):
-        return
-    sys.excepthook = _ExitingHook(sys.excepthook)
+    if not isinstance(sys.excepthook, _ExitingHook):
+        sys.excepthook = _ExitingHook(sys.excepthook)
 
 
 class _ExitingHook:

@@ -346,12 +346,10 @@ class AdmissionCheck:
             return
         (cycle, answer), self._joining = self._joining, None
         self._checking = _Checking.NOT_BEGUN
-        answer(self._finding or self._injected(cycle))
-
-    def _injected(self, cycle: int) -> Cause | None:
-        if not self._may_inject:
-            return None
-        return injected_failure(cycle, self._infra_rank, self._host, self._environ)
+        finding = self._finding
+        if finding is None and self._may_inject:
+            finding = injected_failure(cycle, self._infra_rank, self._host, self._environ)
+        answer(finding)
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""
