@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
@@ -218,9 +219,6 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
     return None
 
 
-EXIT_FAILURE = 1
-
-
 def run_command_line(argv: Sequence[str] | None) -> int:
     """Serve a job to its end, or until a signal comes; return the exit code. Raises SystemExit."""
     open_missing_streams()
@@ -245,5 +243,5 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         usage_error(error, PROGRAM)
     except NvrxError as error:
         write_err(f"{PROGRAM}: error: {' '.join(str(error).split())}\n")
-        return EXIT_FAILURE
+        return machine.EXIT_FAILURE
     return 0

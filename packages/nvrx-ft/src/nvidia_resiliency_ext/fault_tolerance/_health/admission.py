@@ -18,6 +18,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -273,34 +274,27 @@ class _Checking(enum.Enum):
     DONE = "done"
 
 
+@dataclass(eq=False)
 class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
     The loop's thread only. Callbacks come from the loop, or at once.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        *,
-        host: str,
-        infra_rank: int,
-        loop: EventLoop,
-        clock: Clock,
-        reporter: EventReporter,
-    ) -> None:
-        self._config: FaultToleranceConfig = plan.fault_tol_cfg
-        self._environ = environ
-        self._host = host
-        self._infra_rank = max(0, infra_rank)
-        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
-        self._may_inject = plan.max_nodes == 1
-        self._loop = loop
-        self._clock = clock
-        self._reporter = reporter
-        self.checks = NodeChecks(self._config, plan.node_health_check_endpoint, environ)
-        self.memory = GpuMemory(plan.nproc_per_node, environ, self._config)
+    plan: LaunchPlan
+    environ: Mapping[str, str]
+    _: KW_ONLY
+    host: str
+    infra_rank: int
+    loop: EventLoop
+    clock: Clock
+    reporter: EventReporter
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._config = plan.fault_tol_cfg
+        self.checks = NodeChecks(self._config, plan.node_health_check_endpoint, self.environ)
+        self.memory = GpuMemory(plan.nproc_per_node, self.environ, self._config)
         self._checking = _Checking.NOT_BEGUN
         self._finding: Cause | None = None
         self._joining: tuple[int, Callable[[Cause | None], None]] | None = None
@@ -314,7 +308,7 @@ class AdmissionCheck:
         self._check_thread = WorkerThread("nvrx-health")
         self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
-            self._loop.watch(thread.fileno(), thread.collect)
+            self.loop.watch(thread.fileno(), thread.collect)
 
     def prepare(self) -> None:
         """Begin the health checks for the next round, unless they have begun."""
@@ -337,8 +331,8 @@ class AdmissionCheck:
         if self._checking is not _Checking.RUNNING:
             return
         found = results or []
-        self._checking, self._finding = _Checking.DONE, unfit(found, self._host)
-        self._reporter.node_checked(found)
+        self._checking, self._finding = _Checking.DONE, unfit(found, self.host)
+        self.reporter.node_checked(found)
         self._answer()
 
     def _answer(self) -> None:
@@ -347,22 +341,23 @@ class AdmissionCheck:
         (cycle, answer), self._joining = self._joining, None
         self._checking = _Checking.NOT_BEGUN
         finding = self._finding
-        if finding is None and self._may_inject:
-            finding = injected_failure(cycle, self._infra_rank, self._host, self._environ)
+        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
+        if finding is None and self.plan.max_nodes == 1:
+            finding = injected_failure(cycle, max(0, self.infra_rank), self.host, self.environ)
         answer(finding)
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._config.restart_backoff)
-        self._not_before = self._clock.monotonic() + pause_s
+        self._not_before = self.clock.monotonic() + pause_s
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
         if self._config.gpu_memory_reclaim_timeout <= 0 or self._reclaiming:
             return
         self._reclaiming = True
-        wait = partial(self.memory.wait, self._clock, self._stopped)
+        wait = partial(self.memory.wait, self.clock, self._stopped)
         try:
             self._memory_thread.submit(wait, self._reclaimed)
         except RuntimeError as error:
@@ -372,7 +367,7 @@ class AdmissionCheck:
     def _reclaimed(self, seconds: float | None) -> None:
         self._reclaiming = False
         if seconds is not None:
-            self._reporter.memory_reclaimed(seconds)
+            self.reporter.memory_reclaimed(seconds)
         self._let_start()
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -383,7 +378,7 @@ class AdmissionCheck:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        wait_s = self._not_before - self._clock.monotonic()
+        wait_s = self._not_before - self.clock.monotonic()
         if wait_s > 0:
             if self._pause is None:
                 logger.warning(
@@ -394,7 +389,7 @@ class AdmissionCheck:
                     math.ceil(wait_s),
                 )
             self._cancel_pause()
-            self._pause = self._loop.call_at(self._not_before, self._let_start)
+            self._pause = self.loop.call_at(self._not_before, self._let_start)
             return
         self._pause = None
         begin, self._starting = self._starting, None
@@ -416,5 +411,5 @@ class AdmissionCheck:
         self._joining = None
         self._stopped.set()
         for thread in (self._check_thread, self._memory_thread):
-            self._loop.unwatch(thread.fileno())
+            self.loop.unwatch(thread.fileno())
             thread.close(CLOSE_WAIT_S)
