@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node does about what happens to it: the launcher's decisions, and no effects.
 
-`decide(node, event) -> (node, effects)` is a pure function. The loop in `agent.py` feeds it
-events and performs the effects; nothing here reads a clock, a file or a process. The tables at the
-end say which event matters in which phase.
+`decide` is a pure function: the loop in `agent.py` feeds it events and performs the effects. The
+tables at the end say which event matters in which phase; the functions stand in their order.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ def decide(node: Node, event: machine.Event) -> Decision:
     if handler is None and node.phase is Phase.STOPPING and node.outcome is Outcome.RESTART:
         handler = _BEFORE_A_RESTART.get(type(event))
     return (node, ()) if handler is None else handler(node, event)
-
-
-# In any phase ---------------------------------------------------------------------------------
 
 
 def _no_restart(node: Node, event: machine.StopRequested) -> Decision:
@@ -63,9 +59,6 @@ def _record_request(node: Node, event: machine.RequestReceived) -> Decision:
 def _pass_on(node: Node, event: machine.RanksHeld | machine.SaveAgreed) -> Decision:
     """Act on ranks that are held in a call: they may not even see that they are to stop."""
     return node, (event,)
-
-
-# Joining and waiting --------------------------------------------------------------------------
 
 
 def _start(node: Node, event: machine.RoundReady) -> Decision:
@@ -162,9 +155,6 @@ def _goes(node: Node, name: str) -> tuple[Effect, ...]:
     return (machine.LeaveRendezvous(cause),)
 
 
-# Preemption -----------------------------------------------------------------------------------
-
-
 def _preempted(node: Node, event: machine.Preempted) -> Decision:
     """Preempt this node: its workers may save first."""
     if node.must_go:
@@ -202,9 +192,6 @@ def _gone(node: Node) -> Decision:
     fails = node.unclean or node.policy.serves_others
     code = machine.EXIT_FAILURE if fails else machine.EXIT_OK
     return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.what))
-
-
-# While workers run ----------------------------------------------------------------------------
 
 
 def _exited(node: Node, event: machine.WorkerExited) -> Decision:
@@ -335,9 +322,6 @@ def _signalled(node: Node, event: machine.Signalled) -> Decision:
         stop_signal=event.signum,
     )
     return stopping, (*goes, machine.StopWorkers(event.signum, node.policy.signal_grace_s))
-
-
-# While workers stop ---------------------------------------------------------------------------
 
 
 def _over_before_a_restart(node: Node, event: machine.RoundClosed) -> Decision:

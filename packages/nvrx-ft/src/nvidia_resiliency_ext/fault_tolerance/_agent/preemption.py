@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Announced preemption on one node: deadlines, the signal to workers, the call at which all save.
 
-Every rank counts its calls and shows the count before it looks whether saving is asked for. Once
-that is asked of a rank, it waits in its next call until the call is agreed. So the counts that are
-read after it was asked of everybody are those of the last calls that any rank can have left: the
-highest plus one is a call that all ranks still have before them, and no rank that waits is needed
-by another one on the way to be read. A rank that has not called yet counts 0.
-
-What follows is decided in `_agent/decide.py`, and for all nodes by the coordinator.
+Every rank shows the count of its calls before it looks whether saving is asked for; once it is, the
+rank waits in its next call until the call is agreed. So counts that are read after all were asked
+are those of the last calls that any rank can have left: the highest plus one is a call that all
+ranks still have before them, and no rank that waits is needed by another one. None yet counts 0.
 """
 
 from __future__ import annotations

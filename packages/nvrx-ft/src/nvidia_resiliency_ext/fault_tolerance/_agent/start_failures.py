@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a program that fails at its start is not started again, although restarts are left. Pure.
 
-A missing package or a wrong name fails on all ranks, in every cycle, before any step. Only errors
-of the program count; a file, a host or a GPU that is missing may be there the next time. A job that
-has done a step once, or has run for two minutes, is never ended here.
+Only errors of the program count, on all ranks and in every cycle; a file, a host or a GPU that is
+missing may be there the next time. A job that has done a step, or has run for two minutes, goes on.
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ _CUDA_LIMITS: Final = (0, 1, 2)
 
 
 def reduce_cuda_ctx_size() -> None:
-    """Lower the device memory limits of the calling thread's CUDA context.
+    """Lower the device memory limits of the calling thread's CUDA context; create none.
 
-    Without a driver, or without a context in this thread, there is nothing to reduce and nothing
-    happens; above all, no context is created.
+    Without a driver, or without a context in this thread, nothing happens.
     """
     import ctypes
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command of the site for each bad node, so that the site drains or repairs it.
 
-Reports are taken from any thread at once and handled one after the other in a thread of their own:
-no restart ever waits for the command. It gets one JSON object on its standard input, has a process
-group of its own, and is killed at its deadline. What goes wrong with it is one line in the log.
+Reports are handled one after the other in a thread of their own: no restart waits for the command.
+It gets one JSON object on its standard input, and is killed at its deadline. No failure is raised.
 """
 
 from __future__ import annotations

@@ -79,9 +79,8 @@ class AttributionManager:
 
         Raises:
             ValueError: The key file that was named cannot be read.
-            AttributionMissingError: The service is not installed.
             TimeoutError: It does not answer in time; it is ended.
-            NvrxError: It cannot be started.
+            NvrxError: It is not installed (AttributionMissingError), or cannot be started.
         """
         if self.launch():
             try:
