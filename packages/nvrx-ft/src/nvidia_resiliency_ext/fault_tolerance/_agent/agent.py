@@ -222,7 +222,6 @@ class NodeAgent:
         return machine.HangEvaluated(cause, self._makes_no_progress())
 
     def _record_end(self) -> None:
-        """Record how the cycle ended, and report it to the admission check."""
         cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
         self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
         if cause is not None and self._started_at is not None:

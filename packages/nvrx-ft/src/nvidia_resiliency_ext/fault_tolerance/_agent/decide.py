@@ -156,7 +156,6 @@ def _goes(node: Node, name: str) -> tuple[Effect, ...]:
 
 
 def _preempted(node: Node, event: machine.Preempted) -> Decision:
-    """Preempt this node: its workers may save first."""
     if node.must_go:
         return node, ()
     return dataclasses.replace(node, leaving=event.cause, must_go=True), (event,)
@@ -181,7 +180,6 @@ def _grace_over_without_ranks(node: Node, _event: machine.GraceOver) -> Decision
 
 
 def _out_of_time(node: Node, _event: machine.GraceOver | None = None) -> Decision:
-    """Stop workers that are still there although this node must go."""
     stopping = dataclasses.replace(node, stop_signal=signal.SIGTERM)
     return _stop(stopping, node.cause, Outcome.SIGNALLED)
 
@@ -266,7 +264,6 @@ def _machine_fails(node: Node, event: machine.WorkerStuck | machine.StartFailed)
 
 
 def _over(node: Node, event: machine.RoundClosed) -> Decision:
-    """The job is over for everybody while workers still run here."""
     cause = event.cause or Cause("over", f"the job is over: {event.reason}")
     node, stop = _stop(dataclasses.replace(node, over=event), cause, Outcome.OVER)
     if event.reason == errors.RDZV_SHUTDOWN_REASON_GRACEFUL:

@@ -72,7 +72,6 @@ class Job:
         self.denylist = Denylist()
 
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
-        """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
             self._build()
         except BaseException as error:
@@ -88,8 +87,7 @@ class Job:
     def _build(self) -> None:
         """Build all parts; each is taken down in the reverse order.
 
-        Standbys of the first cycle start early, so that their imports overlap with the rest; the
-        monitor leaves late, because it sweeps.
+        Standbys start early, as they import meanwhile; the monitor leaves late, as it sweeps.
         """
         plan, stack = self.plan, self._stack
         self.infra_rank = self._ask_infra_rank()

@@ -39,10 +39,6 @@ class PrewarmStarter(workers.Starter):
         super().__init__(die_with_parent=plan.fault_tol_cfg.orphan_workers == "kill")
         self._job = job
         self._plan = plan
-        self._base_env = job.base_env
-        self._loop = job.loop
-        self._clock = job.clock
-        self._reporter = job.reporter
         self._mode = plan.fault_tol_cfg.prewarm
         self._imports = conditions.import_list(plan.fault_tol_cfg.prewarm_import)
         self._pool = pools.Pool(
@@ -71,7 +67,7 @@ class PrewarmStarter(workers.Starter):
         elif self._mode != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"
         else:
-            reason = conditions.cold_reason(plan.command, self._base_env, self._mode)
+            reason = conditions.cold_reason(plan.command, self._job.base_env, self._mode)
         if reason is not None:
             self._insist(reason)
         return reason
@@ -116,7 +112,7 @@ class PrewarmStarter(workers.Starter):
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
+        self._timer = self._job.loop.call_at(self._job.clock.monotonic() + delay_s, self._tick)
 
     def _arm_for_fill(self) -> None:
         """Count idle processors from now on: the job may wait for something else than them."""
@@ -146,7 +142,7 @@ class PrewarmStarter(workers.Starter):
         try:
             standby = prewarmed.PrewarmedWorker(
                 self._plan.command,
-                self._base_env,
+                self._job.base_env,
                 slot,
                 paths=(output.stdout.path, output.stderr.path),
                 is_piped=self._plan.logs.applog_prefix is not None,
@@ -156,26 +152,28 @@ class PrewarmStarter(workers.Starter):
             self._pool.fail(slot, str(error))
             return
         self._held[slot] = standby
-        self._reporter.prewarm_changed(slot, "warming", None, None)
-        self._loop.watch(standby.fileno(), lambda: self._receive(slot))
+        self._job.reporter.prewarm_changed(slot, "warming", None, None)
+        self._job.loop.watch(standby.fileno(), lambda: self._receive(slot))
 
     def _receive(self, slot: int) -> None:
         message = self._held[slot].receive()
         if isinstance(message, prewarmed.Ready) and message.problem is None:
-            self._reporter.prewarm_changed(slot, "ready", message.seconds, message.private_bytes)
+            self._job.reporter.prewarm_changed(
+                slot, "ready", message.seconds, message.private_bytes
+            )
             self._pool.ready(slot, message.private_bytes or 0)
             self._announce()
         elif isinstance(message, prewarmed.Ready):
             self._pool.refuse(str(message.problem))
         elif isinstance(message, prewarmed.Failed):
-            self._reporter.prewarm_changed(slot, "failed", None, None)
+            self._job.reporter.prewarm_changed(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, message.reason)
             self._pool.fail(slot, message.reason)
 
     def _end_prewarm(self, slot: int) -> None:
         standby = self._held.pop(slot, None)
         if standby is not None:
-            self._loop.unwatch(standby.fileno())
+            self._job.loop.unwatch(standby.fileno())
             standby.end()
 
     def begin(self) -> None:
@@ -240,16 +238,16 @@ class PrewarmStarter(workers.Starter):
             return None, reason
         ready = standby.ready
         self._activated[slot] = self._held.pop(slot)
-        self._loop.unwatch(standby.fileno())
-        self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
+        self._job.loop.unwatch(standby.fileno())
+        self._job.loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
         self._pool.activate(slot)
-        self._reporter.prewarm_changed(slot, "went", None, None)
+        self._job.reporter.prewarm_changed(slot, "went", None, None)
         if ready is None:
             return workers.Started(
                 standby.child, warm=False, cold_reason=workers.STILL_IMPORTING
             ), ""
-        at = self._clock.monotonic() + BEGIN_LIMIT_S
-        self._loop.call_at(at, lambda: self._give_up(slot, standby))
+        at = self._job.clock.monotonic() + BEGIN_LIMIT_S
+        self._job.loop.call_at(at, lambda: self._give_up(slot, standby))
         return workers.Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
     def _give_up(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
@@ -263,7 +261,7 @@ class PrewarmStarter(workers.Starter):
 
         A rank that connects before rank 0 listens is refused, and torch waits for half a second.
         """
-        now = self._clock.monotonic()
+        now = self._job.clock.monotonic()
         if spec.rank == 0:
             self._head_start_ends = now + HEAD_START_S
             return None
@@ -278,10 +276,10 @@ class PrewarmStarter(workers.Starter):
             self._arm_for_fill()
         elif isinstance(message, prewarmed.Failed):
             self._last_words[slot] = message.reason
-            self._loop.unwatch(standby.fileno())
+            self._job.loop.unwatch(standby.fileno())
 
     def _forget_activated(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
-        self._loop.unwatch(standby.fileno())
+        self._job.loop.unwatch(standby.fileno())
         standby.release()
         if self._activated.get(slot) is standby:
             del self._activated[slot]
@@ -304,7 +302,7 @@ class PrewarmStarter(workers.Starter):
         if reason is None or is_stopped:
             self._pool.gone(local_rank)
         else:
-            self._reporter.prewarm_changed(local_rank, "failed", None, None)
+            self._job.reporter.prewarm_changed(local_rank, "failed", None, None)
             self._pool.fail(local_rank, reason)
         return reason
 

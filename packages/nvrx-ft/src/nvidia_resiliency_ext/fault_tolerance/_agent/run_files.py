@@ -148,7 +148,6 @@ class CycleRecords:
             self._logs.capture_own_streams(logs.launcher_log_file)
 
     def _find_funnel(self) -> FunnelSink | None:
-        """Return the log server that this node sends to, if there is one."""
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
             return None

@@ -93,7 +93,6 @@ class StoreRendezvous:
         self._client.submit(lambda session: _tell(session, round_, effect))
 
     def _leave(self, cause: Cause) -> None:
-        """Say that this node takes part no longer."""
         kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
         me = self.settings.arrival

@@ -58,7 +58,6 @@ class ControlPlane:
         self._host_name = socket.gethostname()
 
     def __enter__(self) -> ControlPlane:  # noqa: PYI034  # Self is not in Python 3.10
-        """Begin to listen, and serve."""
         try:
             self._build()
         except BaseException as error:

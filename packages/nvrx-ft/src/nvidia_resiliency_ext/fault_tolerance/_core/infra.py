@@ -87,7 +87,6 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of one bracket, with their leading zeros."""
     found: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)

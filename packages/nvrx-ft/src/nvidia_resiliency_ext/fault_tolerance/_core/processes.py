@@ -167,7 +167,6 @@ def terminate_mp_processes(
 
 
 def _own_line() -> set[int]:
-    """Return this process and its ancestors."""
     line: set[int] = set()
     pid = os.getpid()
     while pid > 0 and pid not in line:
