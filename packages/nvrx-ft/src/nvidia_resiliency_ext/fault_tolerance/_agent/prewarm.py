@@ -243,9 +243,8 @@ class PrewarmStarter(workers.Starter):
         self._pool.activate(slot)
         self._job.reporter.prewarm_changed(slot, "went", None, None)
         if ready is None:
-            return workers.Started(
-                standby.child, warm=False, cold_reason=workers.STILL_IMPORTING
-            ), ""
+            why = workers.STILL_IMPORTING
+            return workers.Started(standby.child, warm=False, cold_reason=why), ""
         at = self._job.clock.monotonic() + BEGIN_LIMIT_S
         self._job.loop.call_at(at, lambda: self._give_up(slot, standby))
         return workers.Started(standby.child, warm=True, saved_s=ready.seconds), ""

@@ -255,7 +255,10 @@ def _optional_int(environ: _Environment, name: str) -> int | None:
         raise ValueError(f"{name}={text!r} is not a whole number") from None
 
 
-_slurm_rank: Final = partial(_optional_int, name=_env.SLURM_PROCID)
+def _slurm_rank(environ: _Environment) -> int | None:
+    return _optional_int(environ, _env.SLURM_PROCID)
+
+
 _RULES: Final[tuple[Callable[[_Environment], int | None], ...]] = (
     _node_name_rank,
     partial(_optional_int, name=_env.CROSS_SLURM_PROCID),
