@@ -258,7 +258,7 @@ def test_it_ends_with_its_store_though_the_thread_of_that_takes_its_time(
     monkeypatch.setattr(program.CoordinatorThread, "_serve", lambda _thread: None)
     monkeypatch.setattr(program.CoordinatorThread, "run", lingers)
     listener = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(program, "claim", lambda *_, **__: listener)
+    monkeypatch.setattr(program.endpoint, "claim", lambda *_, **__: listener)
     late = threading.Event()
 
     def give_up() -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's loop on one node: hands what happens to `decide`, and does what it says.
-
-It owns the order of things, not the things: rendezvous, monitor and records are the job's. One
-thread; every wait is in the event loop.
-"""
+"""The launcher's loop on one node: hands what happens to `decide`, and does what it says."""
 
 from __future__ import annotations
 
@@ -43,8 +39,7 @@ logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
-UNCAUGHT_EXCEPTION = 1
-"""Python's exit code after an uncaught exception."""
+UNCAUGHT_EXCEPTION = 1  # Python's exit code.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class Result:
 
 
 class NodeAgent:
-    """Runs the cycles of one node until `decide` says that it is over. It owns the worker group."""
+    """Runs the cycles of one node until `decide` says that it is over. The loop's thread only."""
 
     def __init__(self, job: Job, policy: machine.Policy) -> None:
         config, rendezvous, controller = job.plan.fault_tol_cfg, job.rendezvous, job.controller
@@ -102,21 +97,18 @@ class NodeAgent:
         self._barrier: Timer | None = None
         self._refill: Timer | None = None
         self._is_unfit = False
+        # What is not named here is for the other nodes.
         self._perform: dict[type, Callable[..., None]] = {
             machine.Join: self._join,
             machine.StartWorkers: self._start_workers,
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
-            machine.OpenNextRound: rendezvous.tell,
             machine.CloseRendezvous: self._close_rendezvous,
             machine.ReportSuccess: self._report_success,
-            machine.ReportBroken: rendezvous.tell,
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            machine.Preempted: rendezvous.tell,
             machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
-            machine.RanksHeld: rendezvous.tell,
             machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
@@ -126,8 +118,6 @@ class NodeAgent:
         if self._assignment is None:
             return ()
         return tuple(self._assignment.rank_offset + local for local in sorted(self.workers.started))
-
-    # What happens, reported by the effects ------------------------------------------------------
 
     def post(self, event: machine.Event) -> None:
         """Hand in an event; it is decided in the order of arrival."""
@@ -153,8 +143,6 @@ class NodeAgent:
                 hang_cause(report), detail={"limit_words": limit_in_words(report)}
             )
         self.rendezvous.hung(states_of(ranks), complaint)
-
-    # The loop ------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Run cycles until the job is over here."""
@@ -211,7 +199,7 @@ class NodeAgent:
         if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):
             self.reporter.workers_stopped()
         for effect in effects:
-            self._perform[type(effect)](effect)
+            self._perform.get(type(effect), self.rendezvous.tell)(effect)
 
     def _obey(self, judged: machine.HangEvaluated) -> machine.HangEvaluated:
         """Have the culprits ended that are here, and add to the verdict what this node knows."""
@@ -234,14 +222,11 @@ class NodeAgent:
         return machine.HangEvaluated(cause, self._makes_no_progress())
 
     def _record_end(self) -> None:
-        """Record how the cycle ended, and report it to the admission check."""
         cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
         self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
         if cause is not None and self._started_at is not None:
             self.admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
-
-    # Exits ---------------------------------------------------------------------------------
 
     def _others_may_fail(self) -> bool:
         """Return whether to wait for the other ranks, which may fail at their start like these."""
@@ -266,14 +251,6 @@ class NodeAgent:
     def _lived_s(self) -> float:
         return 0.0 if self._started_at is None else self.clock.monotonic() - self._started_at
 
-    def _is_hopeless(self, failures: list[Failure]) -> bool:
-        return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
-            [_message_of(failure.error) for failure in failures],
-            len(self.workers.started),
-            self._lived_s(),
-            stepped=self._has_stepped(),
-        )
-
     def _evaluate_exits(self) -> None:
         self.workers.reap_exited()
         exits, self._exits = self._exits, []
@@ -295,7 +272,12 @@ class NodeAgent:
             self._failures = failures
             cause = cause_of(root_cause(failures))
             no_progress = self._makes_no_progress()
-            is_hopeless = self._is_hopeless(failures)
+            is_hopeless = not self._node.policy.many_nodes and self._start_failures.is_hopeless(
+                [_message_of(failure.error) for failure in failures],
+                len(self.workers.started),
+                self._lived_s(),
+                stepped=self._has_stepped(),
+            )
         for local_rank, status, _ in exits:
             self.reporter.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
@@ -308,10 +290,7 @@ class NodeAgent:
             self._update_monitor()
 
     def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
-        """Return the failures with that of the rank which the others waited for.
-
-        It is being ended, but those that waited for it may be seen to fail before.
-        """
+        """Return the failures with that of the rank waited for, which may be seen to fail last."""
         local_rank = hang["local_rank"]
         seen = {failure.local_rank: failure for failure in failures}
         status = ExitStatus(None, hang["signal"])
@@ -348,8 +327,6 @@ class NodeAgent:
             self.job.tracker.update_iteration(iteration)
         self.job.tracker.analyze_previous_cycle()
         return self.job.tracker.should_terminate_early()
-
-    # Effects -------------------------------------------------------------------------------
 
     def _join(self, effect: machine.Join) -> None:
         if self._barrier is not None:

@@ -25,10 +25,7 @@ _OF_AN_OUTER_RANK = frozenset(
 def shared_variables(
     plan: LaunchPlan, paths: RunPaths, environ: Mapping[str, str], store: str | None
 ) -> dict[str, str]:
-    """Return what every worker of the node has, whatever its rank and cycle.
-
-    `store` is the address of the job's store on many nodes.
-    """
+    """Return what every worker of the node has; `store`: address of the store of many nodes."""
     variables = {
         **{name: value for name, value in environ.items() if name not in _OF_AN_OUTER_RANK},
         _env.RUN_ID: paths.run_id,
@@ -54,10 +51,7 @@ def shared_variables(
 def cycle_variables(
     launch_time: float, cycle_start_time: float | None, infra_rank: int
 ) -> dict[str, str]:
-    """Return when a cycle started (unix s), and the rank that the scheduler gave this node, if any.
-
-    `cycle_start_time` is the beginning of the cycle's rendezvous, from cycle 1 on.
-    """
+    """Return times (unix s) of a cycle, from cycle 1 on with its rendezvous; and the infra rank."""
     variables = {"NVRX_LAUNCH_TIME": repr(launch_time)}
     if cycle_start_time is not None:
         variables["NVRX_CYCLE_START_TIME"] = repr(cycle_start_time)

@@ -11,24 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    default_replacement_group_size,
-    replacement_group_id,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
-    MIN_HEALTHY,
-    is_elastic,
-    settings_of,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
@@ -47,11 +39,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
     JobStore,
     NoJobError,
     connect,
-)
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_bool,
-    rdzv_config_get_as_float,
-    rdzv_config_get_as_int,
 )
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
@@ -79,6 +66,7 @@ SHORTEST_PATIENCE_S = 1.0
 # The rendezvous host says it first; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
 LEASES_FOR_LOG_TOKEN = 0.5
+LATE_ANSWER_S = 5.0  # A store that is only starting says so sooner.
 
 # Options that may differ from node to node: paths, and what a node does for itself.
 _OWN_AFFAIRS = frozenset(
@@ -124,13 +112,10 @@ class StoreEndpoint:
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
-    """Find out whether this launcher serves the store; only the name service is waited for.
-
-    Raises EndpointError or ConfigError.
-    """
+    """Find out whether this launcher serves the store. Raises EndpointError or ConfigError."""
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
-        is_host = rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
+        is_host = rdzv_utils.rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
     port = port or DEFAULT_PORT
@@ -142,13 +127,13 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
     """Return what the rendezvous host decides by. Raises ConfigError."""
     config, conf = plan.fault_tol_cfg, plan.rdzv_configs
-    elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
+    elastic = agreement.is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
     try:
-        segment = config.segment or rdzv_config_get_as_int(conf, "segment")
-        group_size = rdzv_config_get_as_int(conf, "replacement_group_size")
+        segment = config.segment or rdzv_utils.rdzv_config_get_as_int(conf, "segment")
+        group_size = rdzv_utils.rdzv_config_get_as_int(conf, "replacement_group_size")
         if group_size is None:
-            group_size = default_replacement_group_size(environ)
+            group_size = infra.default_replacement_group_size(environ)
         placement = PlacementRules(
             min_nodes=plan.min_nodes,
             max_nodes=plan.max_nodes,
@@ -168,7 +153,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
         blame=BlameRules(config.node_blame_limit, config.node_blame_window),
         lease_s=config.lease,
         last_call_s=last_call_s,
-        min_healthy=plan.restart_policy == MIN_HEALTHY,
+        min_healthy=plan.restart_policy == agreement.MIN_HEALTHY,
         counts_unhealthy=not environ.get(_env.SLURM_ARRAY_TASK_ID),
     )
 
@@ -186,7 +171,7 @@ def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
 def _seconds(
     conf: Mapping[str, object], key: str, default: float, *, or_zero: bool = False
 ) -> float:
-    value = rdzv_config_get_as_float(conf, key)
+    value = rdzv_utils.rdzv_config_get_as_float(conf, key)
     if value is None:
         return default
     if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
@@ -198,7 +183,7 @@ def _seconds(
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
     config = plan.fault_tol_cfg
-    agreed = settings_of(rules)
+    agreed = agreement.settings_of(rules)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
     for option in OPTIONS:
         name = f"--{option.flag}"
@@ -208,11 +193,7 @@ def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
 
 
 def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
-    """Start this node's part of a job's rendezvous, and the store with its services if it is here.
-
-    Raises:
-        ConfigError: the settings are unusable.
-    """
+    """Start this node's rendezvous, and the store if it is here. Raises ConfigError."""
     plan, environ, services = job.plan, job.environ, job.services
     rules, config = rules_of(plan, environ), plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
@@ -264,7 +245,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
             addr=addr,
             host=job.paths.host,
             infra_rank=job.infra_rank,
-            group=replacement_group_id(environ) if rules.placement.group_size else None,
+            group=infra.replacement_group_id(environ) if rules.placement.group_size else None,
             nproc=plan.nproc_per_node,
         ),
         master_port=plan.master_port,
@@ -288,10 +269,6 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
         return connector(refused)
 
     return StoreRendezvous(job, settings, connect_when_ready, host, stop)
-
-
-LATE_ANSWER_S = 5.0
-"""A store that is only starting says so sooner."""
 
 
 @dataclass(slots=True)
@@ -347,10 +324,7 @@ class StoreConnector:
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the rendezvous host says of log servers; it does so before it decides anything.
-
-    Always read: who has another token is refused by it before it writes anything itself.
-    """
+    """Fetch what the host says of log servers; always: who has another secret is refused by it."""
     said = store.wait_for(keys.LOG_TOKEN, wait_s)
     if said is None:
         raise StoreLostError(f"the rendezvous host has not begun within {wait_s:.1f} s")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's side of the rank monitor: its reports, its slots, and another one when it dies.
 
-The ranks connect to that one by themselves. A monitor that does not answer when a cycle begins is
-killed, and so replaced likewise. A launch begins with a monitor or not at all; later no restart
-depends on one: where none can be started, ranks go unwatched, and it is tried again every second.
+A monitor that does not answer when a cycle begins is killed, and so replaced. A launch begins with
+a monitor or not at all; later no restart depends on one: ranks go unwatched until one can be had.
 """
 
 from __future__ import annotations
@@ -61,14 +60,10 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
 
 @dataclass(eq=False)
 class SharedMonitor:
-    """One monitor process for all local ranks of this node.
-
-    `start` starts the process for a cycle, with the state that `should_checkpoint` reads; it is
-    called again if the process dies.
-    """
+    """One monitor process for all local ranks of this node; another one when it dies."""
 
     job: Job
-    start: Callable[[int, int], MonitorHandle]
+    start: Callable[[int, int], MonitorHandle]  # For a cycle, with the save word.
     _: KW_ONLY
     # From the workers' start, said once; None: no limit is set.
     unwatched_after_s: float | None = None
@@ -99,10 +94,9 @@ class SharedMonitor:
         return handle
 
     def prepare(self, cycle: int) -> None:
-        """Name the cycle and wait until the sockets listen.
+        """Name the cycle and wait until the sockets listen, not until the monitor is awake.
 
-        Whether the monitor is awake is found out later: the restart does not wait for it. Raises
-        MonitorStartError for the first one; the cycle begins without one that takes its place.
+        Raises MonitorStartError for the first one; a cycle begins without one that takes its place.
         """
         self._cycle = cycle
         self._prepared_at = self.clock.monotonic()
@@ -179,9 +173,7 @@ class SharedMonitor:
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come; heartbeats count where it opens no section."""
         view = self._view(0)
-        if view is None:
-            return NO_STEPS
-        return view.steps
+        return NO_STEPS if view is None else view.steps
 
     def save(self, word: int) -> None:
         """Put the word for `should_checkpoint` into the slots; a new monitor gets it, too."""
@@ -199,10 +191,7 @@ class SharedMonitor:
         return {index: view.save_calls for index, view in views.items() if view is not None}
 
     def _view(self, index: int) -> SlotView | None:
-        """Return what a slot shows, or None before this cycle's rank opened its session.
-
-        A slot keeps the last session's values until the next one opens.
-        """
+        """Return what a slot shows, or None: it has the last session's until the next one opens."""
         handle = self._handle
         if index >= len(handle.slots):
             return None
@@ -331,21 +320,17 @@ class SharedMonitor:
 
 
 class MonitorPerRank:
-    """One monitor process for each local rank (`--ft-monitor-mode per-rank`), or none at all."""
+    """A monitor for each local rank (`--ft-monitor-mode per-rank`), or none; others close them."""
 
     def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
-        """Take the monitors by local rank; closing them stays the caller's part."""
-        self._monitors = tuple(monitors)
+        self._monitors = monitors
 
     def prepare(self, cycle: int) -> None:
         for monitor in self._monitors:
             monitor.prepare(cycle)
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell all: whichever sees the launcher die sweeps.
-
-        Each judges its own rank without the other nodes: it sees no stacks but that rank's.
-        """
+        """Tell all, as whichever sees the launcher die sweeps; each judges its own rank alone."""
         alone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
             monitor.workers_changed(alone)

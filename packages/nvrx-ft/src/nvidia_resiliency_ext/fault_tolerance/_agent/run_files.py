@@ -17,13 +17,7 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.fault_tolerance._hosting import services
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._workers.output import (
-    LogDirectoryError,
-    OutputFiles,
-    OutputSettings,
-    Target,
-    WorkerOutput,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import output as outputs
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
@@ -56,15 +50,16 @@ class RunPaths:
         self.run_id = os.urandom(8).hex()  # Unique; processes are found by it.
         self.host = socket.gethostname()
         # The user's object for output (`output_specs`) replaces all flags about output.
-        self.output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
+        none = outputs.OutputSettings({}, {}, None)
+        self.output = plan.output if plan.output_specs is None else none
         # Used in cycles in which the log directory has no space.
-        self.spare_files = OutputFiles(os.path.join(self.run_dir.path, "attempts"))
+        self.spare_files = outputs.OutputFiles(os.path.join(self.run_dir.path, "attempts"))
         self.files = self.spare_files  # The folders of workers.
         if plan.log_dir is not None and plan.output_specs is None:
             name = f"{_file_name(plan.run_id)}_{self.run_id[:8]}"
             try:
-                self.files = OutputFiles.beneath(plan.log_dir, name)
-            except LogDirectoryError as error:
+                self.files = outputs.OutputFiles.beneath(plan.log_dir, name)
+            except outputs.LogDirectoryError as error:
                 if error.number in _PASSING:
                     raise  # a start elsewhere or later may succeed
                 raise ConfigError(str(error)) from None
@@ -72,7 +67,7 @@ class RunPaths:
             import tempfile
 
             # They are to be kept although no --log-dir was given.
-            self.files = OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
+            self.files = outputs.OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
             logger.info("logs of the workers: %s", self.files.root)
         record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
         self.record_dir = record_dir or self.run_dir.path  # Events, failures and stacks.
@@ -153,7 +148,6 @@ class CycleRecords:
             self._logs.capture_own_streams(logs.launcher_log_file)
 
     def _find_funnel(self) -> FunnelSink | None:
-        """Return the log server that this node sends to, if there is one."""
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
             return None
@@ -165,8 +159,6 @@ class CycleRecords:
             return FunnelSink(endpoint_of(self._server_address, port), node_id, self._token.path)
         given = self._token.path if self._token.is_given else None
         return FunnelSink(str(logs.server_endpoint), node_id, given)
-
-    # While the job runs ------------------------------------------------------------------------
 
     def log_server_said(self, said: str | None) -> None:
         """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
@@ -200,15 +192,13 @@ class CycleRecords:
         if self._logs is not None:
             self._logs.begin_cycle(assignment.cycle, assignment.world_size)
 
-    def output(self, output: WorkerOutput, rank: int) -> WorkerOutput:
+    def output(self, output: outputs.WorkerOutput, rank: int) -> outputs.WorkerOutput:
         """Return where a worker's streams go: into its pipe, if there are cycle logs."""
         logs = self._logs
         if logs is None:
             return output
-        piped = Target(open_pipe=lambda: logs.open_pipe(rank))
+        piped = outputs.Target(open_pipe=lambda: logs.open_pipe(rank))
         return dataclasses.replace(output, stdout=piped, stderr=piped)
-
-    # The end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Write what is left, for some seconds at most, and end the threads."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a program that fails at its start is not started again, although restarts are left. Pure.
 
-A missing package or a wrong name fails on all ranks, in every cycle, before any step. Only errors
-of the program count; a file, a host or a GPU that is missing may be there the next time. A job that
-has done a step once, or has run for two minutes, is never ended here.
+Only errors of the program count, on all ranks and in every cycle; a file, a host or a GPU that is
+missing may be there the next time. A job that has done a step, or has run for two minutes, goes on.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def is_program_error(message: str | None) -> bool:
 
 
 class StartFailures:
-    """Counts cycles in a row in which all ranks failed at their start with the same error.
-
-    With a `limit` of 0 no number of them makes a job hopeless.
-    """
+    """Counts cycles in a row in which all ranks failed at their start alike; limit 0: no limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,10 +41,7 @@ class StartFailures:
         self._is_evaluated = False
 
     def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
-        """Return whether failures seen so far may be a start that fails on all ranks.
-
-        `messages` holds `Type: text` of each exit so far, None for one without a known exception.
-        """
+        """Return whether exits may be a start that fails on all ranks; None: unknown exception."""
         self._record(lived_s, stepped=stepped)
         return (
             self._limit > 0

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ATTRIBUTION = "attribution"
-"""The kind of a cause that the attribution service names."""
+ATTRIBUTION = "attribution"  # The kind of a cause that the attribution service names.
 
 
 @dataclass(frozen=True, slots=True)

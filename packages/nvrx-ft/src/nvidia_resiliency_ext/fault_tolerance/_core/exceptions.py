@@ -90,8 +90,7 @@ def read_error_output(path: str, since: int) -> ErrorFile | None:
 def last_exception(text: str) -> ErrorFile | None:
     """Return the exception that has ended a program, by its output: the last traceback, or None.
 
-    Lines behind it may be more of its text, or it was caught and the program went on: then it
-    counts only if no function can have caught it, and is not `is_last`.
+    With lines behind it, it may have been caught: it counts if no function can have done so.
     """
     text = _IGNORED.sub("", _RANK_PREFIX.sub("", text))
     at = text.rfind(_TRACEBACK)
@@ -146,9 +145,8 @@ def install_exception_handler() -> None:
 
     Ctrl-C keeps its present meaning. Installing twice changes nothing.
     """
-    if isinstance(sys.excepthook, _ExitingHook):
-        return
-    sys.excepthook = _ExitingHook(sys.excepthook)
+    if not isinstance(sys.excepthook, _ExitingHook):
+        sys.excepthook = _ExitingHook(sys.excepthook)
 
 
 class _ExitingHook:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node in the cluster: infrastructure rank, replacement group, hardware, short node lists.
-
-Whether there is hardware is asked in a thread: a library may lie on a slow file system.
-"""
+"""This node in the cluster: infrastructure rank, replacement group, hardware, short node lists."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _DRIVER_LIBRARY = "libnvidia-ml.so.1"
 
 
 def has_gpu_driver() -> bool:
-    """Return whether the library of the NVIDIA driver can be loaded."""
+    """Return whether the NVIDIA driver's library can be loaded; slow where its file system is."""
     import ctypes
 
     try:
@@ -90,7 +87,6 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of one bracket, with their leading zeros."""
     found: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
-MOST_WORKERS = 65536
-"""No machine runs as many; a slip of the finger must not fill its memory."""
+MOST_WORKERS = 65536  # No machine runs as many; a slip of the finger must not fill its memory.
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
@@ -113,12 +112,8 @@ _CGROUP_FILES = (
 
 def available_bytes() -> int | None:
     """Return bytes that can be had without swapping, or None where nothing says."""
-    known = [
-        value
-        for value in (_machine_bytes(), *map(_group_bytes, _CGROUP_FILES))
-        if value is not None
-    ]
-    return min(known, default=None)
+    values = (_machine_bytes(), *map(_group_bytes, _CGROUP_FILES))
+    return min((value for value in values if value is not None), default=None)
 
 
 def _machine_bytes() -> int | None:

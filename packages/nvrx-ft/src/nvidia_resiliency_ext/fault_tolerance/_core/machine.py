@@ -77,14 +77,6 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """Why this round's ranks save and leave; `is_own` when this node itself must go."""
-
-    cause: Cause
-    is_own: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """The state of this node. `running` holds the local ranks that have not exited."""
 
@@ -100,12 +92,8 @@ class Node:
     group_world_size: int = 1
     over: RoundClosed | None = None
     budget: int | None = None
-    leaving: Leaving | None = None
-
-    @property
-    def must_go(self) -> bool:
-        """Whether this node itself must leave: it takes part in no further round."""
-        return self.leaving is not None and self.leaving.is_own
+    leaving: Cause | None = None  # Why this round's ranks save and leave.
+    must_go: bool = False  # It is this node that leaves: it takes part in no further round.
 
 
 def restarts_left(node: Node) -> int:
@@ -168,11 +156,8 @@ class BarrierTimedOut:
     """The other nodes did not end in time after this one succeeded."""
 
 
-@dataclass(frozen=True, slots=True)
-class NextRoundOpened:
+class NextRoundOpened(_Caused):
     """Another node saw a fault and opened the next round."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)

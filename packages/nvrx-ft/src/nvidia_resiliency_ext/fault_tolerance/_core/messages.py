@@ -26,14 +26,7 @@ class OkAttributes:
 
 
 class FtMessageSet(MessageSet):
-    """All messages of `data`, and the types in `extra`; an `OkMsg` passes as a message alone.
-
-    Example:
-        >>> from nvidia_resiliency_ext.shared_utils.wire import FrameReader
-        >>> [payload] = FrameReader().feed(FtMessageSet().encode(OkMsg(cycle=3)))
-        >>> FtMessageSet().decode(payload)
-        OkMsg(cycle=3)
-    """
+    """All messages of `data`, and the types in `extra`; an `OkMsg` passes as a message alone."""
 
     def __init__(self, *extra: type) -> None:
         super().__init__(

@@ -56,8 +56,7 @@ class AttributionManager:
         cfg: Endpoint, port and limits of the service.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
-        state_dir: Private directory for what the service remembers, where its environment names
-            none; None: it remembers nothing when it is started again.
+        state_dir: For what it remembers over its restarts, where `environ` names no directory.
     """
 
     def __init__(
@@ -76,16 +75,12 @@ class AttributionManager:
         self._given_up = threading.Event()
 
     def start_if_needed(self) -> AttributionEndpoint | None:
-        """Start the service if this launcher runs it, and wait until it answers.
-
-        Returns:
-            Where to ask; None when nobody is to be asked from here.
+        """Start the service if this launcher runs it; return where to ask, None for nowhere.
 
         Raises:
             ValueError: The key file that was named cannot be read.
-            AttributionMissingError: The service is not installed.
             TimeoutError: It does not answer in time; it is ended.
-            NvrxError: It cannot be started.
+            NvrxError: It is not installed (AttributionMissingError), or cannot be started.
         """
         if self.launch():
             try:
@@ -178,10 +173,7 @@ class AttributionManager:
 
 
 def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
-    """Return where a managed service keeps what it knows of a job, beside its log.
-
-    A job without a name by which it could be started again has it in its launcher's `run_dir`.
-    """
+    """Return where a service keeps what it knows: beside its log, of nameless jobs in `run_dir`."""
     name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
     if log_file is None or name in {"", ".", ".."}:
         return os.path.join(run_dir, "attribution")

@@ -82,13 +82,12 @@ logger = logging.getLogger("nvrx")
 class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
-    Without a loop there are no log servers, and a STOP is reported in the thread that learns it.
     Raises NvrxError: a port is taken, or a directory cannot be used.
     """
 
     plan: ServicesPlan | LaunchPlan
     environ: Mapping[str, str]
-    loop: EventLoop | None
+    loop: EventLoop | None  # None: no log servers, and a STOP is told in the client's thread.
     clock: Clock
     _: KW_ONLY
     address: str
@@ -144,10 +143,9 @@ class CoordinatorServices:
     def follow_attribution(
         self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]
     ) -> None:
-        """Start the service, or find it, and let it follow the cycles from now on.
+        """Let the service follow the cycles from now on.
 
-        `on_stop` gets the reason of a STOP that is to be obeyed, on the loop; `on_nodes` hosts that
-        are to have no place any more, in any thread.
+        `on_stop` gets a STOP's reason on the loop, `on_nodes` bad hosts and why in any thread.
         """
         plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
@@ -156,22 +154,18 @@ class CoordinatorServices:
         if excludes and not self.is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import (
-            AttributionManager,
-            AttributionWatch,
-            state_dir,
-        )
+        from nvidia_resiliency_ext.fault_tolerance._hosting import attribution
 
         # A job of several nodes may span the tasks of an array, and the next task takes it over.
         scheduled = job_id_from_env() if self.is_shared else task_id_from_env()
         job_id = plan.cycle_info_job_id or scheduled or plan.job_name
-        manager = AttributionManager(
+        manager = attribution.AttributionManager(
             plan.attribution,
             is_store_host=True,
             environ=self.environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self.run_dir),
+            state_dir=attribution.state_dir(plan.attribution.log_file, job_id, self.run_dir),
         )
-        self._watch = AttributionWatch(
+        self._watch = attribution.AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.fault_tol_cfg.rdzv_token_file,
@@ -184,8 +178,6 @@ class CoordinatorServices:
         )
         self._watch.start()
 
-    # While the job runs ------------------------------------------------------------------------
-
     def begins(
         self,
         cycle: int,
@@ -194,10 +186,7 @@ class CoordinatorServices:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Record that the workers of a cycle start now on the active nodes, by rank.
-
-        With `goes_on` an earlier coordinator has recorded the start of this cycle.
-        """
+        """Record that a cycle starts on the active nodes, by rank; `goes_on`: it was recorded."""
         self.cycle = cycle
         servers, watch, reporter = self._servers, self._watch, self._reporter
         if goes_on and servers is not None:
@@ -226,8 +215,6 @@ class CoordinatorServices:
         if reporter is not None:
             reporter.report_end_of(cycle)
 
-    # The end -----------------------------------------------------------------------------------
-
     def end_attribution(self, *, job_goes_on: bool = False) -> None:
         """End the service and what asks it; a job that goes on is not asked about."""
         watch, self._watch = self._watch, None
@@ -241,10 +228,9 @@ class CoordinatorServices:
             reporter.shutdown(ends_cycle=not job_goes_on)
 
     def close(self, *, job_goes_on: bool = False) -> None:
-        """End all of it; what log servers have is written.
+        """End all, and write what log servers have.
 
-        Where the job goes on with another host, the present cycle is not over, and servers do not
-        wait for nodes, which keep what was not confirmed.
+        Where the job goes on, the cycle is not over, and nodes keep what was not confirmed.
         """
         self.end_attribution(job_goes_on=job_goes_on)
         self.end_cycle_info(job_goes_on=job_goes_on)
