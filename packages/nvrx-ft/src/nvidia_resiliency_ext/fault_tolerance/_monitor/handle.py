@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a monitor process from its parent's side; what its messages mean is the parent's business.
+"""Owns a monitor process from its parent's side.
 
-The monitor is an isolated interpreter without `site`, so that it starts in tens of milliseconds
-and carries no torch; it gets the parent's module search path over the socket.
+It is an isolated interpreter without `site`, so that it starts in tens of milliseconds and carries
+no torch; it gets the parent's module search path over the socket.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ _ROUND_S = 0.05
 def sweep(
     run_id: str, pgids: Collection[int], *, spared: Collection[int], limit_s: float = SWEEP_LIMIT_S
 ) -> list[int]:
-    """Kill the process groups and every process that carries the run's id, until none is left.
+    """Kill the process groups and every process that carries the run's id; return those left.
 
-    Such a process is killed with its whole group, unless its session is ours or that of a spared
-    one: a signal to a group reaches also what it forks at that moment. Processes that are still
-    there after `limit_s` are returned.
+    Such a process is killed with its whole group, which reaches also what it forks at that moment,
+    unless its session is ours or that of a spared one.
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
@@ -116,7 +115,7 @@ class MonitorStartError(NvrxError, RuntimeError):
 
 
 class MonitorHandle:
-    """A running monitor: its process, its socket and the slots of its ranks.
+    """A running monitor: its process, its socket and the slots of its ranks; made by `launch`.
 
     Closing the socket (or dying) makes the monitor sweep and leave. Not thread-safe.
     """
@@ -124,7 +123,6 @@ class MonitorHandle:
     def __init__(
         self, child: Child, channel: Channel, layout: SlotLayout, local_ranks: Sequence[int]
     ) -> None:
-        """Take over a process; use `launch`."""
         self.child = child
         self.layout = layout
         self._channel = channel
@@ -142,10 +140,7 @@ class MonitorHandle:
         ready_limit_s: float | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor, and wait `ready_limit_s` at most until its sockets listen.
-
-        Without a limit nothing is waited for: `Ready` is then among the first of `receive`.
-        """
+        """Start a monitor, and wait until its sockets listen if there is a `ready_limit_s`."""
         begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
@@ -183,7 +178,7 @@ class MonitorHandle:
 
     @property
     def slots(self) -> list[memoryview]:
-        """One view per local rank in the order of the socket paths, as 8-byte words."""
+        """Words of each slot, in the order of the socket paths."""
         return [memory.words for memory in self._memories]
 
     @property
@@ -197,15 +192,10 @@ class MonitorHandle:
         return self._channel.is_over
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` has something."""
         return self._channel.fileno()
 
     def receive(self) -> list[object]:
-        """Return the monitor's messages since the last call; never waits.
-
-        Log lines go to the logger "nvrx", and new descriptors of slots into `slots`: neither is
-        returned. When `is_over` is true afterwards, the monitor is gone: look at `child`.
-        """
+        """Return the monitor's messages but for log lines and new slots; never waits."""
         received, self._early = self._early, []
         self._channel.flush()
         for message in self._channel.receive():
