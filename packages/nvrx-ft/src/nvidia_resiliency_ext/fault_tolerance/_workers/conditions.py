@@ -57,13 +57,12 @@ def is_import_time(name: str) -> bool:
 def set_in_text(text: str) -> str | None:
     """Return the first import-time variable that a script's text seems to set, or None.
 
-    It is a plain search of the lines that name the environment, and of the two after each: a call
-    such as `os.environ.update({...})` goes on there. Reading a variable looks the same as setting
-    it; that costs a warm start, and the other mistake would cost the value.
+    Reading one looks the same; that costs a warm start, the other mistake would cost a value.
     """
     lines = text.splitlines()
     for number, line in enumerate(lines):
         code = line.lstrip()
+        # A call such as `os.environ.update({...})` goes on in the next lines.
         if not code.startswith("#") and ("environ" in code or "putenv" in code):
             for name in _NAME.findall("\n".join(lines[number : number + 3])):
                 if is_import_time(name):
@@ -118,10 +117,7 @@ def _is_this_python(word: str) -> bool:
 
 
 def entry_file(command: WorkerCommand) -> str | None:
-    """Return the source file that a command runs, or None; nothing is imported.
-
-    Of modules only plain files in the working directory and on this interpreter's path are found.
-    """
+    """Return the source file that a command runs, if it is found without an import."""
     bases = [command.entry]
     if command.is_module:
         parts = command.entry.split(".")

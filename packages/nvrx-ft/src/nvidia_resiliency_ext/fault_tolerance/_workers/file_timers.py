@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines that programs set with torch's `FileTimerClient`: whoever misses one is signalled.
+"""Deadlines that programs set with torch's `FileTimerClient`: who misses one is signalled.
 
-As under torchrun, `TORCHELASTIC_ENABLE_FILE_TIMER=1` switches them on, and requests come through a
-named pipe, one JSON object a line. Only processes of this node's workers can be signalled.
+As under torchrun, requests come through a named pipe, one JSON object a line.
 """
 
 from __future__ import annotations
