@@ -46,11 +46,9 @@ _Command = Callable[[NodeSession], None]
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A command, and whether it is done at once, or also before a new host has spoken."""
-
     do: _Command
     at_once: bool = False
-    is_urgent: bool = False
+    is_urgent: bool = False  # Done also before a new host has said how the job goes on.
 
 
 def _is_first(entry: Entry) -> bool:
@@ -274,7 +272,7 @@ class NodeClient:
                 next_lease = self._clock.monotonic() + self._lease_period()
                 continue
             if self._held and not session.is_resuming:
-                self._held[0](session)
+                self._held[0](session)  # It stays first if the store does not survive it.
                 self._held.popleft()
                 continue
             try:

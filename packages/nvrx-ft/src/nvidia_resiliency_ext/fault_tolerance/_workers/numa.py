@@ -39,7 +39,6 @@ class MachineTopology:
         return int(self._read(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id"))
 
     def core_of_cpu(self, cpu: int) -> frozenset[int]:
-        """Return the CPUs of the same core."""
         return read_ranges(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
 
     def cache_of_cpu(self, cpu: int) -> frozenset[int]:
