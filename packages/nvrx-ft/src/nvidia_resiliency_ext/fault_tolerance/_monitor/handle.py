@@ -80,15 +80,12 @@ def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
     # Asked again now that the handle holds the process: the number may have been recycled.
     stat = procfs.read_stat(pid)
     is_in_group = stat is not None and stat.pgid in groups
-    if not is_in_group and procfs.environ_value(pid, RUN_ID) != run_id:
-        handle.close()
-        return None
-    try:
-        handle.signal(signal.SIGKILL)
-    except PermissionError:
-        handle.close()
-        return None
-    return handle
+    if is_in_group or procfs.environ_value(pid, RUN_ID) == run_id:
+        with contextlib.suppress(PermissionError):
+            handle.signal(signal.SIGKILL)
+            return handle
+    handle.close()
+    return None
 
 
 logger = logging.getLogger("nvrx")
@@ -145,35 +142,28 @@ class MonitorHandle:
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
         layout = SlotLayout(tuple(config["rank_section_timeouts"]))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno())]
         # An outer run's id would let the outer sweep kill this monitor before its own sweep.
         given = dict(os.environ if env is None else env)
         given.pop(RUN_ID, None)
-        try:
-            child = start_child(
-                argv, env=given, pass_fds=[theirs.fileno()], wake_when_orphaned=True
-            )
-        except BaseException:  # whatever happens, the descriptor must not stay behind
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        try:
-            ours.settimeout(_SEND_LIMIT_S)
-            ours.sendall(first_words)
-        except OSError as exc:
-            ours.close()
-            child.close()
-            raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
-        local_ranks = begin.local_ranks or range(len(begin.socket_paths))
-        handle = cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
-        if ready_limit_s is not None:
+        with contextlib.ExitStack() as on_failure:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            on_failure.callback(ours.close)
+            with theirs:
+                fd = theirs.fileno()
+                argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(fd)]
+                child = start_child(argv, env=given, pass_fds=[fd], wake_when_orphaned=True)
+            on_failure.callback(child.close)
             try:
+                ours.settimeout(_SEND_LIMIT_S)
+                ours.sendall(first_words)
+            except OSError as exc:
+                raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
+            local_ranks = begin.local_ranks or range(len(begin.socket_paths))
+            handle = cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
+            on_failure.callback(handle.close)
+            if ready_limit_s is not None:
                 handle.wait_ready(ready_limit_s)
-            except BaseException:  # whatever happens, the process must not stay behind
-                handle.close()
-                raise
+            on_failure.pop_all()
         return handle
 
     @property
@@ -183,12 +173,10 @@ class MonitorHandle:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the monitor listens and the slots are here."""
         return len(self._memories) == len(self._local_ranks)
 
     @property
     def is_over(self) -> bool:
-        """Whether the monitor's end of the socket closed."""
         return self._channel.is_over
 
     def fileno(self) -> int:

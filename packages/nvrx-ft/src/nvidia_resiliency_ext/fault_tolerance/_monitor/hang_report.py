@@ -39,7 +39,6 @@ class Evidence:
 
 
 def can_dump(pid: int, kernel: Kernel, dump_signal: int) -> bool:
-    """Return whether a process can write its stacks at a signal."""
     is_able = dump_signal > 0 and kernel.state not in _CANNOT_ANSWER
     return is_able and procfs.catches_signal(pid, dump_signal)
 
@@ -128,7 +127,6 @@ def limit_in_words(report: Mapping[str, Any]) -> str:
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """Return a report as one line for the log."""
     iteration = "" if report["iteration"] is None else f", iteration {report['iteration']}"
     stacks = report["stacks"] or "none"
     return (

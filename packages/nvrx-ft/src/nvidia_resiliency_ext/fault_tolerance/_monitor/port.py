@@ -148,7 +148,6 @@ class RankPort:
             self.session.release_held()
 
     def view(self) -> SlotView:
-        """Return what the slot shows."""
         return read_slot(self.memory.words, self.layout)
 
     def renew_slot(self, session: RankSession) -> None:

@@ -145,7 +145,6 @@ class RankSession:
     # What the rank says ----------------------------------------------------------------------
 
     def read(self) -> None:
-        """Take what has come from the rank."""
         channel = self.channel
         if channel.is_over:
             return

@@ -77,7 +77,6 @@ class Verdict:
         return self.since + self.limit_s
 
     def is_same(self, other: Verdict) -> bool:
-        """Return whether nothing has changed since `other`."""
         mine = (self.rule, self.section, self.since)
         return mine == (other.rule, other.section, other.since)
 

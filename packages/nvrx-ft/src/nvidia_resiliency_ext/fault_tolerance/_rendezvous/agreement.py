@@ -64,7 +64,6 @@ NONE = "None"
 
 
 def settings_of(rules: CoordinatorRules) -> dict[str, str]:
-    """Return the rules as settings, by flag."""
     placement = rules.placement
     return {
         NNODES: f"{placement.min_nodes}:{placement.max_nodes}",

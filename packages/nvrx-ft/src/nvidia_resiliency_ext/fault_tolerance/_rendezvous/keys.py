@@ -17,7 +17,6 @@ class NodeIdentity(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """Return the text form, such as `node001_4242_0`."""
         return f"{self.addr}_{self.pid}_{self.number}"
 
     @classmethod

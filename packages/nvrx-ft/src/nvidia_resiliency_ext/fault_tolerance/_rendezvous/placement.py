@@ -77,11 +77,8 @@ class PlacementError(NvrxError):
     """Nodes (identities: `nodes`) can never be placed together; the message says what to do."""
 
     def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
-        super().__init__(message, nodes)
+        super().__init__(message)
         self.nodes = nodes
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def check_texts(node: Arrival) -> None:

@@ -134,11 +134,9 @@ class Entry:
         return Entry(self.seq + 1, phase, round_, by=by, **kept, **fields)
 
     def opened(self, by: str, cause: Cause) -> Entry:
-        """Return the decision after this one that opens the next round."""
         return self.next(by, Phase.OPEN, self.round + 1, cause=cause)
 
     def over(self, by: str, reason: str, cause: Cause | None = None) -> Entry:
-        """Return the decision after this one that ends the job."""
         return self.next(by, Phase.OVER, self.round, reason=reason, cause=cause)
 
     def follows(self, before: Entry) -> bool:

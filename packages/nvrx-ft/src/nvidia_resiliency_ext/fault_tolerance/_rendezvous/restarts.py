@@ -81,7 +81,6 @@ def record_failure(failures: Failures, host: str, now: float, rules: BlameRules)
 
 
 def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
-    """Return the hosts that are to blame now."""
     if rules.limit < 1:
         return frozenset()
     since = now - rules.window_s
@@ -99,7 +98,6 @@ class Denylist:
 
     @property
     def why(self) -> Mapping[str, str]:
-        """Why each host is named."""
         return self._why
 
     def add(self, hosts: Iterable[str], why: str) -> None:

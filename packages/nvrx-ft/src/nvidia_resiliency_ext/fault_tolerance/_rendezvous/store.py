@@ -108,7 +108,6 @@ class JobStore:
         return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
-        """Return what to raise when the job was not found in time."""
         return NoJobError(_at(self._client), self._prefix, waited_s)
 
     def peek(self, key: str) -> str | None:
@@ -160,7 +159,6 @@ class JobStore:
         self._call("set", self._name(key), self._seal(key, text))
 
     def put_all(self, values: Mapping[str, str]) -> None:
-        """Set many keys in one operation."""
         names = [self._name(key) for key in values]
         sealed = [self._seal(key, text) for key, text in values.items()]
         self._call("multi_set", names, sealed)

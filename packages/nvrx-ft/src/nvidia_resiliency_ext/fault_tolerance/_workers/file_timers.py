@@ -38,7 +38,6 @@ class TimerRequest(NamedTuple):
 
 
 def parse_request(line: bytes) -> TimerRequest | None:
-    """Return what a line asks for, or None when it is no request."""
     try:
         raw = json.loads(line)
         found = TimerRequest(
@@ -78,7 +77,6 @@ class FileTimers:
         self.loop.watch(self._fd, self._receive)
 
     def close(self) -> None:
-        """Forget all deadlines and remove the pipe."""
         self.loop.unwatch(self._fd)
         os.close(self._fd)
         for timer in self._timers.values():

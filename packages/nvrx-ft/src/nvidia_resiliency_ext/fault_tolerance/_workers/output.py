@@ -126,7 +126,6 @@ def console_output(directory: str) -> WorkerOutput:
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> str:
-    """Return what stands before each line that is copied to the console."""
     if template is None:
         return f"[{role}{local_rank}]:"
     from string import Template
@@ -305,7 +304,6 @@ class _Followed:
         return bool(data)
 
     def unread(self) -> int:
-        """Return how many bytes of the file were not read."""
         try:
             return max(0, os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR))
         except OSError:

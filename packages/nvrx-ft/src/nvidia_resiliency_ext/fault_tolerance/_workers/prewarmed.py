@@ -197,7 +197,6 @@ class PrewarmedWorker:
         self.child.signal(signal.SIGCONT)
 
     def stale_file(self) -> str | None:
-        """Return a file that changed since the prewarmed worker imported it, or None."""
         return next((stamp[0] for stamp in self._files if file_stamp(stamp[0]) != stamp), None)
 
     def release(self) -> Child:

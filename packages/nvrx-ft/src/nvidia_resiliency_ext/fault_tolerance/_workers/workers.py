@@ -197,7 +197,6 @@ class WorkerGroup:
         self._check_stopped()
 
     def kill(self) -> None:
-        """SIGKILL all workers that are left."""
         if not self._is_stopping:
             self.stop(signal.SIGKILL, 0.0)
             return

@@ -146,7 +146,6 @@ class _Held:
         return is_short
 
     def _import(self, name: str, watched: list[Any], *, optional: bool) -> None:
-        """Import one entry of the list, and keep what it brought."""
         before, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
         lists, functions = [list(live) for live in watched], self._functions()
         try:
