@@ -64,6 +64,14 @@ class HotPath:
     A heartbeat takes no lock; beats of several threads at once can at worst miscount an interval.
     """
 
+    _heartbeat_last: int
+    _heartbeat_count: int
+    _heartbeat_longest: int
+    _outside_since: int
+    _outside_longest: int
+    _never_opened: set[int]
+    _save_calls: int
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._words: memoryview | None = None

@@ -146,7 +146,8 @@ class RankSession:
 
     def read(self) -> None:
         channel = self.channel
-        if channel.is_over:
+        was_over = channel.is_over
+        if was_over:
             return
         channel.flush()
         for message in channel.receive():
