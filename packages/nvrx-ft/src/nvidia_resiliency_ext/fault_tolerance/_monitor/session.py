@@ -328,7 +328,6 @@ class RankSession:
         return broken is None or broken.since != verdict.since
 
     def terminate(self) -> None:
-        """Signal the rank, which is at fault, to end it."""
         if not self.is_looked_into:
             return
         is_final = self.termination_signal == signal.SIGKILL

@@ -117,7 +117,6 @@ class SlotView:
 
 
 def read_slot(words: memoryview, layout: SlotLayout) -> SlotView:
-    """Take one look at a slot, given as 8-byte words."""
     opened = {name: words[at] * _NS for name, at in layout.index.items() if words[at]}
     iteration, first_iteration = words[W_ITERATION], words[W_FIRST_ITERATION]
     return SlotView(

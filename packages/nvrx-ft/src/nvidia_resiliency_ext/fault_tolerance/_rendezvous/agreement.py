@@ -19,7 +19,6 @@ _HOST = "host"
 
 
 def write_settings(host: str, settings: Mapping[str, str]) -> str:
-    """Return settings, by flag, of the launcher on `host` as one text."""
     return json.dumps({_HOST: host, **settings})
 
 

@@ -202,7 +202,6 @@ def _while_open(view: View) -> Decision:
 
 
 def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    """Return the nodes that said that they take part no longer."""
     return frozenset(n.node for n in messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
 
 
@@ -238,7 +237,6 @@ def place_all(
 
 
 def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    """Return the replacement groups of nodes that said in this round that they are unhealthy."""
     bad = {message.node for message in messages if message.kind is Kind.UNHEALTHY}
     groups = (
         message.arrival.group for message in messages if message.arrival and message.node in bad

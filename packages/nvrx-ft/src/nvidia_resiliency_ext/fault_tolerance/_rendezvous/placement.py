@@ -130,7 +130,6 @@ class Placement:
     why_excluded: str = ""  # What is wrong with these groups.
 
     def without(self, nodes: Collection[Arrival], why: str) -> Placement:
-        """Return the same with further nodes that are excluded."""
         reasons = [text for text in (self.why_excluded, f"{len(nodes)} {why}") if text]
         return dataclasses.replace(
             self, excluded=(*self.excluded, *nodes), why_excluded=", ".join(reasons)

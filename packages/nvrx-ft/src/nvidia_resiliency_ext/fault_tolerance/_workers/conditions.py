@@ -147,11 +147,9 @@ def wants_prewarming(worker_pids: Iterable[int]) -> bool:
 
 # In this order: between two entries a prewarmed worker looks whether "go" is there already, and a
 # script gets each entry with those before it when it first imports something of it. `torch._dynamo`
-# is what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
-# sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
-# be missing in the installed versions.
-# Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
-# more than all else that a restarted rank does. None of them imports torch.
+# is what DistributedDataParallel imports when the first model is wrapped, `_cupti_monitor` what the
+# first backward pass adds, ours what a rank needs for its session with the monitor: none of these
+# imports torch. Any but torch may be missing in the installed versions.
 DEFAULT_IMPORTS = (
     "numpy", "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
     "nvidia_resiliency_ext.fault_tolerance.config",
