@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what a rank does in every step: stores into its slot and longest intervals; no socket.
 
-A call is a few stores and integer comparisons; `TimeoutsCalc` gets the figures when somebody asks
-for them (`flush`). `_words` is None whenever calls must be refused (no session, a forked child, a
-lost monitor that counts), so that one test guards the path.
+`_words` is None whenever calls must be refused (no session, a forked child, a lost monitor that
+counts), so that one test guards the path.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ class HotPath:
     _save_calls: int
 
     def __init__(self) -> None:
-        """Refuse every call until `_begin`."""
         self._lock = threading.Lock()
         self._words: memoryview | None = None
         self._is_answered = False
@@ -260,7 +258,6 @@ class HotPath:
             words[_HEARTBEAT_COUNT] = self._heartbeat_count
 
     def _stop(self) -> None:
-        """Refuse calls from now on; the figures stay."""
         self._words = None
 
     def _reset_figures(self, now: int) -> None:

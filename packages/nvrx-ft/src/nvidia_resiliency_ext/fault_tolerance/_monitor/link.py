@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the rank's connection to its monitor and keeps it up; what is measured is in `client`.
-
-A daemon thread sleeps in `recv` on the socket: it takes answers, and when the monitor is gone it
-tries once per second to reach another one at the same path. Training never waits for it.
-"""
+"""Owns the rank's connection to its monitor and keeps it up in a thread, which nobody waits for."""
 
 from __future__ import annotations
 
@@ -50,21 +46,15 @@ class _AbsentError(LinkError):
 
 @dataclass(eq=False)
 class RankLink:
-    """A session with the monitor that outlives the monitor; thread-safe. `open` makes it.
-
-    Attributes:
-        path: The monitor's socket.
-        make_hello: Gives the first message and the descriptors to hand over, per attempt.
-        take: Gets the monitor's answer and its descriptors, which it owns from then on, before
-            anything else is read. It may raise `LinkError`.
-        on_lost: Called when the monitor is gone; whether to look for another one.
-        on_restored: Called when another one was found.
-    """
+    """A session with the monitor that outlives the monitor; thread-safe. `open` makes it."""
 
     path: str
     _: KW_ONLY
+    # Gives the first message and the descriptors to hand over, per attempt.
     make_hello: Callable[[], tuple[Hello, list[int]]]
+    # Takes the monitor's answer and its descriptors, which it owns then; may raise LinkError.
     take: Callable[[Accepted, list[int]], None]
+    # Called when the monitor is gone: whether to look for another one.
     on_lost: Callable[[], bool]
     on_restored: Callable[[], None]
 
@@ -82,10 +72,7 @@ class RankLink:
         return self._sock
 
     def open(self, timeout_s: float = HANDSHAKE_LIMIT_S) -> None:
-        """Connect, introduce the rank, start the thread.
-
-        A monitor that is just being replaced is waited for a little.
-        """
+        """Connect, introduce the rank, start the thread; wait while a monitor is replaced."""
         deadline = Deadline.after(timeout_s)
         patience = Deadline.after(min(ABSENT_LIMIT_S, timeout_s))
         reader = None
@@ -128,7 +115,6 @@ class RankLink:
                 del self._answers[number]
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Wait until there is a monitor; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: self._sock is not None, timeout_s)
 
@@ -189,7 +175,6 @@ class RankLink:
         return sock, reader
 
     def _serve(self, reader: wire.FrameReader | None) -> None:
-        """Take answers until the link is closed (body of the thread)."""
         while reader is not None and not self._closing.is_set():
             assert self._sock is not None
             self._read_until_end(self._sock, reader)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the checks of GPUs and network cards while ranks work: which, how often, what they found.
-
-They run in a thread of their own, because a driver call may hang; what they find is handed to the
-monitor's loop. A machine that has neither is looked at once.
-"""
+"""Checks GPUs and network cards while ranks work, in a thread: a driver call may hang."""
 
 from __future__ import annotations
 
@@ -29,11 +25,7 @@ STOP_WAIT_S = 0.2
 
 
 class NodeWatch:
-    """Checks the devices of local ranks again and again.
-
-    `found` is called, in a thread of its own, with the local rank of a device that is unfit, the
-    rule (`gpu_health` or `nic_health`) and the reason.
-    """
+    """Checks the devices of local ranks; `found` gets (local rank, rule, reason) in the thread."""
 
     def __init__(
         self,

@@ -34,10 +34,7 @@ _NO_PIDFD_POLL_S = 0.1
 
 
 class RestartLines:
-    """Writes the layered-restart lines of one rank, one per `interval_s` during a restart.
-
-    Without a logger nothing is written.
-    """
+    """Writes layered-restart lines of a rank, one per `interval_s` in a restart, to a logger."""
 
     def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
         self._machine: RankMonitorStateMachine | None = None
@@ -121,7 +118,7 @@ class RankPort:
         self._refusals.check(now)
 
     def hold_at_fault(self, rule: str, reason: str) -> None:
-        """End the rank because its device is unfit; nothing happens without a session."""
+        """End the rank because its device is unfit."""
         if self.session is None:
             return
         interval_s = float(self.config["node_health_check_interval"])
@@ -151,7 +148,6 @@ class RankPort:
             self.session.release_held()
 
     def view(self) -> SlotView:
-        """Return what the slot shows."""
         return read_slot(self.memory.words, self.layout)
 
     def renew_slot(self, session: RankSession) -> None:
@@ -182,7 +178,6 @@ class RankPort:
             self._acceptor.drop(connection)
 
     def _let_in(self, connection: Connection, hello: messages.Hello) -> None:
-        """Open the session, unless the process that has it still lives."""
         if self.session is not None:
             self.session.read()  # Its end may be in the queue behind this hello.
         channel = connection.channel

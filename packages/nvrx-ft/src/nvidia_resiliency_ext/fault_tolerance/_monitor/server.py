@@ -35,11 +35,7 @@ logger = logging.getLogger("nvrx")
 
 
 class MonitorServer:
-    """Watches the ranks of one node until the launcher's end of the socket closes.
-
-    One thread, never blocking; a second one, a `WorkerThread`, only for what may block. Lives from
-    construction to the end of `run`.
-    """
+    """Watches the ranks of one node in one thread; what may block goes to `slow`."""
 
     def __init__(
         self,
@@ -92,10 +88,7 @@ class MonitorServer:
             self._watch_launcher()
 
     def run(self) -> None:
-        """Serve until it gets `Leave`; then sweep what the run left behind.
-
-        Whoever gets an exception out of this has a monitor that is gone and ranks that live on.
-        """
+        """Serve until it gets `Leave` or the launcher is gone; then sweep what the run left."""
         self._node_watch.start()
         try:
             while not self._is_leaving:
@@ -124,7 +117,6 @@ class MonitorServer:
             self._watch_launcher()
 
     def open_inquiry(self, session: RankSession) -> None:
-        """Begin an inquiry: a rank broke a limit, or its device is unfit."""
         Inquiry(self, session).begin()
 
     def take_evidence(self, session: RankSession) -> None:

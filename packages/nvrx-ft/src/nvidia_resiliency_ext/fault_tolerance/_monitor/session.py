@@ -70,8 +70,7 @@ _LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.RECEI
 class RankSession:
     """One process of a rank as the monitor knows it, until its end or that of its connection.
 
-    A method takes an event; one that does not fit the phase changes nothing. `wake_at` is when
-    `wake` is due, `started` when the session began (monotonic s).
+    A method takes an event; one that does not fit the phase changes nothing. Times: monotonic s.
     """
 
     port: RankPort
@@ -146,7 +145,6 @@ class RankSession:
     # What the rank says ----------------------------------------------------------------------
 
     def read(self) -> None:
-        """Take what has come from the rank."""
         channel = self.channel
         was_over = channel.is_over
         if was_over:
@@ -251,12 +249,10 @@ class RankSession:
                 self.port.server.open_inquiry(self)
 
     def gather_evidence(self) -> None:
-        """Gather evidence: another rank of the node broke a rule."""
         if self.phase in _WATCHED:
             self._gather(None)
 
     def _gather(self, verdict: Verdict | None) -> None:
-        """Ask the kernel about the process, and the process for its stacks."""
         self.phase, self.verdict, self.wake_at = Phase.ASKING, verdict, None
         self.evidence = None
         if not self.process.alive():
@@ -294,7 +290,6 @@ class RankSession:
             self._dump_fd = -1
 
     def _save(self) -> None:
-        """Write the evidence without waiting for it."""
         self.phase, self.wake_at = Phase.SAVING, monotonic() + SAVE_LIMIT_S
         server, evidence = self.port.server, self.evidence
         assert evidence is not None
@@ -333,7 +328,6 @@ class RankSession:
         return broken is None or broken.since != verdict.since
 
     def terminate(self) -> None:
-        """Signal the rank, which is at fault, to end it."""
         if not self.is_looked_into:
             return
         is_final = self.termination_signal == signal.SIGKILL

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a node's session beside its caller: the client of the rendezvous.
-
-One thread waits in the store for the next decision, the other does everything else and keeps the
-lease alive.
-"""
+"""The client of the rendezvous: one thread waits for decisions, one runs the node's session."""
 
 from __future__ import annotations
 
@@ -50,11 +46,9 @@ _Command = Callable[[NodeSession], None]
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A command, and whether it is done at once, or also before a new host has spoken."""
-
     do: _Command
     at_once: bool = False
-    is_urgent: bool = False
+    is_urgent: bool = False  # Done also before a new host has said how the job goes on.
 
 
 def _is_first(entry: Entry) -> bool:
@@ -89,14 +83,10 @@ class NodeSettings:
 
 
 class NodeClient:
-    """Runs a session beside a caller. Commands return at once; events come through `post`.
+    """Runs a session beside a caller. Commands return at once; `post` gets events in a thread.
 
-    Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
-
-    Args:
-        connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
-            gets what to call whenever it is certain that nobody serves a store.
-        post: Takes events, from any thread.
+    `connect` is called in the thread, may block and raise NvrxError; it gets a function to call
+    whenever it is certain that nobody serves a store.
     """
 
     def __init__(
@@ -153,7 +143,6 @@ class NodeClient:
                 thread.join(CUT_WAIT_S)
 
     def _work(self) -> None:
-        """Run; that it ends is an event, whatever the reason."""
         try:
             self._live()
         except StoreLostError as error:
@@ -190,16 +179,15 @@ class NodeClient:
                 store.close()
 
     def _may_come_back(self, session: NodeSession | None, tries: int, *, is_late: bool) -> bool:
-        """Whether another store may follow: where a control plane serves it, for as long as asked.
-
-        One that is lost before it could be asked is tried a few times.
-        """
+        """Whether another store may follow: where a control plane serves it."""
         if self._ended.is_set():
             return False
         if session is not None:
             return session.entry.is_controlled
-        is_controlled = self._is_controlled
-        return not is_late and (tries < ENTRY_TRIES if is_controlled is None else is_controlled)
+        if self._is_controlled is None:
+            # This store was lost before it could be asked.
+            return not is_late and tries < ENTRY_TRIES
+        return not is_late and self._is_controlled
 
     def _report_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
@@ -215,7 +203,6 @@ class NodeClient:
         raise StoreLostError("this node's part is over")
 
     def _cut(self) -> None:
-        """End all connections, and with them what waits."""
         with self._lock:
             stores, self._stores = self._stores, []
         for store in stores:
@@ -273,11 +260,7 @@ class NodeClient:
         self._watcher.start()
 
     def _serve(self, session: NodeSession) -> None:
-        """Do what is asked for, one thing after the other, and keep the lease alive.
-
-        What the store did not survive is done again when there is another one.
-        """
-        # At once where that was not done in this job.
+        """Run commands in order, again after a lost store, and keep the lease alive."""
         confirmed, next_lease = self.confirmed_at, self._clock.monotonic()
         if confirmed is not None:
             next_lease = confirmed + self._lease_period()
@@ -289,7 +272,7 @@ class NodeClient:
                 next_lease = self._clock.monotonic() + self._lease_period()
                 continue
             if self._held and not session.is_resuming:
-                self._held[0](session)
+                self._held[0](session)  # It stays first if the store does not survive it.
                 self._held.popleft()
                 continue
             try:
@@ -305,7 +288,6 @@ class NodeClient:
                 self._held.append(order.do)
 
     def _resume(self, session: NodeSession, store: JobStore) -> None:
-        """Go on with another store."""
         self._check_lease(session)
         self._first_settings(store)
         event = session.resume(store, self._settings.connect_timeout_s)
@@ -321,11 +303,7 @@ class NodeClient:
             self.confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
-        """Never renew a lease that has expired, though the store would take it.
-
-        A node that was stopped would else be a spare, or in the way of its replacement, or end,
-        by which of its threads comes first.
-        """
+        """Refuse to renew an expired lease: the others may have replaced this node."""
         confirmed = self.confirmed_at
         if confirmed is None or session.entry.phase is Phase.OVER:
             return
@@ -346,7 +324,7 @@ class NodeClient:
         self.confirmed_at = sent_at
 
     def _differences(self, store: JobStore) -> str:
-        """Leave this launcher's settings if it is the first; say how they differ from others'."""
+        """Return how this launcher's settings differ from the first one's and the controller's."""
         of_control = store.peek(keys.CONTROL_SETTINGS)
         self._is_controlled = of_control is not None
         own, host = self._settings.must_agree, self._settings.arrival.host

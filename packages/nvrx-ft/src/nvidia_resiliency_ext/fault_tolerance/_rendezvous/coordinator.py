@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the rendezvous host decides: when a round closes, opens, or the job is over. Pure.
 
-`decide(view)` looks at all that the store says, and returns the next entry of the log, the
-placement that closes the round, or how long to wait. It is asked again whenever something may have
-changed, so no single event can be missed or come twice.
+`decide` is asked again whenever something may have changed: no event can be missed or come twice.
 
     phase    sees                                              decides
     OPEN     enough nodes, nobody worth waiting for            the placement
@@ -51,7 +49,6 @@ LOOK_AGAIN_S = 1.0
 LAST_CALL_LOOK_S = 0.1
 HANG_ANSWERS_S = 3.0
 """How long nodes are waited for that do not say what their ranks do."""
-_DONE = (WorkerState.SUCCEEDED,)
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
 
@@ -70,49 +67,39 @@ class CoordinatorRules:
 
 @dataclass(slots=True)
 class Memory:
-    """What the host remembers beyond the present round. Times are of its monotonic clock.
+    """What the host remembers beyond the present round. Times are of its monotonic clock."""
 
-    `active` are the nodes with a place in the last closed round, by rank. `resumed_at` is when it
-    took the job up from another host, which may have known more nodes.
-    """
-
-    active: tuple[Arrival, ...] = ()
+    active: tuple[Arrival, ...] = ()  # With a place in the last closed round, by rank.
     spares: frozenset[str] = frozenset()
     unhealthy: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     failures: Failures = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     enough_since: float | None = None
-    resumed_at: float | None = None
+    resumed_at: float | None = None  # When it took the job up from a host that may know more nodes.
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store says at one moment, `now` (monotonic s), and what it is judged by.
-
-    `quiet_s` is how long a node's lease did not move; `me` is who looks.
-    """
+    """What the store says at one moment, `now` (monotonic s), and what it is judged by."""
 
     rules: CoordinatorRules
     memory: Memory
     now: float
     entry: Entry
     messages: tuple[NodeMessage, ...] = ()
-    quiet_s: Mapping[str, float] = field(default_factory=dict)
+    quiet_s: Mapping[str, float] = field(default_factory=dict)  # How long a lease did not move.
     entry_age_s: float = 0.0
-    me: str = ""
+    me: str = ""  # Who looks.
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing is to be done; look again at `until` at the latest (monotonic s).
-
-    `is_last_call` says that there are enough nodes and that others are given a moment to come.
-    """
+    """Nothing is to be done; look again at `until` at the latest (monotonic s)."""
 
     until: float
     why: str = ""
-    is_last_call: bool = False
+    is_last_call: bool = False  # There are enough nodes; others are given a moment to come.
 
 
 Decision = Wait | Placement | Entry
@@ -142,7 +129,7 @@ def carried_over(memory: Memory, messages: tuple[NodeMessage, ...]) -> Memory:
 
 
 def decide(view: View) -> Decision:
-    """Return what follows from what the store says."""
+    """Return the next entry of the log, a placement that closes the round, or how long to wait."""
     if view.entry.phase is Phase.OPEN:
         return _while_open(view)
     if view.entry.phase is Phase.CLOSED:
@@ -215,20 +202,13 @@ def _while_open(view: View) -> Decision:
 
 
 def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    """Return the nodes that said that they take part no longer."""
     return frozenset(n.node for n in messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
 
 
 def place_all(
     view: View, there: Mapping[str, Arrival], blamed: frozenset[str]
 ) -> Placement | NotEnough:
-    """Return who works; hosts that are not wanted only where others are not enough.
-
-    These are hosts that somebody outside the job named, and those that failed again and again.
-
-    Raises:
-        PlacementError: these nodes cannot work together.
-    """
+    """Return who works; named hosts and those that failed again and again only if needed."""
     rules, bad_groups = view.rules.placement, unhealthy_groups(view.messages)
     candidates = list(there.values())
     result = place(candidates, rules, bad_groups)
@@ -257,7 +237,6 @@ def place_all(
 
 
 def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    """Return the replacement groups of nodes that said in this round that they are unhealthy."""
     bad = {message.node for message in messages if message.kind is Kind.UNHEALTHY}
     groups = (
         message.arrival.group for message in messages if message.arrival and message.node in bad
@@ -280,7 +259,7 @@ def _while_closed(view: View) -> Decision:
     rules, memory, now = view.rules, view.memory, view.now
     messages = (*view.messages, *losses(view))
     states = _states(memory, messages)
-    done = sum(states[member.node] in _DONE for member in memory.active)
+    done = sum(states[member.node] is WorkerState.SUCCEEDED for member in memory.active)
     if memory.active and done == len(memory.active):
         drained = _goes_on_without(view)
         if drained:
@@ -306,10 +285,7 @@ def _while_closed(view: View) -> Decision:
 
 
 def _hang(view: View) -> Entry | None:
-    """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
-
-    What is certain is not waited for: a stopped rank is to blame, whatever the others do.
-    """
+    """Return the next step towards the culprit of a hang; certain findings wait for nobody."""
     reports = {message.node: message for message in view.messages if message.kind is Kind.HUNG}
     complaint = next((n.cause for n in view.messages if n.kind is Kind.HUNG and n.cause), None)
     if complaint is None or view.entry.hang == HangStage.EVALUATED:
@@ -350,7 +326,6 @@ def may_have_more_nodes(rules: CoordinatorRules, memory: Memory, now: float) -> 
 
 
 def _must_go(view: View) -> dict[str, Cause]:
-    """Return the nodes that must go, and why."""
     unknown = Cause("preempted", "a node must go")
     return {n.node: n.cause or unknown for n in view.messages if n.kind is Kind.PREEMPTED}
 
@@ -404,7 +379,6 @@ def losses(view: View) -> tuple[NodeMessage, ...]:
 
 
 def _states(memory: Memory, messages: Sequence[NodeMessage]) -> dict[str, WorkerState]:
-    """Return what is said of each node with a place."""
     states = {member.node: WorkerState.HEALTHY for member in memory.active}
     for message in messages:
         if states.get(message.node) in (None, WorkerState.SUCCEEDED):

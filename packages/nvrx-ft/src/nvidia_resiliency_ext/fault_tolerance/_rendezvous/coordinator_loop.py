@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: waits for its notification key, reads messages, does what `decide` says.
-
-It runs in a thread of its own with a connection of its own, in the launcher that serves the store
-or in a control plane that has no workers.
-"""
+"""The coordinator: waits for its notification key, reads messages, does what `decide` says."""
 
 from __future__ import annotations
 
@@ -65,7 +61,7 @@ class RoundFollower(Protocol):
 
 @dataclass(eq=False)
 class Coordinator:
-    """Decides the rounds of one job until it is over."""
+    """Decides the rounds of one job until it is over, in a thread of its own."""
 
     store: JobStore  # A connection for this thread alone.
     rules: coordinator.CoordinatorRules
@@ -74,7 +70,7 @@ class Coordinator:
     epoch: str  # Which life of the store this is.
     clock: Clock
     is_controlled: bool = False  # Whether the store outlives the nodes.
-    follower: RoundFollower | None = None  # Who is notified of rounds; for records.
+    follower: RoundFollower | None = None
     # Called with the cause when a node is lost, blamed, or has failed repeatedly.
     on_bad_node: Callable[[Cause], None] = lambda _: None
     # Hosts that get a place only if there are not enough others.
@@ -118,9 +114,7 @@ class Coordinator:
     def run(self) -> None:
         """Decide until the job is over and everybody knows, or `stop` is set.
 
-        Raises:
-            StoreLostError: the store is gone.
-            ForeignValueError: somebody else has written where a decision belongs.
+        Raises StoreLostError, and ForeignValueError for another program's decision.
         """
         wake_at = self.clock.monotonic()
         while not self.stop.is_set() and self.entry.phase is not Phase.OVER:
@@ -170,7 +164,6 @@ class Coordinator:
             self.follower.ended(round_, cause)
 
     def _record_blame(self, entry: Entry) -> None:
-        """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self.rules.blame, self.clock.monotonic()
         if cause is None or not cause.host or cause.kind not in restarts.OF_THE_NODE:
             return
@@ -201,7 +194,6 @@ class Coordinator:
                 )
 
     def _read_leases(self) -> None:
-        """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self.clock.monotonic()
         known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
         known |= {member.node for member in self._memory.active} | self._memory.spares
@@ -261,7 +253,6 @@ class Coordinator:
         self._create(self.entry.next(self.me, Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
-        """Say once which hosts get no place."""
         for name, why in self.denylist.why.items():
             if name not in self._announced:
                 self._announced.add(name)
@@ -350,8 +341,7 @@ class Coordinator:
     def _close_round(self, placement: Placement) -> None:
         """Tell everybody their place; who arrives from here on is a spare.
 
-        Who is in the round is what the queue held when that was decided, and nodes learn it from
-        their place alone, so nothing that happens meanwhile can make two views of it.
+        Nodes learn from their place alone who is in the round, so there cannot be two views of it.
         """
         entry = self.entry
         there = coordinator.arrived(tuple(self._messages))
@@ -390,7 +380,7 @@ class Coordinator:
                 self.follower.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
-        """Say of each node that was named how it went, in the round after it was."""
+        """Report each node that was named before the round: it works though, or its record."""
         why = self.denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
             name = next((n for n in why if is_named(node.host, node.addr, [n])), None)
@@ -414,16 +404,12 @@ class Coordinator:
         return encode(stands) == encode(entry)
 
     def _wait_for_goodbyes(self) -> None:
-        """Keep the store until everybody has read how the job ended, 3 s at most.
-
-        Before the first round is closed, or soon after another host had the job, nobody knows who
-        is there, and it is kept as long as that.
-        """
-        deadline = self.clock.monotonic() + GOODBYE_WAIT_S
-        limit = coordinator.expiry_s(self.rules)
-        all_known = bool(self._memory.active) and not coordinator.may_have_more_nodes(
-            self.rules, self._memory, self.clock.monotonic()
-        )
+        """Keep the store until all known nodes have read how the job ended, 3 s at most."""
+        now = self.clock.monotonic()
+        deadline, limit = now + GOODBYE_WAIT_S, coordinator.expiry_s(self.rules)
+        # Before the first round, or soon after another host had the job, others may be there.
+        may_be_more = coordinator.may_have_more_nodes(self.rules, self._memory, now)
+        all_known = bool(self._memory.active) and not may_be_more
         while not self.stop.is_set():
             try:
                 self._read_messages_of(self.entry.round)

@@ -27,10 +27,9 @@ class NvlinkDomainError(NvrxError, RuntimeError):
 
 
 def nvlink_domain(timeout_s: float = 60.0) -> str:
-    """Return the domain that this node's GPUs belong to.
+    """Return the domain of this node's GPUs. Slow while the driver is not loaded.
 
-    With the driver not loaded yet `nvidia-smi` is slow. Raises NvlinkDomainError: There is none, or
-    `nvidia-smi` is missing, fails or does not end.
+    Raises NvlinkDomainError: there is none, or `nvidia-smi` is missing, fails or does not end.
     """
     try:
         status, output = _ask(timeout_s)
@@ -69,12 +68,9 @@ own_domain = functools.cache(nvlink_domain)
 
 
 def parse_domain(report: str) -> str:
-    """Return the one ClusterUUID in the output of `nvidia-smi -q`.
-
-    GPUs outside any fabric show `N/A`, or zeros, which all such nodes of a cluster have in common:
-    neither is a domain. Raises NvlinkDomainError: There is none, or several.
-    """
+    """Return the one ClusterUUID in the output of `nvidia-smi -q`. Raises NvlinkDomainError."""
     found: list[str] = _LINE.findall(report)
+    # GPUs outside any fabric show `N/A`, or zeros, which all such nodes have in common.
     domains = sorted({text.lower() for text in found if _UUID.fullmatch(text) and text.strip("0-")})
     if not domains:
         seen = ", ".join(sorted(set(found))[:4])[:200]

@@ -17,16 +17,11 @@ class NodeIdentity(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """Return the text form, such as `node001_4242_0`."""
         return f"{self.addr}_{self.pid}_{self.number}"
 
     @classmethod
     def parse(cls, text: str) -> NodeIdentity:
-        """Return the identity that a text names; the address may itself contain underscores.
-
-        Raises:
-            ValueError: It is no identity.
-        """
+        """Return the identity in a text; the address may contain underscores. Raises ValueError."""
         match = _TEXT.fullmatch(text)
         if match is None or not text.isprintable():
             raise ValueError(f"{text[:300]!r} is no identity such as 'node001_4242_0'")
@@ -49,12 +44,10 @@ _PREFIX = "ft_rendezvous_barrier:"
 
 
 def prefix(run_id: str) -> str:
-    """Return what stands before all keys of a job."""
     return f"{_PREFIX}{run_id}:"
 
 
 def run_id(prefix: str) -> str:
-    """Return the job whose keys these are."""
     return prefix.removeprefix(_PREFIX).removesuffix(":")
 
 

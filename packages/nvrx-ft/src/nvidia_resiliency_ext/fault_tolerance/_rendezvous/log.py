@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of decisions, and how a new coordinator reads from it where the job stands.
+"""The log of decisions, none of which is taken back, and what is left of it after a lost store.
 
-A decision is never taken back. Who finds a foreign value at its place names it and ends.
-
-Launchers go on while the store is away, and tell the new one the last decision they know and their
-own place in it. When all that had a place have done so, the round goes on as if nothing had been;
-when some stay away, a new round is opened without them.
+Launchers go on while the store is away, and send the new one the last decision they know and their
+place in it. The round goes on once all that had a place have done so; else a new one is opened.
 """
 
 from __future__ import annotations
@@ -19,10 +16,7 @@ MAX_DIGITS = 18
 
 
 class DecisionLog:
-    """The decisions of one job, over a connection of the calling thread.
-
-    Methods raise ForeignValueError where something else stands at a place in the log.
-    """
+    """The decisions of one job; ForeignValueError: something else stands in a decision's place."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -38,8 +32,7 @@ class DecisionLog:
         key = keys.log(seq)
         if not self._store.wait_until_set(key, timeout_s):
             return None
-        # Whoever reads a missing key wakes all who wait for it, and if each of them read it again
-        # that would never end.
+        # A read of a missing key wakes all who wait for it: if each read again, that never ended.
         if self._was_vain and not self._store.has(key):
             return None
         text = self._store.peek(key)
@@ -48,8 +41,9 @@ class DecisionLog:
 
     def next_after(self, seq: int) -> records.Entry | None:
         """Return the decision after `seq`, if there is one; it never waits."""
+        key = keys.log(seq + 1)
         # Asked first: to read a missing key would wake in vain all who wait for it.
-        text = self._store.peek(keys.log(seq + 1)) if self._store.has(keys.log(seq + 1)) else None
+        text = self._store.peek(key) if self._store.has(key) else None
         return None if text is None else self._decoded(seq + 1, text)
 
     def last_known(self) -> records.Entry:
@@ -71,20 +65,16 @@ class DecisionLog:
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """What launchers reported of a lost store: its last decision, who is in its round, who waits.
-
-    `gone` is what nodes said that take part no longer: they are no spares, and a member among them
-    is one that has left.
-    """
+    """What launchers reported of a lost store: its last decision, and the nodes of its round."""
 
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
-    gone: tuple[records.NodeMessage, ...] = ()
+    gone: tuple[records.NodeMessage, ...] = ()  # Last words of spares and members that left.
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:
-    """Return the state of the lost store that launchers reported, or None if none has."""
+    """Return what launchers reported of a lost store, or None if none has."""
     resumed = [n for n in messages if n.kind is records.Kind.RESUMED and n.entry is not None]
     if not resumed:
         return None

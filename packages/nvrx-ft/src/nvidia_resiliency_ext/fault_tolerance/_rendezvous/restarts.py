@@ -28,7 +28,6 @@ class RefillingBudget:
         self._cycle = cycle
 
     def left(self, now: float) -> int:
-        """Return how many restarts are left at `now`."""
         self._times = [at for at in self._times if now - at < self._window_s]
         return max(0, self._max_restarts - len(self._times))
 
@@ -46,11 +45,9 @@ class Budget:
     window_s: float | None = None
 
     def left(self, entry: Entry, since_entry_s: float = 0.0) -> int:
-        """Return how many restarts are left, `since_entry_s` after `entry` was written.
-
-        The number of a round is the number of restarts so far.
-        """
+        """Return how many restarts are left, `since_entry_s` after `entry` was written."""
         if self.window_s is None:
+            # The number of a round is the number of restarts so far.
             return max(0, self.max_restarts - entry.round)
         recent = [age for age in entry.restart_ages_s if age + since_entry_s <= self.window_s]
         return max(0, self.max_restarts - len(recent))
@@ -84,7 +81,6 @@ def record_failure(failures: Failures, host: str, now: float, rules: BlameRules)
 
 
 def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
-    """Return the hosts that are to blame now."""
     if rules.limit < 1:
         return frozenset()
     since = now - rules.window_s
@@ -102,7 +98,6 @@ class Denylist:
 
     @property
     def why(self) -> Mapping[str, str]:
-        """Why each host is named."""
         return self._why
 
     def add(self, hosts: Iterable[str], why: str) -> None:
@@ -114,7 +109,6 @@ class Denylist:
 
 
 def is_named(host: str, addr: str, named: Iterable[str]) -> bool:
-    """Return whether a node is one of those that are named."""
     own = {_key(host), _key(addr)}
     return any(_key(name) in own for name in named)
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of one node in the rendezvous: follows the log of decisions, and adds to it.
-
-A session knows the steps and blocks; it has no thread, and may be driven by a test or a simulation.
-"""
+"""The steps of one node in the rendezvous, without a thread: follow the log, and add to it."""
 
 from __future__ import annotations
 
@@ -86,12 +83,8 @@ SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
 class NodeSession:
     """The messages of one node, over the store connection of one thread.
 
-    The constructor creates the node's lease.
-
-    Raises:
-        NoJobError: The store has no job within `timeout_s`.
-        StoreLostError: The store is gone.
-        ForeignValueError: Another program has overwritten the job's log entry.
+    The constructor creates the node's lease. Raises StoreLostError; NoJobError: the store has no
+    job within `timeout_s`; ForeignValueError: another program has written the job's log.
     """
 
     def __init__(self, store: JobStore, node: str, host: str, timeout_s: float) -> None:
@@ -165,8 +158,7 @@ class NodeSession:
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when that is closed, so it is a spare.
 
-        Who is in a round is what the host found in its queue when it closed it, and this node
-        learns that from its place. The counter only wakes the host at the right time.
+        That it is in the round it learns from its place alone; the counter only wakes the host.
         """
         entry = self.entry
         self._arrival, self._assignment, self._left = arrival, None, None
@@ -231,7 +223,6 @@ class NodeSession:
         return self._assignment is not None and self._assignment.round == entry.round
 
     def _part_in(self, entry: Entry) -> SessionEvent:
-        """Return this node's part in a closed round."""
         if self._arrived_in != entry.round:
             return SpareNode(entry)
         assignment = self._read_assignment()
@@ -256,10 +247,7 @@ class NodeSession:
         self.notify()
 
     def send(self, kind: Kind, *, in_round: int | None = None, **fields: Any) -> None:
-        """Write a `NodeMessage` with these fields for the coordinator.
-
-        Nothing is written if `in_round` is not the current closed round.
-        """
+        """Write a `NodeMessage` with these fields, unless `in_round` is not the closed round."""
         if in_round is None or self._is_in(in_round):
             self._append(NodeMessage(kind, self.node, **fields), self.entry.round)
             self.notify()

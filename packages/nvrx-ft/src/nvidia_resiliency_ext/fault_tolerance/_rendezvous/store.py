@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's part of a TCPStore: its keys, signed values, typed errors, and a count of operations.
 
-One object belongs to one thread: a client answers one call at a time, so a thread that waits needs
-a client of its own (`JobStore.another`). Only to serve a store torch is imported.
+Only to serve a store torch is imported.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ _COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
 _RECONNECT_S = 5.0
 _SHORTEST_TORCH_WAIT_S = 60.0
 _TORCH_LOOK_S = 0.05
-# Two connections of each node, and as many again for nodes that come in place of others.
+# Two connections of each node, and as many again for replacements. The limit of open files is
+# raised to that and no further: workers inherit it.
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
@@ -68,7 +68,7 @@ class NoJobError(StoreLostError):
 
 
 class JobStore:
-    """Keys of one job in a store, for one thread.
+    """Keys of one job in a store, for one thread: another one needs `another`.
 
     Every value carries a keyed digest over its key and text, so that neither another job's values
     nor values copied from another key are taken.
@@ -103,16 +103,11 @@ class JobStore:
             self._client.close()
 
     def create(self, key: str, text: str) -> str:
-        """Set `key` unless it has a value; return the value that it has then.
-
-        Raises:
-            ForeignValueError: it has a value that is not this job's.
-        """
+        """Set `key` unless it has a value; return the value that it has then."""
         raw = self._call("compare_set", self._name(key), b"", self._seal(key, text))
         return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
-        """Return what to raise when the job was not found in time."""
         return NoJobError(_at(self._client), self._prefix, waited_s)
 
     def peek(self, key: str) -> str | None:
@@ -164,7 +159,6 @@ class JobStore:
         self._call("set", self._name(key), self._seal(key, text))
 
     def put_all(self, values: Mapping[str, str]) -> None:
-        """Set many keys in one operation."""
         names = [self._name(key) for key in values]
         sealed = [self._seal(key, text) for key, text in values.items()]
         self._call("multi_set", names, sealed)
@@ -177,9 +171,6 @@ class JobStore:
         """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
 
         A line that is not this job's, or none for `read`, is named in the log, once, and left out.
-
-        Raises:
-            ForeignValueError: there is less than was read before.
         """
         raw = self._read(key)
         if raw is None:
@@ -203,18 +194,14 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
-        torch's store hangs up on whoever adds to what is no number (2.13), so a new connection is
-        asked which it was. Where this one broke before the answer, the step may count twice.
-
-        Raises:
-            ForeignValueError: somebody else has written what is no number.
-            StoreLostError: the store is gone.
+        Where the connection broke before the answer, the step may count twice.
         """
         try:
             return int(self._call("add", self._name(key), step))
         except StoreLostError:
             if self._was_cut.is_set() or not self._can_be_cut:
                 raise
+        # torch's store hangs up on whoever adds to what is no number (2.13): ask which it was.
         self._client.close()
         self._client = _connect_client(self._client.host, self._client.port, _RECONNECT_S)
         if self._was_cut.is_set():
@@ -243,7 +230,6 @@ class JobStore:
         return self._digest(key, text.encode()) + text
 
     def _unseal(self, key: str, raw: bytes) -> str:
-        """Return the text of a raw value of `key`. Raises ForeignValueError."""
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
@@ -277,8 +263,7 @@ def connect(
     """Connect to the keys behind `prefix` in a store that listens.
 
     `secret` is the key of the digests; None takes the one that the host leaves in the store within
-    `timeout_s`. The store may take `patience_s` for its first answer. Raises StoreLostError:
-    nothing that is a store answers; NoJobError: it holds no such job.
+    `timeout_s`. Raises StoreLostError: no store answers; NoJobError: it holds no such job.
     """
     client = _connect_client(host, port, patience_s)
     if secret is None:
@@ -303,11 +288,7 @@ def _left_secret(client: StoreClient, prefix: str, timeout_s: float) -> bytes:
 
 
 def another_client(client: Any) -> Any:
-    """Return a connection of its own to the store of `client`.
-
-    To a PrefixStore it is one of torch's, as only that knows the prefix. Raises StoreLostError: the
-    store is gone, or torch is too old to clone a PrefixStore (before 2.7).
-    """
+    """Return a connection of its own to the store of `client`; to a PrefixStore one of torch's."""
     if hasattr(client, "port"):
         return _connect_client(client.host, client.port)
     if not hasattr(client, "clone"):
@@ -320,8 +301,7 @@ def another_client(client: Any) -> Any:
 def agree_on_secret(client: Any, prefix: str) -> bytes:
     """Leave a key for digests in a store unless one is there, and return the one that is.
 
-    It keeps other jobs' values apart and guards against nobody who reads the store. Raises
-    StoreLostError: the store is gone, or something else stands there.
+    It keeps other jobs' values apart and guards against nobody who reads the store.
     """
     import secrets
 
@@ -337,12 +317,7 @@ def _parse_secret(name: str, text: bytes) -> bytes:
 
 
 def serve(listener: socket.socket, host: str, nodes: int) -> Any:
-    """Serve a store on a listening socket for as long as the returned object lives.
-
-    The socket belongs to the store from here on. Each node holds two connections; the limit of
-    open files is raised if that may be too many, and not further: workers inherit it. Raises
-    StoreLostError: torch cannot serve it.
-    """
+    """Serve a store on `listener`, which it owns from here on, while the returned object lives."""
     store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]
@@ -379,10 +354,7 @@ def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) ->
 
 
 def load_torch() -> tuple[Any, str]:
-    """Load torch, which takes seconds; return its TCPStore and version.
-
-    Its C++ log is silent, as its errors are raised, too.
-    """
+    """Load torch, which takes seconds, with its C++ log silent; return TCPStore and version."""
     level = os.environ.get(_TORCH_LOG_LEVEL)
     if level is None:
         os.environ[_TORCH_LOG_LEVEL] = "FATAL"
@@ -410,7 +382,6 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def _at(client: Any) -> str:
-    """Return where a store is, in words, if the client knows it."""
     return f" at {client.host}:{client.port}" if hasattr(client, "port") else ""
 
 

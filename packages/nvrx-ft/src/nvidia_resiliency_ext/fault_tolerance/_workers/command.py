@@ -25,27 +25,16 @@ _LOOK_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What a worker runs.
+    """What a worker runs."""
 
-    Attributes:
-        argv: The whole command; `${local_rank}` in it stands for the worker's local rank.
-        entry: The script's path, the module's name or the program.
-        is_module: Whether `entry` is a module run with `-m`.
-        is_python: Whether a Python interpreter runs it.
-        numa: For each local rank the words that bind it near its GPU; empty binds nothing.
-    """
-
-    argv: tuple[str, ...]
-    entry: str
+    argv: tuple[str, ...]  # The whole command; `${local_rank}` stands for the local rank.
+    entry: str  # The script's path, the module's name or the program.
     is_module: bool
     is_python: bool
-    numa: Sequence[tuple[str, ...]] = ()
+    numa: Sequence[tuple[str, ...]] = ()  # By local rank: words that bind it near its GPU.
 
     def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
-        """Return the command of one worker, as torchrun substitutes the macro.
-
-        The interpreter is left alone. As in torchrun, `$$` becomes `$`.
-        """
+        """Return the command of one worker, with the macro and `$$` replaced as in torchrun."""
         own = self.argv
         if any("$" in word for word in own[1:]):
             from string import Template
@@ -78,10 +67,7 @@ def worker_command(
 def numa_binding(
     nproc: int, environ: Mapping[str, str], *, is_strict: bool
 ) -> Sequence[tuple[str, ...]]:
-    """Return the words that bind each worker to a NUMA node; none where nobody asks for it.
-
-    With `is_strict` memory must come from that node, instead of from where the worker runs.
-    """
+    """Return the words that bind each worker (strictly: its memory, too) to a NUMA node."""
     raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
     if not raw:
         return ()
@@ -166,10 +152,7 @@ def missing_script(path: str) -> str:
 
 
 def missing_module(name: str) -> str:
-    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it.
-
-    Only what stands first is looked for: a package may say itself where its modules are.
-    """
+    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it."""
     from importlib.machinery import PathFinder
     from importlib.util import find_spec
 
@@ -194,8 +177,7 @@ def missing_module(name: str) -> str:
 def hidden_packages(command: WorkerCommand) -> list[str]:
     """Return a sentence for each package or module that a file beside the program hides from it.
 
-    Of the standard library those count that every worker loads, as this process did, less those
-    that Python itself loads before it looks into the program's folder.
+    Of the standard library those count that this process has loaded, as workers will.
     """
     if not command.is_python:
         return []
@@ -236,7 +218,6 @@ def _loaded_at_start(command: WorkerCommand) -> set[str]:
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return the path of a program that can be executed, or None."""
     import shutil
 
     return shutil.which(name, path=environ.get("PATH") or os.defpath)
@@ -265,11 +246,7 @@ class PortInUseError(NvrxError):
 
 
 class PortReservation:
-    """A bound socket that never listens.
-
-    With SO_REUSEADDR on both sides the store of rank 0 can bind and listen beside it, while the
-    kernel gives the port to nobody who asks for "any free port".
-    """
+    """A bound socket that never listens: rank 0's store can bind beside it, with SO_REUSEADDR."""
 
     def __init__(self, port: int | None = None) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

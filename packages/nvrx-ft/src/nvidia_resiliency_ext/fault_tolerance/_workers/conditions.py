@@ -57,13 +57,12 @@ def is_import_time(name: str) -> bool:
 def set_in_text(text: str) -> str | None:
     """Return the first import-time variable that a script's text seems to set, or None.
 
-    It is a plain search of the lines that name the environment, and of the two after each: a call
-    such as `os.environ.update({...})` goes on there. Reading a variable looks the same as setting
-    it; that costs a warm start, and the other mistake would cost the value.
+    Reading one looks the same; that costs a warm start, the other mistake would cost a value.
     """
     lines = text.splitlines()
     for number, line in enumerate(lines):
         code = line.lstrip()
+        # A call such as `os.environ.update({...})` goes on in the next lines.
         if not code.startswith("#") and ("environ" in code or "putenv" in code):
             for name in _NAME.findall("\n".join(lines[number : number + 3])):
                 if is_import_time(name):
@@ -118,10 +117,7 @@ def _is_this_python(word: str) -> bool:
 
 
 def entry_file(command: WorkerCommand) -> str | None:
-    """Return the source file that a command runs, or None; nothing is imported.
-
-    Of modules only plain files in the working directory and on this interpreter's path are found.
-    """
+    """Return the source file that a command runs, if it is found without an import."""
     bases = [command.entry]
     if command.is_module:
         parts = command.entry.split(".")
@@ -151,11 +147,9 @@ def wants_prewarming(worker_pids: Iterable[int]) -> bool:
 
 # In this order: between two entries a prewarmed worker looks whether "go" is there already, and a
 # script gets each entry with those before it when it first imports something of it. `torch._dynamo`
-# is what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
-# sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
-# be missing in the installed versions.
-# Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
-# more than all else that a restarted rank does. None of them imports torch.
+# is what DistributedDataParallel imports when the first model is wrapped, `_cupti_monitor` what the
+# first backward pass adds, ours what a rank needs for its session with the monitor: none of these
+# imports torch. Any but torch may be missing in the installed versions.
 DEFAULT_IMPORTS = (
     "numpy", "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
     "nvidia_resiliency_ext.fault_tolerance.config",

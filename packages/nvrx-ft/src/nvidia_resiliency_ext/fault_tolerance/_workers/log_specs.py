@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output as an object of the user's says: torch's `LogsSpecs`, made from an entry point or given.
 
-For each cycle the object turns the workers' environments into paths, and may add to these. Paths
-are all that it can ask for, so all of it has a place in `WorkerOutput`, but for one thing: a
-console copy of a file that is not the stream's own, which is refused.
+For each cycle the object turns the workers' environments into paths, and may add to these.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ def load_specs(
 ) -> Specs:
     """Return the specification that an entry point makes, called as torchrun calls it.
 
-    Imports torch.
-
-    Raises:
-        ValueError: There is no such entry point, or it does not make one.
+    Imports torch. Raises ValueError: there is no such entry point, or it does not make one.
     """
     from importlib.metadata import entry_points
 

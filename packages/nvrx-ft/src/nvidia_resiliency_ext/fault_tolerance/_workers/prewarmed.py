@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prewarmed worker: its process and its socket, from the start until it is a worker or ended.
 
-It decides neither when one starts nor which worker comes from it. All calls come from the
-launcher's loop, and none but `end` waits. Start prewarmed workers from a thread that lasts as long
-as the launcher: the kernel ties their lives to the thread.
-
-    standby = PrewarmedWorker(command, env, slot=0)
-    loop.watch(standby.fileno(), ...)   # receive() -> Ready(...)
-    standby.go(worker_env)              # receive() -> Begun(...) or Failed(...)
-    child = standby.release()
+All calls come from the launcher's loop, and none but `end` waits. Start prewarmed workers from a
+thread that lasts as long as the launcher: the kernel ties their lives to the thread.
 """
 
 from __future__ import annotations
@@ -53,17 +47,11 @@ class PrewarmError(NvrxError):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The imports are done and the prewarmed worker waits.
-
-    Attributes:
-        seconds: How long the imports took.
-        private_bytes: Memory that it alone holds, or None where the kernel does not say.
-        problem: Why it must not become a worker, or None.
-    """
+    """The imports are done, after so many seconds, and the prewarmed worker waits."""
 
     seconds: float
-    private_bytes: int | None
-    problem: str | None
+    private_bytes: int | None  # None where the kernel does not say.
+    problem: str | None  # Why it must not become a worker.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +76,7 @@ _MESSAGES: dict[str, type[Ready | Begun | Failed]] = {
 class PrewarmedWorker:
     """A process that imports ahead and waits, from its start until `end` or `release`.
 
-    Attributes:
-        slot: Local rank that it stands by for.
-        env: The environment that it was started with, as the worker will see it.
-        child: The process; the worker group's after `release`.
-        ready: What it said when its imports were done; None before.
+    `slot` is the local rank that it stands by for; `ready` what it said after its imports.
     """
 
     def __init__(  # noqa: PLR0913 - what a process is started with
@@ -110,13 +94,7 @@ class PrewarmedWorker:
 
         Python chooses the buffering of a stream by the kind of its file, when it starts. So until
         the worker is told to go, stdout and stderr are another file of the same kind as theirs: a
-        file in memory for a path in `paths`, the null device for the null device, a pipe with
-        `is_piped`, and the launcher's own stream for None.
-
-        Raises:
-            ChildStartError: The command cannot be run.
-            PrewarmError: There are too many modules to name, or the kernel does not give what a
-                prewarmed worker needs, such as files in memory.
+        file in memory for a path, or a pipe with `is_piped`. Raises ChildStartError, PrewarmError.
         """
         outputs: list[int | None] = []
         kept: list[int] = []
@@ -159,7 +137,6 @@ class PrewarmedWorker:
         self.ready: Ready | None = None
 
     def fileno(self) -> int:
-        """Return the socket, readable when `receive` has something to say."""
         return self._control_socket.fileno()
 
     def receive(self) -> Ready | Begun | Failed | None:
@@ -202,12 +179,10 @@ class PrewarmedWorker:
         stdio_fds: Sequence[int | None] = (None, None, None),
         not_before: float | None = None,
     ) -> None:
-        """Tell it to become the worker; it may still be importing, and then goes on when it can.
+        """Tell it to become the worker, with this whole environment, once its imports are done.
 
-        Args:
-            env: The worker's whole environment.
-            stdio_fds: Its three streams; None keeps the one that it has. They stay the caller's.
-            not_before: Monotonic seconds before which it must not run the script; None: at once.
+        `stdio_fds` stay the caller's; None keeps a stream. It runs nothing before `not_before`
+        (monotonic s).
         """
         streams = {i: fd for i, fd in enumerate(stdio_fds) if fd is not None}
         message = {
@@ -222,7 +197,6 @@ class PrewarmedWorker:
         self.child.signal(signal.SIGCONT)
 
     def stale_file(self) -> str | None:
-        """Return a file that changed since the prewarmed worker imported it, or None."""
         return next((stamp[0] for stamp in self._files if file_stamp(stamp[0]) != stamp), None)
 
     def release(self) -> Child:
