@@ -97,18 +97,9 @@ def _wait_for_tcp_store_server(
     probe_interval_seconds: float = 2,
     probe_interval_jitter_fraction: float = 0.5,
 ) -> None:
-    """Wait until somebody listens at an address.
+    """Wait until somebody listens at an address; TimeoutError: nobody did in time.
 
-    Args:
-        host: Name or address.
-        port: Port.
-        max_wait_seconds: How long to wait in all.
-        probe_timeout_seconds: How long one attempt to connect may take.
-        probe_interval_seconds: Longest pause between two attempts; the first pause is 50 ms.
-        probe_interval_jitter_fraction: By how much pauses vary at random, from 0 to 1.
-
-    Raises:
-        TimeoutError: nobody did in time.
+    Pauses grow from 50 ms to `probe_interval_seconds` and vary at random by a fraction of 0 to 1.
     """
     jitter = min(1.0, max(0.0, probe_interval_jitter_fraction))
     longest_s = max(endpoint.FIRST_PAUSE_S, probe_interval_seconds)

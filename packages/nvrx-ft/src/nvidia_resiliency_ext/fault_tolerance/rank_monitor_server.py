@@ -29,15 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["RankMonitorLogger", "RankMonitorServer"]
 
 _START_LIMIT_S = 10.0
-_OTHERS_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGQUIT,
-)
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_OTHERS_SIGNALS = (*LEAVE_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _ATOMIC_WRITE_BYTES = 4096
 _MAX_LINE_CHARS = 1 << 16
 """Longest log line that travels: far below a frame's limit, however its characters are written."""
@@ -276,10 +269,7 @@ class RankMonitorServer:
 
 
 class MonitorProcess:
-    """A monitor's process with the methods of `multiprocessing.Process`.
-
-    It is daemonic: it ends with this process. It goes on if only this object is dropped.
-    """
+    """A monitor's process with the methods of `multiprocessing.Process`; it ends with ours."""
 
     def __init__(self, handle: MonitorHandle) -> None:
         """Take over a monitor that is ready."""

@@ -260,10 +260,9 @@ def reduction_device_type(backend_config: str) -> str:
 
 
 def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]:
-    """Return the element-wise maximum of `values` over the default process group.
+    """Return the maxima of `values`, called `names`, over the default process group.
 
-    `names` are what they stand for. Raises TimeoutsCalcError where ranks have different ones, or
-    torch.distributed is not initialised.
+    Raises TimeoutsCalcError where names differ by rank or torch.distributed is not initialised.
     """
     # A program that has not imported torch has no process group, and need not wait for the import.
     dist = sys.modules.get("torch.distributed")
