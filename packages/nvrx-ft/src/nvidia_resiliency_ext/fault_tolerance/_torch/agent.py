@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's elastic agent with our rank monitors, restart rules and requests of ranks.
 
-`ft_launcher` and `elastic_launch` do not use it: their loop is `_agent.agent`. It is for programs
-that build torch's agent themselves, with a handler of `ft_rendezvous_barrier` or `_ft_rendezvous`.
+For programs that build torch's agent themselves; the loop of our launcher is `_agent.agent`.
 """
 
 from __future__ import annotations
@@ -239,8 +238,8 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
 def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
     """Let each worker of `spec` find the sockets in its environment.
 
-    torch's agent has no place for variables of one worker: a program is started through `env`,
-    whose words may name the local rank, and a function is called through an object that sets them.
+    torch's agent has no variables of one worker: programs start through `env`, functions through
+    an object that sets them.
     """
     if callable(spec.entrypoint):
         spec.entrypoint = _WithSockets(spec.entrypoint, directory, is_watched)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cycle logs in the form that torch's agents know: log specification and handler of a process.
+"""Cycle logs as torch's agents know them: log specification and handler of a process.
 
-Our own launcher needs neither; it takes from the specification what it says. Importing this module
-imports torch.
+Our own launcher asks the specification and does not import this module, which imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's rendezvous handler over the rounds of a job, in a store that the caller brings.
 
-What `StoreRendezvous` is to the launcher's loop, this is to a caller that has threads to wait in:
+For callers that have threads to wait in, as `StoreRendezvous` is for the launcher's loop:
 `NodeClient` brings events, and whoever waits is woken. What goes wrong is one of torch's errors.
 """
 
@@ -155,7 +155,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         next round for all by this call.
 
         Returns:
-            torch's `RendezvousInfo`; before torch 2.4 the tuple of store, rank and world size.
+            torch's `RendezvousInfo`.
 
         Raises:
             RendezvousGracefulExitError: the job ended well while this node had no place in it.
@@ -178,8 +178,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         entry, rank = placed.entry, placed.assignment.group_rank
         self._joined_round = entry.round
         store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
-        if not hasattr(api, "RendezvousInfo"):
-            return store, rank, entry.active
         meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
         assert rank is not None
         return api.RendezvousInfo(store, rank, entry.active, meeting)
@@ -281,9 +279,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             if event is not None:
                 asked[event.request] = event.description
         if WorkloadAction.ShutdownWorkload in asked:
-            what = (
-                f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
-            )
+            why = asked[WorkloadAction.ShutdownWorkload]
+            what = f"a rank asked to shut the workload down: {why}"
             self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise api.RendezvousClosedError(what)
         if WorkloadAction.ExcludeThisNode in asked:
