@@ -42,17 +42,14 @@ class LogServerError(NvrxError):
 
 @dataclass(eq=False)
 class LogServer:
-    """One server: its name, its port, how long it may take to end, and how it is started.
-
-    `child` is its process while it runs, `delay_s` the pause before its next start.
-    """
+    """One server and its process while that runs."""
 
     name: str
     port: int
-    grace_s: float
+    grace_s: float  # to end in
     argv: Sequence[str]
     child: Child | None = None
-    delay_s: float = _FIRST_DELAY_S
+    delay_s: float = _FIRST_DELAY_S  # before the next start
 
 
 def servers_of(plan: LogServerPlan, host: str) -> list[LogServer]:
