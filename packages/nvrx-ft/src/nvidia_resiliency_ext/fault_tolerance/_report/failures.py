@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure was, in words and fields, and where the launcher writes it down.
 
-The first failure is found as torchrun finds it: by the time in the error file, else the time at
-which the exit was noticed.
-
 The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
-A record that cannot be written never stops the job: it is said once in the log.
 """
 
 from __future__ import annotations
@@ -188,10 +184,7 @@ class FailureLog:
 
 
 def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
-    """Copy the root cause's error file to the launcher's own `TORCHELASTIC_ERROR_FILE`.
-
-    A launcher that was itself started under `@record` semantics reports upwards this way.
-    """
+    """Copy the root cause's error file to the launcher's own, for who started it by `@record`."""
     target = environ.get("TORCHELASTIC_ERROR_FILE")
     if not target or source is None:
         return

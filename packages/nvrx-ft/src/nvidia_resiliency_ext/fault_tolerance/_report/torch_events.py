@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and ends of workers for torch's event handlers, as torchrun tells them.
 
-The handlers are torch's, so torch is imported: in a thread, and only when the first workers have
-started. Nothing waits for it but the end of the job, and that not for long.
+The handlers need torch, which a thread imports when the first workers have started.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """Tells a handler of torch what happens to the workers of this node.
-
-    `run_id`, `role` and `entry`, which is what the workers run, stand in every event.
-    """
+    """Tells a handler of torch what happens to the workers of this node, which run `entry`."""
 
     def __init__(self, handler: str, clock: Clock, *, run_id: str, role: str, entry: str) -> None:
         self._handler = handler
