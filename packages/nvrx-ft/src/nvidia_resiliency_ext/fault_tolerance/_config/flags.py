@@ -22,31 +22,18 @@ GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
 
 
 class Flag(NamedTuple):
-    """One flag.
+    """One flag."""
 
-    Attributes:
-        name: The flag without its leading dashes.
-        kind: How its value is read; None for a switch, which has no value.
-        default: Its value when nobody gives one.
-        group: Heading in `--help`.
-        help: One sentence.
-        env: Whether `PET_<DEST>` in the environment stands in for it.
-        short: One letter, for the few that have one.
-        dest: Attribute of the result; the name with underscores if empty.
-        deprecated: What to do instead; the flag still works.
-        shown_default: What `--help` calls the default, where it is decided elsewhere.
-    """
-
-    name: str
-    kind: v.Kind | None
+    name: str  # without its leading dashes
+    kind: v.Kind | None  # None: a switch, which has no value
     default: object
-    group: str
-    help: str
-    env: bool = False
-    short: str = ""
-    dest: str = ""
-    deprecated: str = ""
-    shown_default: object = None
+    group: str  # heading in `--help`
+    help: str  # one sentence
+    env: bool = False  # `PET_<DEST>` in the environment stands in for it
+    short: str = ""  # one letter, for the few that have one
+    dest: str = ""  # attribute of the result; empty: the name with underscores
+    deprecated: str = ""  # what to do instead; the flag still works
+    shown_default: object = None  # in `--help`, where the default is decided elsewhere
 
     @property
     def attribute(self) -> str:

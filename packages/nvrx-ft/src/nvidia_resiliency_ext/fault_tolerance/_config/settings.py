@@ -2,9 +2,6 @@
 """`FaultToleranceConfig`: the options as one object, merged from a file and the command line.
 
 The fields are written out for readers and type checkers; a test compares them with the table.
-
-Knowing where a value came from is what lets a complaint name it, and lets the launcher tell an
-option that was asked for from one that merely has its default.
 """
 
 from __future__ import annotations
@@ -222,19 +219,12 @@ class Given(NamedTuple):
 
 @dataclass(slots=True)
 class Layers:
-    """What the sources gave, the later over the earlier.
+    """What the sources gave, the later over the earlier."""
 
-    Attributes:
-        given: Options by field name.
-        deprecated: Keys of earlier releases that are no option.
-        warnings: What a program should say once.
-        problems: What is wrong; `config` raises all of it.
-    """
-
-    given: dict[str, Given] = field(default_factory=dict)
-    deprecated: dict[str, Given] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    given: dict[str, Given] = field(default_factory=dict)  # by field name
+    deprecated: dict[str, Given] = field(default_factory=dict)  # old keys that are no option
+    warnings: list[str] = field(default_factory=list)  # to be said once
+    problems: list[str] = field(default_factory=list)  # `config` raises all of them
 
     def config(self) -> FaultToleranceConfig:
         """Return the merged config."""
@@ -260,10 +250,7 @@ class Layers:
             return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
-        """Add options: key, value, and what stands before the key where one speaks of it.
-
-        `merge_address` comes after the last source.
-        """
+        """Add options: key, value, place of the key in words; `merge_address` comes after all."""
         own: dict[str, str] = {}
         unknown = []
         for key, raw, place in entries:

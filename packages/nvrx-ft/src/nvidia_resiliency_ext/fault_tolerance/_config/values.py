@@ -24,16 +24,10 @@ _INTEGERS_BELOW = 2**63
 
 
 class Kind(NamedTuple):
-    """How one sort of value is read.
+    """How one sort of value is read."""
 
-    Attributes:
-        expects: What is allowed, as it follows "... is not".
-        metavar: What `--help` shows for the value.
-        parse: Turns what was given into the value.
-    """
-
-    expects: str
-    metavar: str
+    expects: str  # what is allowed, as it follows "... is not"
+    metavar: str  # in `--help`
     parse: Callable[[Any], Any]
 
 

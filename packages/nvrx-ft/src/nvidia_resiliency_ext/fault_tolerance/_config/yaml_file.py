@@ -29,15 +29,10 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_section(path: str) -> list[tuple[str, Any, str]]:
-    """Return the first `fault_tolerance` mapping, depth first, in a file.
+    """Return key, value and place in words of each entry of a file's `fault_tolerance` mapping.
 
-    Of each entry: key; a scalar, a list of scalars or a mapping of them; and where it stands, as
-    text before the key.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SectionMissingError: There is no such mapping, or it is empty.
-        FaultToleranceConfigError: The file cannot be read or understood.
+    It is the first one, depth first. Raises FileNotFoundError, SectionMissingError where there is
+    no such mapping or it is empty, FaultToleranceConfigError for an unreadable file.
     """
     import yaml
 
