@@ -145,11 +145,7 @@ def print_config(
 
 
 def check(plan: LaunchPlan, environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Check this node and, with several, compare it with the others; print what was found.
-
-    Raises:
-        ConfigError: The settings of the rendezvous are unusable.
-    """
+    """Check this node and, with several, compare it with the others; print what was found."""
     clock = SystemClock()
     if plan.max_nodes > 1:
         found = _check_with_others(plan, environ, clock)
