@@ -131,22 +131,19 @@ class TorchEvents:
 
     def _run(self) -> None:
         try:
-            self._deliver_all()
+            from torch.distributed.elastic import events
+            from torch.distributed.elastic.events.api import Event, EventSource
+
+            host = socket.getfqdn(socket.gethostname())
+            while (item := self._queue.get()) is not None:
+                state, metadata = item
+                is_of_worker = metadata["worker_id"] is not None
+                torch_event = Event(
+                    name=f"torchelastic.worker.status.{state}",
+                    source=EventSource.WORKER if is_of_worker else EventSource.AGENT,
+                    metadata={**metadata, "hostname": host},
+                )
+                events.record(torch_event, self._handler)
         except Exception as error:  # noqa: BLE001 - a handler of the user's may raise anything
             what = f"{type(error).__name__}: {error}"
             logger.warning("the event handler %r is told nothing more: %s", self._handler, what)
-
-    def _deliver_all(self) -> None:
-        from torch.distributed.elastic import events
-        from torch.distributed.elastic.events.api import Event, EventSource
-
-        host = socket.getfqdn(socket.gethostname())
-        while (item := self._queue.get()) is not None:
-            state, metadata = item
-            is_of_worker = metadata["worker_id"] is not None
-            torch_event = Event(
-                name=f"torchelastic.worker.status.{state}",
-                source=EventSource.WORKER if is_of_worker else EventSource.AGENT,
-                metadata={**metadata, "hostname": host},
-            )
-            events.record(torch_event, self._handler)
