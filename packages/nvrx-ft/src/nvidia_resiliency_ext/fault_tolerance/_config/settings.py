@@ -243,11 +243,9 @@ class Layers:
 
     def read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
         """Return the value that `raw` is, or None: the problem is kept."""
-        try:
+        with values.noting(self.problems):
             return Given(values.read(kind, raw, where), where)
-        except ValueError as error:
-            self.problems.append(str(error))
-            return None
+        return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
         """Add options: key, value, place of the key in words; `merge_address` comes after all."""
@@ -298,11 +296,10 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
     path = getattr(args, "ft_cfg_path", None)
     if path:
         ignore_unknown = bool(getattr(args, "ft_ignore_unknown_cfg", False))
-        may_be_missing = bool(getattr(args, "ft_ignore_missing_cfg", False))
         try:
             layers.merge(read_section(path), ignore_unknown=ignore_unknown)
         except (FileNotFoundError, errors.SectionMissingError) as error:
-            if not may_be_missing:
+            if not getattr(args, "ft_ignore_missing_cfg", False):
                 raise
             layers.warnings.append(f"going on without a configuration file: {error}")
     sources: dict[str, str] = getattr(args, "given", {})

@@ -138,7 +138,7 @@ OPTIONS: tuple[Option, ...] = (
         "Longest wait for the stacks of a hung rank before it is killed; 0 takes none."),
     Option("preempt_signal", v.HANDLED_SIGNAL_OR_NONE, None, FAULT_TOLERANCE,
         "Signal that announces to a launcher that its node must go: ranks save and leave."),
-    Option("restart_budget_window", v.INTERVAL_OR_NONE, None, FAULT_TOLERANCE,
+    Option("restart_budget_window", v.or_none(v.INTERVAL), None, FAULT_TOLERANCE,
         "Count only the restarts of the last so many seconds against --max-restarts."),
     Option("rdzv_token_file", v.or_none(v.TEXT), None, FAULT_TOLERANCE,
         "File with the job's token for rendezvous, log server and attribution service."),
