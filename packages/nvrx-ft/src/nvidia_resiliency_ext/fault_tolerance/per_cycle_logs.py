@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from ._torch.cycle_log_specs import PipeBasedLogsSpecs, PipeSubprocessHandler
 
 __all__ = [
-    "GrpcWriterThread",
-    "MultiplexingReaderThread",
-    "PipeBasedLogsSpecs",
-    "PipeSubprocessHandler",
+    "GrpcWriterThread", "MultiplexingReaderThread", "PipeBasedLogsSpecs", "PipeSubprocessHandler",
     "ReaderConfig",
-]
+]  # fmt: skip
 
 __getattr__, _ = lazy_names(
     globals(),

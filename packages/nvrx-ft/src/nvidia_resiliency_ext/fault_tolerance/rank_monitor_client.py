@@ -45,10 +45,9 @@ DUMP_SIGNAL = signal.SIGRTMIN + 5
 class RankMonitorClient(HotPath):
     """A training script's connection to its rank monitor.
 
-    Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
-    due. If the monitor dies, training goes on and a new monitor at the same path is found in the
-    background, unless the configuration says `monitor_loss=fatal`. Calls from several threads are
-    safe; the two `calculate_and_set_*` calls are collective.
+    Heartbeats and sections are stores into shared memory, which the monitor reads when a limit is
+    due. If it dies, training goes on and a new one at the same path is found in the background,
+    unless the configuration says `monitor_loss=fatal`. Calls from several threads are safe.
 
     Example:
         >>> client = RankMonitorClient()
@@ -104,9 +103,8 @@ class RankMonitorClient(HotPath):
                 the configured number if None.
 
         Raises:
-            RankMonitorClientError: There is a session already, also that of another client in this
-                process, the environment names no monitor, or the monitor cannot be reached or
-                refuses.
+            RankMonitorClientError: This process has a session already, the environment names no
+                monitor, or the monitor cannot be reached or refuses.
             RuntimeError: This process's rank is unknown.
             TypeError: The number of iterations is none.
         """

@@ -134,10 +134,7 @@ class RankMonitorLogger(logging.Logger):
         level: int = logging.INFO,
         is_restarter_logger: bool = False,
     ) -> None:
-        """Make the logger `name` under "nvrx" with a `level`.
-
-        With `is_restarter_logger` it writes layered-restart lines.
-        """
+        """Make the logger `name` with a `level`; `is_restarter_logger`: for layered restarts."""
         super().__init__(name, level)
         self.parent = logging.getLogger("nvrx")
         self.is_restarter_logger = is_restarter_logger
@@ -164,10 +161,9 @@ class RankMonitorLogger(logging.Logger):
 
 
 class RankMonitorServer:
-    """A monitor for one rank, without a launcher.
+    """A monitor for one rank, without a launcher; it judges and kills, but sweeps nothing.
 
-    It judges and kills like the launcher's monitor, but it sweeps nothing: what it knows of the
-    job is one rank. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0
@@ -241,9 +237,7 @@ class RankMonitorServer:
         mp_ctx: object = None,
         env: Mapping[str, str] | None = None,
     ) -> MonitorProcess:
-        """Start a monitor in a process of its own and wait until it listens.
-
-        It ends when this process does, however that happens.
+        """Start a monitor in a process, which ends with this one, and wait until it listens.
 
         Args:
             cfg: The configuration.

@@ -34,10 +34,8 @@ class PipeSubprocessHandler:
         entrypoint: The program.
         args: Its arguments.
         env: Variables beside our own.
-        stdout: Not used: there is one pipe.
-        stderr: Not used.
+        stdout, stderr, numa_options: Not used: there is one pipe.
         local_rank_id: The worker's local rank.
-        numa_options: Not used.
 
     Attributes:
         local_rank_id: The worker's local rank.
@@ -144,10 +142,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return cycle_log_file(self._base_log_file, cycle)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Begin the cycle that the workers' variables name; return the paths of their error files.
-
-        `envs` has the environment of each worker by local rank.
-        """
+        """Begin the cycle that `envs`, each worker's variables, name; return their error files."""
         one: Mapping[str, str] = next(iter(envs.values()), {})
         cycle = int(one.get("TORCHELASTIC_RESTART_COUNT", 0))
         self._open().begin_cycle(cycle, int(one.get("WORLD_SIZE", len(envs))))

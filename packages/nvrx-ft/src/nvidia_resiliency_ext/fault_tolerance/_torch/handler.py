@@ -191,10 +191,9 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes have gone into a later round; torch's agent then joins them.
+        """Return how many nodes have gone into a later round, without standbys.
 
-        Standbys do not count. A node that cannot reach the store any more must stop, and learns it
-        here.
+        torch's agent then joins them; a node that must stop as it lost the store learns it here.
 
         Raises:
             RendezvousConnectionError: the store is gone or silent.
@@ -221,9 +220,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         return entry.round > joined
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
-        """End the job on all nodes and release all resources.
-
-        Returns False if no node could be notified.
+        """End the job on all nodes and release all resources; False: no node could be notified.
 
         The first `reason` stays. A node that has left, such as an unhealthy one, goes alone. The
         rendezvous host waits here for the others, 3 s at most.
@@ -316,8 +313,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job, or asks for it.
 
-        The node that decides the rounds asks the service, where the parameters name one; the other
-        nodes learn it from the end of the job.
+        The rendezvous host asks the service; the other nodes learn it from the end of the job.
         """
         return self._stop_requested.is_set() or (
             self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
