@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
 ANSWER_LIMIT_S = 30.0
-DUMP_SIGNAL = signal.SIGRTMIN + 5
-"""Makes the rank write the stacks of its threads into the monitor's pipe."""
+DUMP_SIGNAL = signal.SIGRTMIN + 5  # the rank writes its threads' stacks into the monitor's pipe
 
 
 class RankMonitorClient(HotPath):

@@ -32,14 +32,12 @@ _START_LIMIT_S = 10.0
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _OTHERS_SIGNALS = (*LEAVE_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _ATOMIC_WRITE_BYTES = 4096
-_MAX_LINE_CHARS = 1 << 16
-"""Longest log line that travels: far below a frame's limit, however its characters are written."""
+_MAX_LINE_CHARS = 1 << 16  # far below a frame's limit, however characters are written
 
 
 def main(fd: int) -> None:
     """Run a monitor: take the order from the launcher's socket `fd`, serve, clean up, exit."""
-    # Whatever is meant for the job reaches us too (a terminal's Ctrl-C, a scheduler's signal for
-    # the whole step); the launcher alone decides when the monitor leaves.
+    # A terminal's Ctrl-C or a scheduler's signal reaches us too; the launcher alone ends us.
     for sig in _OTHERS_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
     launcher = socket.socket(fileno=fd)

@@ -120,9 +120,6 @@ def _host() -> Iterator[Finding]:
         yield Finding(f"host: {found.topic}", _STATUS[found.level], f"{note}{found.text}")
 
 
-# Ports ----------------------------------------------------------------------------------------
-
-
 def _ports(plan: LaunchPlan) -> Iterator[Finding]:
     if plan.master_port is None:
         yield skipped("master port", "every cycle takes a free one")
@@ -181,9 +178,6 @@ def _free(name: str, port: int) -> Finding:
     return passed(name, f"{port} is free")
 
 
-# Directories and files --------------------------------------------------------------------------
-
-
 def _directories(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Finding]:
     wanted = {
         "logs and record": plan.log_dir,
@@ -236,9 +230,6 @@ def _files(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> Iterator
         yield failed("end of the job", f"in {end - now:.0f} s, too soon to save and leave")
     else:
         yield passed("end of the job", f"in {end - now:.0f} s")
-
-
-# Devices ----------------------------------------------------------------------------------------
 
 
 def _devices(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of all flags of `ft_launcher`; `cli_args.py` reads them.
 
-The flags of options come from the table of options. A flag is written with dashes; underscores are
-taken anywhere for them.
+The flags of options come from the table of options.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of values: how a setting is read from text, YAML or Python, and what is allowed.
 
-A kind's `parse` raises `ValueError`, `TypeError` or `KeyError`; `read` adds who, what and
-what is allowed, so that every complaint reads the same. Nothing here knows a particular option.
+A kind's `parse` raises ValueError, TypeError or KeyError; `read` says where, what, and the rule.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class _BadPartError(ValueError):
 
 
 def read(kind: Kind, raw: object, where: str) -> Any:
-    """Return the value of `raw`.
-
-    Raises:
-        ValueError: It is not allowed; the message says where it stood and what is.
-    """
+    """Return the value of `raw`, which stood at `where`; ValueError: it is not allowed."""
     try:
         return kind.parse(raw)
     except _BadPartError as error:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the `fault_tolerance` section of a YAML file; what its values mean is decided elsewhere.
 
-Such files are often the whole configuration of a training program. The rest of the file is
-somebody else's: it is parsed into nodes, never built, so that foreign tags and repeated keys there
-do no harm. Aliases share nodes and are not expanded, so that a small file cannot grow in memory.
+The rest of the file is somebody else's: it is parsed into nodes, never built, so that foreign tags
+and repeated keys do no harm. Aliases are not expanded, so that a small file cannot grow in memory.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ SPILL_BYTES = 1 << 30
 _MOST_FILES = 256
 _BATCH_BYTES = 256 << 10
 _RECORD_BYTES = 8 << 20
-# What a part costs beside its bytes.
-_PART_OVERHEAD_BYTES = 64
+_PART_OVERHEAD_BYTES = 64  # what a part costs beside its bytes
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
 

@@ -32,8 +32,7 @@ _PACKAGE = "nvidia_resiliency_ext.shared_utils"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _KILL_MARGIN_S = 5.0
-# A node that has lost its server tries again within this time.
-_NODES_COME_BACK_S = 5.0
+_NODES_COME_BACK_S = 5.0  # within which a node that lost its server tries again
 
 
 class LogServerError(NvrxError):

@@ -124,8 +124,7 @@ def plan_from_args(
 ) -> LaunchPlan:
     """Return the plan of a parsed command line; `looks_for_script`: it must exist here and now.
 
-    Raises FaultToleranceConfigError, which names everything wrong, and OSError for a configuration
-    file that cannot be read.
+    FaultToleranceConfigError names everything wrong; OSError: the file cannot be read.
     """
     environment.check_one_launcher_per_node(environ)
     layers = _layers(args)
@@ -392,8 +391,7 @@ def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]
 def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
     """Return rank 0's port in every cycle, or None for a fresh one in each.
 
-    The endpoint's port is the store's; so it is not rank 0's, though users of torchrun give both as
-    one.
+    The endpoint's port is the store's, though users of torchrun give both as one.
     """
     if given is None or max_nodes == 1:
         return given

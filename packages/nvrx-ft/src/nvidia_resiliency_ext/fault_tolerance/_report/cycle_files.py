@@ -157,10 +157,9 @@ class CycleInfoWriter:
         standby_nodes: str = "",
         active_ranks: str = "",
     ) -> bool:
-        """Go on with the file of a cycle that another writer has begun.
+        """Go on with the file of a cycle that another writer has begun; what it says stays.
 
-        What it says stays, but for an end: the cycle goes on. Where there is no such file it is
-        written as `write_cycle_start` does, which see for arguments and answer.
+        An end is undone; a missing file is written. See `write_cycle_start`.
         """
         of_cycle = (job_id, attempt_index, cycle_number, cycle_start_time, "", cycle_log_file)
         info = CycleInfo(*of_cycle, active_nodes, standby_nodes, 0, active_ranks)
@@ -356,10 +355,7 @@ class CycleInfoReporter:
         return self._writer.write_cycle_start(**self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that this reporter continues the cycle of `snapshot`, which another one began.
-
-        An existing file of the cycle stays as it is; a missing one is written.
-        """
+        """Report that this reporter continues the cycle of `snapshot`, which another one began."""
         with self._lock:
             self._open_cycle = snapshot.cycle_number
         return self._writer.take_up_cycle(**self._fields(snapshot))

@@ -81,10 +81,7 @@ def cause_of(failure: Failure) -> Cause:
 
 
 def hang_cause(hang: Mapping[str, Any]) -> Cause:
-    """Say in one line, and in fields, what a report of the monitor means for the cycle.
-
-    Where nobody can be blamed the cause names no rank and no host: none is held against it.
-    """
+    """Say in one line, and in fields, what a monitor's report means; it may blame nobody."""
     kind = hang_report.cause_kind(hang)
     is_blamed = kind == "unhealthy" or bool(hang["culprits"])
     return Cause(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvrx")
 
 NO_HANDLER = "null"
-# What torch itself has; others are known to a torch that a site has changed.
+# Others are known to a torch that a site has changed.
 _BUILT_IN = frozenset({NO_HANDLER, "console", "dynamic_rendezvous"})
 LAST_WORDS_S = 60.0
 

@@ -125,8 +125,6 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         """Return what ranks have asked for since the last call; the handler takes it from here."""
         return [] if self._mailbox is None else self._mailbox.fetch_received()
 
-    # What ranks need -------------------------------------------------------------------------
-
     def _prepare(self, stack: contextlib.ExitStack) -> None:
         """Listen to ranks, start their monitors, and let workers know the sockets."""
         run_dir = RunDir.create("agent")
@@ -151,8 +149,6 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         for name in ("entrypoint", "args"):
             stack.callback(setattr, spec, name, getattr(spec, name))
         _pass_sockets(spec, run_dir.path, is_watched=is_watched)
-
-    # Steps of torch's loop -------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Join the next round; the number of a round is the number of restarts of the job."""
@@ -236,11 +232,7 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
 
 
 def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
-    """Let each worker of `spec` find the sockets in its environment.
-
-    torch's agent has no variables of one worker: programs start through `env`, functions through
-    an object that sets them.
-    """
+    """Let each worker of `spec` find its sockets: torch's agent has no variables of one worker."""
     if callable(spec.entrypoint):
         spec.entrypoint = _WithSockets(spec.entrypoint, directory, is_watched)
         return

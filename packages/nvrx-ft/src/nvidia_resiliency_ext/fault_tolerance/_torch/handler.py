@@ -91,10 +91,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._is_unfit = False
         self._worker_group: Any = None
         self._clock = SystemClock()
-        # Guards what follows.
-        self._changed = threading.Condition()
-        # The last decision that this node knows; None before it has reached the store.
-        self._entry: Entry | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._entry: Entry | None = None  # the last known decision; None: not at the store yet
         self._placed: Placed | None = None
         self._joined_round: int | None = None
         self._lost = ""
@@ -335,8 +333,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         """Set the agent's `worker_group`, the workers that this node runs."""
         self._worker_group = worker_group
 
-    # Questions and messages ------------------------------------------------------------------
-
     def _ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
         """Do `command` with the session, in its thread, and return what it returned.
 
@@ -412,8 +408,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         # Before the job is there the thread still waits for it, and ends by itself.
         self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         self._ports.close()
-
-    # Steps of joining ------------------------------------------------------------------------
 
     def _open_own_next(self) -> None:
         placed, entry = self._placed, self._entry
