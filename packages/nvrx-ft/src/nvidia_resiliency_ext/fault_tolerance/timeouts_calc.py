@@ -270,6 +270,8 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
         raise TimeoutsCalcError(
             "timeouts of all ranks cannot be combined: torch.distributed is not initialised"
         )
+    import hashlib
+
     import torch
 
     device_type = reduction_device_type(dist.get_backend_config())
@@ -278,7 +280,9 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
         device = torch.device("cuda", torch.cuda.current_device())
 
     encoded_names = json.dumps(list(names)).encode()
-    fingerprint = float(_fingerprint(encoded_names))
+    # Six bytes: a float64 holds them exactly.
+    digest = hashlib.blake2b(encoded_names, digest_size=6).digest()
+    fingerprint = float(int.from_bytes(digest, "big"))
     padding = [_NO_DATA] * (_FIRST_VALUES - len(values))
     first = torch.tensor(
         [fingerprint, -fingerprint, float(len(encoded_names)), *values[:_FIRST_VALUES], *padding],
@@ -296,13 +300,6 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
     rest = torch.tensor(values[_FIRST_VALUES:], dtype=torch.float64, device=device)
     dist.all_reduce(rest, op=dist.ReduceOp.MAX)
     return maxima + [float(value) for value in rest.tolist()]
-
-
-def _fingerprint(encoded_names: bytes) -> int:
-    import hashlib
-
-    # Six bytes: a float64 holds them exactly.
-    return int.from_bytes(hashlib.blake2b(encoded_names, digest_size=6).digest(), "big")
 
 
 def _gather_names(
