@@ -35,10 +35,8 @@ _CONNECT_WAIT_S = 120.0
 def apply_c10d_patch() -> None:
     """Let torch's c10d backend make its store through this module, in this process; repeatable.
 
-    It then knows these settings of the rendezvous besides torch's own:
-
-    - `use_libuv` (default true): which server torch's store uses.
-    - `store_connect_wait_seconds` (default 120): how long the store may take to come up.
+    It then knows the settings `use_libuv` (default true), which server torch's store uses, and
+    `store_connect_wait_seconds` (default 120), how long the store may take to come up.
     """
     c10d_rendezvous_backend._create_tcp_store = create_tcp_store  # noqa: SLF001 - the patch
 

@@ -187,10 +187,7 @@ def map_reduce(
     value_fn: Callable[[_Item], _Value],
     reduce_fn: Callable[[list[_Value]], _Result],
 ) -> dict[_Key, _Result]:
-    """Group `value_fn(x)` of all `xs` by `key_fn(x)`, and reduce each list with `reduce_fn`.
-
-    Keys are in the order of their appearance.
-    """
+    """Group `value_fn(x)` of all `xs` by `key_fn(x)`, in order; reduce lists by `reduce_fn`."""
     groups: defaultdict[_Key, list[_Value]] = defaultdict(list)
     for item in xs:
         groups[key_fn(item)].append(value_fn(item))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The barrier rendezvous as torch's elastic agent uses one, over a store that the caller brings.
 
-`ft_launcher` meets by the same rounds and does not need this module. Exactly `min_nodes` nodes
-work; the others stand by.
+`ft_launcher` meets by the same rounds and does not need this module.
 """
 
 from __future__ import annotations

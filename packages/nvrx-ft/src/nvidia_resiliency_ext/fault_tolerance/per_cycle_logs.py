@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names of cycle logs: workers' output in one file per cycle. Loaded when first used.
-
-`ft_launcher --ft-per-cycle-applog-prefix` needs none of them.
-"""
+"""Public names of cycle logs: workers' output in one file per cycle. Loaded when first used."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ class RankMonitorClient(HotPath):
         """Open the session with this rank's monitor.
 
         Args:
-            num_warmup_iters: Iterations during which the timeout `warmup` stands in for `step`;
-                the configured number if None.
+            num_warmup_iters: Iterations with the timeout of `warmup`; None: as configured.
 
         Raises:
             RankMonitorClientError: This process has a session already, the environment names no
@@ -217,8 +216,7 @@ class RankMonitorClient(HotPath):
         """Set section timeouts from the longest durations of all ranks; collective.
 
         Args:
-            selected_sections: Sections to set; all if None. As in `start_section`, names that
-                the configuration does not have are ignored.
+            selected_sections: Sections to set; None: all. Names not configured are ignored.
             calc_out_of_section: Whether to set the timeout of the time outside sections, too.
             skip_if_not_ready: Return False when something was not measured, instead of raising.
 

@@ -121,10 +121,7 @@ class _Settable(Protocol):
 
 
 class RankMonitorLogger(logging.Logger):
-    """The logger of a monitor: names the connected rank, and writes layered-restart lines.
-
-    Messages go on to the logger "nvrx".
-    """
+    """The logger of a monitor below "nvrx": names the rank, and writes layered-restart lines."""
 
     def __init__(
         self,
@@ -241,8 +238,7 @@ class RankMonitorServer:
             cfg: The configuration.
             ipc_socket_path: Where to listen.
             is_restarter_logger: Whether to write layered-restart lines.
-            mp_ctx: Accepted for callers that choose a start method: it is always an exec of an
-                interpreter without torch.
+            mp_ctx: Not used: it is always an exec of an interpreter without torch.
             env: Added to the environment.
 
         Raises:

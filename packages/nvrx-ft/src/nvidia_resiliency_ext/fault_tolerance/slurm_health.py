@@ -45,9 +45,7 @@ class SlurmAnswerError(RuntimeError):
 
 
 def unavailable_nodes(sinfo: str) -> dict[str, str]:
-    """Return what is wrong with each node that must not work.
-
-    `sinfo` is what that command printed, lines of `NODE|STATE|REASON`.
+    """Return what is wrong with unusable nodes in the lines `NODE|STATE|REASON` of `sinfo`.
 
     Raises:
         SlurmAnswerError: A line is none of these.

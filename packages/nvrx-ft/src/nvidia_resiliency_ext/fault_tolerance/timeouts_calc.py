@@ -153,8 +153,7 @@ class TimeoutsCalc:
         """Return heartbeat timeouts; the mean with `current`'s when those were calculated too.
 
         Raises:
-            TimeoutsCalcError: not enough heartbeats were seen, or `current` says that its timeouts
-                were calculated and lacks one.
+            TimeoutsCalcError: too few heartbeats were seen, or calculated `current` lacks one.
         """
         if not self.can_get_hb_timeouts():
             raise TimeoutsCalcError(
@@ -174,9 +173,7 @@ class TimeoutsCalc:
     def can_get_section_timeouts(
         self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
     ) -> bool:
-        """Return whether `get_section_timeouts` of the same arguments has all that it needs.
-
-        `selected_sections` and `calc_out_of_section` are described there.
+        """Return if `get_section_timeouts(selected_sections, calc_out_of_section)` would succeed.
 
         Raises:
             TimeoutsCalcError: A selected section is unknown.

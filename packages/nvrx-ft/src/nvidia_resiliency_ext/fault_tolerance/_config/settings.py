@@ -132,8 +132,7 @@ class FaultToleranceConfig:
 
         Args:
             ignore_not_recognized: Log unknown names once instead of raising.
-            **kwargs: Options by field name; names of earlier releases are taken too, with a warning
-                where they name no field any more.
+            **kwargs: Options by field name, or by a name of earlier releases.
 
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
@@ -174,10 +173,7 @@ class FaultToleranceConfig:
         return layers_from_args(args).logged_config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write `cfg_path`, which `from_yaml_file` reads back as an equal config.
-
-        An existing file is overwritten.
-        """
+        """Write or overwrite `cfg_path`, which `from_yaml_file` reads back as an equal config."""
         import yaml
 
         text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)

@@ -126,10 +126,9 @@ _CLOSE_S = 30.0
 
 
 class GrpcWriterThread(threading.Thread):
-    """Sends `(path, whole lines)` pairs of a queue to a log server, until it is shut down.
+    """Sends `(path, whole lines)` pairs of a queue, which should have a limit, to a log server.
 
-    The server's client keeps lines while the server is away. The queue is the caller's: it should
-    have a limit.
+    Lines are kept while the server is away.
 
     Args:
         write_queue: Where the pairs come from; lines are bytes, or text, which becomes UTF-8.

@@ -97,10 +97,7 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
 
 def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = None) -> str:
-    """Return the report of a job that failed for good: the root cause first, then the rest.
-
-    Files in `run_dir`, which is removed at the end, are not named.
-    """
+    """Return the report of a job that failed for good, without files in `run_dir`, which goes."""
     import time
 
     def is_kept(path: str) -> bool:

@@ -61,11 +61,9 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         log_line_prefix_template: Prefix of the workers' lines on the console.
         term_timeout: Seconds from SIGTERM to SIGKILL when this process was signalled.
         workers_stop_timeout: Seconds from SIGTERM to SIGKILL when workers are restarted.
-        restart_policy: `any-failed`, or `min-healthy`, which needs the handler of
-            `_ft_rendezvous`.
+        restart_policy: `any-failed`, or `min-healthy` with the handler of `_ft_rendezvous`.
         is_store_host: Not used: the handler knows it.
-        rank_monitors: Socket paths of monitors that run already, by local rank; without it the
-            agent starts its own.
+        rank_monitors: Socket paths of running monitors by local rank; None starts own ones.
 
     Raises:
         ValueError: the handler does not fit, or the policy is none of these.

@@ -194,8 +194,7 @@ def config_from_args(
         launcher_log_file: Where that goes.
 
     Raises:
-        ValueError: The command line or a file that it names is wrong, or of the two only one is
-            given or there are no cycle logs.
+        ValueError: The command line is wrong, one of the two is missing, or cycle logs are.
     """
     plan = plan_from_args(args, os.environ, looks_for_script=False)
     if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
@@ -260,8 +259,7 @@ def launch_agent(
     Raises:
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
-        NoRestartRequested: The job makes no progress, or attribution has said that a restart is
-            useless; it must not be queued again.
+        NoRestartRequested: The job must not be queued again: no progress, or attribution's word.
         UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """

@@ -210,10 +210,7 @@ def rules_and_node(
     min_healthy: bool = False,
     **placement: Any,
 ) -> tuple[CoordinatorRules, NodeSettings]:
-    """Return what the rendezvous host decides by, and what this node is in the job.
-
-    `placement` are further `PlacementRules`; ValueError: they contradict `RendezvousSettings`.
-    """
+    """Return what the rendezvous host decides by, with `PlacementRules`, and what this node is."""
     timeout: Timeouts = settings.timeout
     placed_by = PlacementRules(
         settings.min_nodes,
