@@ -32,8 +32,7 @@ def extract_matching_values(
     Args:
         x: a dict or a list, nested to any depth.
         predicate: asked about every leaf.
-        return_lists_as_dicts: return parts of lists as dicts by index, so that they keep their
-            place; otherwise they are shorter lists.
+        return_lists_as_dicts: return parts of lists as dicts by index, not as shorter lists.
 
     Returns:
         (matching, rest), of the same form as `x`; branches without leaves of the one kind are left

@@ -97,7 +97,7 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
 
 def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = None) -> str:
-    """Return the report of a job that failed for good, without files in `run_dir`, which goes."""
+    """Report a job that failed for good; files in `run_dir`, which is removed, are not named."""
     import time
 
     def is_kept(path: str) -> bool:

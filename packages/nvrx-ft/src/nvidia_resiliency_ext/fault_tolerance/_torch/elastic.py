@@ -259,7 +259,7 @@ def launch_agent(
     Raises:
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
-        NoRestartRequested: The job must not be queued again: no progress, or attribution's word.
+        NoRestartRequested: It makes no progress, or attribution says that a restart is useless.
         UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """

@@ -224,8 +224,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         rendezvous host waits here for the others, 3 s at most.
 
         Raises:
-            ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
-                `no_progress`.
+            ValueError: use `graceful`, `failure`, `attribution_stop` or `no_progress`.
         """
         if reason not in REASONS:
             raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
