@@ -173,9 +173,8 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
     conf = params.config
     settings = RendezvousSettings(
         **job_settings(params, RendezvousTimeout),
-        upscaling_enabled=rdzv_config_get_as_bool(conf, "upscaling_enabled", True) is not False,
-        use_infra_group_rank=rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)
-        is not False,
+        upscaling_enabled=bool(rdzv_config_get_as_bool(conf, "upscaling_enabled", True)),
+        use_infra_group_rank=bool(rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)),
     )
     nproc = rdzv_config_get_as_int(conf, "nproc_per_node", 1) or 1
     return FtRendezvousHandler(store, settings, node_options(params), nproc)

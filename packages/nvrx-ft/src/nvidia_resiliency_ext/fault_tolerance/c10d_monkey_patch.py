@@ -100,7 +100,6 @@ def _wait_for_tcp_store_server(
     Pauses grow from 50 ms to `probe_interval_seconds` and vary at random by a fraction of 0 to 1.
     """
     jitter = min(1.0, max(0.0, probe_interval_jitter_fraction))
-    longest_s = max(endpoint.FIRST_PAUSE_S, probe_interval_seconds)
     stop = threading.Event()
     # Thousands of nodes start in the same instant: the first attempts are spread too.
     first_s = min(endpoint.FIRST_PAUSE_S, max_wait_seconds) * jitter
@@ -113,7 +112,7 @@ def _wait_for_tcp_store_server(
             SystemClock(),
             stop,
             try_s=probe_timeout_seconds,
-            longest_pause_s=longest_s,
+            longest_pause_s=max(endpoint.FIRST_PAUSE_S, probe_interval_seconds),
             spread=jitter,
         )
     except endpoint.EndpointError as error:
