@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The older rendezvous (`--ft-rdzv-impl legacy`) as torch's elastic agent uses one.
 
-All nodes work that come, from `min_nodes` to `max_nodes`, and each publishes the state of its
-workers. It is served by the rounds of the barrier; nothing in the store is pickled.
+All nodes work that come, up to `max_nodes`; each publishes the state of its workers.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class RendezvousSettings:
         keep_alive_interval: Between two signs of life of a node.
         keep_alive_max_attempt: After how many intervals without one a node counts as lost; 3.
         upscaling_enabled: Whether a node that comes late opens the next round while there is room.
-        use_infra_group_rank: Whether ranks follow the scheduler's order of nodes, where all have
-            one; else nodes keep their ranks.
+        use_infra_group_rank: Whether ranks follow the scheduler's order, where all nodes have one.
     """
 
     run_id: str
@@ -109,9 +107,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         self._leave(Kind.LEFT, self._cause("left", f"host {self._me.host} leaves"))
 
     def get_worker_states(self) -> dict[NodeIdentity, WorkerState]:
-        """Return the state of the workers of each node of the present round.
-
-        `UNKNOWN` is said of a node that is lost or has left.
+        """Return each node's worker state in the present round; `UNKNOWN`: it is lost or has left.
 
         Raises:
             RendezvousConnectionError: the store is gone.
@@ -177,9 +173,8 @@ def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> 
     conf = params.config
     settings = RendezvousSettings(
         **job_settings(params, RendezvousTimeout),
-        upscaling_enabled=rdzv_config_get_as_bool(conf, "upscaling_enabled", True) is not False,
-        use_infra_group_rank=rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)
-        is not False,
+        upscaling_enabled=bool(rdzv_config_get_as_bool(conf, "upscaling_enabled", True)),
+        use_infra_group_rank=bool(rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)),
     )
     nproc = rdzv_config_get_as_int(conf, "nproc_per_node", 1) or 1
     return FtRendezvousHandler(store, settings, node_options(params), nproc)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our rounds under plain torchrun: spares, leases, denylist, and the record of the job.
 
-torch's agent starts and watches the workers, counts restarts and decides when the job has failed;
-who takes part in which round is ours. What torch tells no handler (why a rank failed, what a rank
-does) is not here.
+Workers, restarts and failure are torch's agent's; who takes part in which round is ours.
 """
 
 from __future__ import annotations
@@ -49,10 +47,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         return "nvrx"
 
     def next_rendezvous(self) -> Any:
-        """Take part in the next round; workers find its number in NVRX_CYCLE.
-
-        torch counts restarts of its own node in TORCHELASTIC_RESTART_COUNT.
-        """
+        """Take part in the next round; workers find its number in NVRX_CYCLE."""
         with self._lock:
             if self._cycle is not None:
                 # No other node has opened a round: it is torch's agent here that starts anew.
@@ -63,10 +58,9 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         return info
 
     def shutdown(self, reason: str = "") -> bool:
-        """Let go of everything; end the job for everybody only with its outcome.
+        """Let go of everything; an error of this launcher alone does not end the job for others.
 
-        torch calls this without a word when its agent has ended, well or not. Workers that failed
-        for good end the job; an error of this launcher is its own, and the others go on.
+        torch calls this without a word when its agent has ended, well or not.
         """
         error = sys.exc_info()[1]
         is_alone = not reason and error is not None and not isinstance(error, ChildFailedError)
@@ -80,11 +74,9 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         with self._lock:
             self._end_cycle("over")
         result = "success" if error is None else str(error) or type(error).__name__
-        restarts = max(0, self.round())
         code = 0 if error is None else 1
-        self._log.record(
-            events.JobEnd(result=result[:2000], exit_code=code, restarts=restarts), cycle=None
-        )
+        end = events.JobEnd(result=result[:2000], exit_code=code, restarts=self.round())
+        self._log.record(end, cycle=None)
         self._log.close()
         return is_reported
 
@@ -114,12 +106,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
 
 
 def create_torchrun_handler(params: RendezvousParameters) -> TorchrunHandler:
-    """Return the handler of a `torchrun --rdzv-backend=nvrx`.
-
-    The node whose name or address is in the endpoint serves the store. With NVRX_EVENT_DIR in the
-    environment the job is recorded there, also by the packages that workers use. Raises what
-    `create_tcp_store` and `create_handler` do.
-    """
+    """Return the handler of a `torchrun --rdzv-backend=nvrx`, which records in NVRX_EVENT_DIR."""
     return make_handler(TorchrunHandler, create_tcp_store(params), params)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The barrier rendezvous as torch's elastic agent uses one, over a store that the caller brings.
 
-`ft_launcher` meets by the same rounds and does not need this module. Exactly `min_nodes` nodes
-work; the others stand by.
+`ft_launcher` meets by the same rounds and does not need this module.
 """
 
 from __future__ import annotations
@@ -156,8 +155,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         """What the rendezvous goes by."""
         return self._settings
 
-    # How the job ends ------------------------------------------------------------------------
-
     def shutdown_due_to_failure(self) -> bool:
         """End the job for everybody as failed; see `shutdown`."""
         return self.shutdown(RDZV_SHUTDOWN_REASON_FAILURE)
@@ -165,8 +162,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
     def is_shutdown_due_to_failure(self) -> bool:
         """Return whether the job ended as failed."""
         return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_FAILURE
-
-    # Who is in the round ---------------------------------------------------------------------
 
     def get_active_node_addrs(self) -> list[str]:
         """Return the addresses of the nodes that work, by rank; empty while a round is open."""
@@ -177,10 +172,7 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         return [member.arrival.addr for member in self._members() if member.group_rank is None]
 
     def get_active_ranks(self) -> list[int]:
-        """Return the infrastructure ranks of the nodes that work, in the order of their addresses.
-
-        Where there are none, their group ranks.
-        """
+        """Return infrastructure ranks (else group ranks), ordered as `get_active_node_addrs`."""
         members = [member for member in self._members() if member.group_rank is not None]
         ranks = [member.arrival.infra_rank for member in members]
         return ranks if min(ranks, default=0) >= 0 else list(range(len(members)))

@@ -97,12 +97,9 @@ class TrainingProgressTracker:
         self.no_progress_count = 0
         self.cycle_number = initial_cycle_number
         self._unknown_cycles = 0
-        self._file = (
-            IterationFile(checkpoint_iteration_file)
-            if checkpoint_iteration_file and self.is_enabled
-            else None
-        )
-        if self._file is not None:
+        self._file: IterationFile | None = None
+        if checkpoint_iteration_file and self.is_enabled:
+            self._file = IterationFile(checkpoint_iteration_file)
             self.last_restart_iteration = self._file.read() or 0
 
     @property

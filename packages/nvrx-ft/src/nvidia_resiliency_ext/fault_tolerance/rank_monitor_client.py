@@ -38,17 +38,15 @@ if TYPE_CHECKING:
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
 ANSWER_LIMIT_S = 30.0
-DUMP_SIGNAL = signal.SIGRTMIN + 5
-"""Makes the rank write the stacks of its threads into the monitor's pipe."""
+DUMP_SIGNAL = signal.SIGRTMIN + 5  # the rank writes its threads' stacks into the monitor's pipe
 
 
 class RankMonitorClient(HotPath):
     """A training script's connection to its rank monitor.
 
-    Heartbeats and sections are stores into shared memory; the monitor reads them when a limit is
-    due. If the monitor dies, training goes on and a new monitor at the same path is found in the
-    background, unless the configuration says `monitor_loss=fatal`. Calls from several threads are
-    safe; the two `calculate_and_set_*` calls are collective.
+    Heartbeats and sections are stores into shared memory, which the monitor reads when a limit is
+    due. If it dies, training goes on and a new one at the same path is found in the background,
+    unless the configuration says `monitor_loss=fatal`. Calls from several threads are safe.
 
     Example:
         >>> client = RankMonitorClient()
@@ -100,13 +98,11 @@ class RankMonitorClient(HotPath):
         """Open the session with this rank's monitor.
 
         Args:
-            num_warmup_iters: Iterations during which the timeout `warmup` stands in for `step`;
-                the configured number if None.
+            num_warmup_iters: Iterations with the timeout of `warmup`; None: as configured.
 
         Raises:
-            RankMonitorClientError: There is a session already, also that of another client in this
-                process, the environment names no monitor, or the monitor cannot be reached or
-                refuses.
+            RankMonitorClientError: This process has a session already, the environment names no
+                monitor, or the monitor cannot be reached or refuses.
             RuntimeError: This process's rank is unknown.
             TypeError: The number of iterations is none.
         """
@@ -220,8 +216,7 @@ class RankMonitorClient(HotPath):
         """Set section timeouts from the longest durations of all ranks; collective.
 
         Args:
-            selected_sections: Sections to set; all if None. As in `start_section`, names that
-                the configuration does not have are ignored.
+            selected_sections: Sections to set; None: all. Names not configured are ignored.
             calc_out_of_section: Whether to set the timeout of the time outside sections, too.
             skip_if_not_ready: Return False when something was not measured, instead of raising.
 

@@ -29,24 +29,15 @@ if TYPE_CHECKING:
 __all__ = ["RankMonitorLogger", "RankMonitorServer"]
 
 _START_LIMIT_S = 10.0
-_OTHERS_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGQUIT,
-)
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_OTHERS_SIGNALS = (*LEAVE_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _ATOMIC_WRITE_BYTES = 4096
-_MAX_LINE_CHARS = 1 << 16
-"""Longest log line that travels: far below a frame's limit, however its characters are written."""
+_MAX_LINE_CHARS = 1 << 16  # far below a frame's limit, however characters are written
 
 
 def main(fd: int) -> None:
     """Run a monitor: take the order from the launcher's socket `fd`, serve, clean up, exit."""
-    # Whatever is meant for the job reaches us too (a terminal's Ctrl-C, a scheduler's signal for
-    # the whole step); the launcher alone decides when the monitor leaves.
+    # A terminal's Ctrl-C or a scheduler's signal reaches us too; the launcher alone ends us.
     for sig in _OTHERS_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
     launcher = socket.socket(fileno=fd)
@@ -130,10 +121,7 @@ class _Settable(Protocol):
 
 
 class RankMonitorLogger(logging.Logger):
-    """The logger of a monitor: names the connected rank, and writes layered-restart lines.
-
-    Messages go on to the logger "nvrx".
-    """
+    """The logger of a monitor below "nvrx": names the rank, and writes layered-restart lines."""
 
     def __init__(
         self,
@@ -141,10 +129,7 @@ class RankMonitorLogger(logging.Logger):
         level: int = logging.INFO,
         is_restarter_logger: bool = False,
     ) -> None:
-        """Make the logger `name` under "nvrx" with a `level`.
-
-        With `is_restarter_logger` it writes layered-restart lines.
-        """
+        """Make the logger `name` with a `level`; `is_restarter_logger`: for layered restarts."""
         super().__init__(name, level)
         self.parent = logging.getLogger("nvrx")
         self.is_restarter_logger = is_restarter_logger
@@ -171,10 +156,9 @@ class RankMonitorLogger(logging.Logger):
 
 
 class RankMonitorServer:
-    """A monitor for one rank, without a launcher.
+    """A monitor for one rank, without a launcher; it judges and kills, but sweeps nothing.
 
-    It judges and kills like the launcher's monitor, but it sweeps nothing: what it knows of the
-    job is one rank. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0
@@ -248,16 +232,13 @@ class RankMonitorServer:
         mp_ctx: object = None,
         env: Mapping[str, str] | None = None,
     ) -> MonitorProcess:
-        """Start a monitor in a process of its own and wait until it listens.
-
-        It ends when this process does, however that happens.
+        """Start a monitor in a process, which ends with this one, and wait until it listens.
 
         Args:
             cfg: The configuration.
             ipc_socket_path: Where to listen.
             is_restarter_logger: Whether to write layered-restart lines.
-            mp_ctx: Accepted for callers that choose a start method: it is always an exec of an
-                interpreter without torch.
+            mp_ctx: Not used: it is always an exec of an interpreter without torch.
             env: Added to the environment.
 
         Raises:
@@ -276,10 +257,7 @@ class RankMonitorServer:
 
 
 class MonitorProcess:
-    """A monitor's process with the methods of `multiprocessing.Process`.
-
-    It is daemonic: it ends with this process. It goes on if only this object is dropped.
-    """
+    """A monitor's process with the methods of `multiprocessing.Process`; it ends with ours."""
 
     def __init__(self, handle: MonitorHandle) -> None:
         """Take over a monitor that is ready."""

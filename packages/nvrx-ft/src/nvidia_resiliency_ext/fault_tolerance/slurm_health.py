@@ -2,8 +2,7 @@
 """`nvrx-slurm-health`: writes which units of a Slurm job have nodes that Slurm calls unavailable.
 
 Run it in the batch script, or beside `nvrx-control`; launchers obey with
-`--ft-segment-health-check-dir`. One look costs two commands, `sinfo` and `squeue`. Owns the
-questions to Slurm and what the answers mean; the file is `_health/segment_health.py`'s.
+`--ft-segment-health-check-dir`. The file's form is `_health/segment_health.py`'s.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ class SlurmAnswerError(RuntimeError):
 
 
 def unavailable_nodes(sinfo: str) -> dict[str, str]:
-    """Return what is wrong with each node that must not work.
-
-    `sinfo` is what that command printed, lines of `NODE|STATE|REASON`.
+    """Return what is wrong with unusable nodes in the lines `NODE|STATE|REASON` of `sinfo`.
 
     Raises:
         SlurmAnswerError: A line is none of these.

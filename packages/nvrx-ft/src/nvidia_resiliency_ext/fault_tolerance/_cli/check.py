@@ -78,12 +78,11 @@ def _listing(
             value, source = getattr(args, flag.attribute), args.given.get(flag.attribute, DEFAULT)
             if flag.group == DEPRECATED and source == DEFAULT:
                 continue
-        elif field in layers.given:
-            value, source = getattr(config, field), layers.given[field].where
+        elif field == "log_level" and field not in layers.given and environ.get(_env.LOG_DEBUG):
+            value, source = environment.log_level(environ), _env.LOG_DEBUG
         else:
-            value, source = getattr(config, field), DEFAULT
-            if field == "log_level" and environ.get(_env.LOG_DEBUG):
-                value, source = environment.log_level(environ), _env.LOG_DEBUG
+            given = layers.given.get(field)
+            value, source = getattr(config, field), given.where if given else DEFAULT
         policy = layers.deprecated.get("restart_policy")
         if flag.name == "ft-restart-policy" and policy is not None and source == DEFAULT:
             value, source = policy.value, policy.where
@@ -145,11 +144,7 @@ def print_config(
 
 
 def check(plan: LaunchPlan, environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Check this node and, with several, compare it with the others; print what was found.
-
-    Raises:
-        ConfigError: The settings of the rendezvous are unusable.
-    """
+    """Check this node and, with several, compare it with the others; print what was found."""
     clock = SystemClock()
     if plan.max_nodes > 1:
         found = _check_with_others(plan, environ, clock)
@@ -216,7 +211,11 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
         _same("versions of all nodes", [(r.host, r.versions) for r in reports]),
         _same("options of all nodes", [(r.host, r.settings) for r in reports]),
         _clocks(reports),
-        *_failures(reports),
+        *(
+            failed(f"on {report.host}", text)
+            for report in reports[:MAX_SHOWN]
+            for text in report.failures[:MAX_SHOWN]
+        ),
     ]
 
 
@@ -237,10 +236,8 @@ def _same(name: str, reported: Sequence[tuple[str, Mapping[str, str]]]) -> Findi
         for host, values in reported:
             by_value.setdefault(values.get(key, "missing"), []).append(host)
         if len(by_value) > 1:
-            said = " and ".join(
-                f"{value} on {_hosts(hosts)}" for value, hosts in sorted(by_value.items())
-            )
-            different.append(f"{key} is {said}")
+            said = [f"{value} on {_hosts(hosts)}" for value, hosts in sorted(by_value.items())]
+            different.append(f"{key} is {' and '.join(said)}")
     if different:
         return failed(name, "; ".join(different[:MAX_SHOWN]))
     return passed(name, f"{len(keys)} compared, all alike")
@@ -265,14 +262,6 @@ def _clocks(reports: Sequence[NodeReport]) -> Finding:
     if off:
         return failed("clocks", agreement.sentence([(reports[n].host, s) for n, s in off.items()]))
     return passed("clocks", f"they differ by {max(reported) - min(reported):.3f} s at most")
-
-
-def _failures(reports: Sequence[NodeReport]) -> list[Finding]:
-    return [
-        failed(f"on {report.host}", text)
-        for report in reports[:MAX_SHOWN]
-        for text in report.failures[:MAX_SHOWN]
-    ]
 
 
 ANSWER_S = 10.0

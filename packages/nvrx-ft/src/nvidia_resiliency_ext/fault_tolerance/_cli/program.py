@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def run_command_line(argv: Sequence[str] | None) -> int:
     """Run the job that the command line asks for and return the exit code.
 
-    Raises:
-        SystemExit: with code 2, after one line on stderr, when the command line, the environment
-            or a configuration file is wrong; with code 0 for `--help` and `--version`.
+    SystemExit has code 2 where something that was given is wrong, 0 for `--help` and `--version`.
     """
     open_missing_streams()
     parsed = parse_args(argv)

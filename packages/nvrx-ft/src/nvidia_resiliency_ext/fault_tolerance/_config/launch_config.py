@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public value types and helpers of the launcher that programs import: `LaunchConfig` and others.
-
-They describe a launch to callers of `elastic_launch`; the launcher's own description is
-`plan.LaunchPlan`.
-"""
+"""Public value types that describe a launch to `elastic_launch`; ours is `plan.LaunchPlan`."""
 
 from __future__ import annotations
 
@@ -191,21 +187,13 @@ class LogFunnelPorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogServerPlan:
-    """The log servers of a job.
-
-    Attributes:
-        ports: Their ports.
-        leaf_queue_chunks: Length of a leaf's queue.
-        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
-        grace_s: How long a leaf may take to write what it has; the root has twice as long.
-        allowed_roots: Directories below which logs may lie.
-    """
+    """The log servers of a job."""
 
     ports: LogFunnelPorts
     leaf_queue_chunks: int
-    log_prefix: str | None
-    grace_s: float
-    allowed_roots: tuple[str, ...] = ()
+    log_prefix: str | None  # of the names of their own logs; None: the launcher's stderr
+    grace_s: float  # for a leaf to write what it has; the root has twice as long
+    allowed_roots: tuple[str, ...] = ()  # directories below which logs may lie
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:

@@ -2,9 +2,6 @@
 """`FaultToleranceConfig`: the options as one object, merged from a file and the command line.
 
 The fields are written out for readers and type checkers; a test compares them with the table.
-
-Knowing where a value came from is what lets a complaint name it, and lets the launcher tell an
-option that was asked for from one that merely has its default.
 """
 
 from __future__ import annotations
@@ -135,8 +132,7 @@ class FaultToleranceConfig:
 
         Args:
             ignore_not_recognized: Log unknown names once instead of raising.
-            **kwargs: Options by field name; names of earlier releases are taken too, with a warning
-                where they name no field any more.
+            **kwargs: Options by field name, or by a name of earlier releases.
 
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
@@ -177,10 +173,7 @@ class FaultToleranceConfig:
         return layers_from_args(args).logged_config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write `cfg_path`, which `from_yaml_file` reads back as an equal config.
-
-        An existing file is overwritten.
-        """
+        """Write or overwrite `cfg_path`, which `from_yaml_file` reads back as an equal config."""
         import yaml
 
         text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)
@@ -222,19 +215,12 @@ class Given(NamedTuple):
 
 @dataclass(slots=True)
 class Layers:
-    """What the sources gave, the later over the earlier.
+    """What the sources gave, the later over the earlier."""
 
-    Attributes:
-        given: Options by field name.
-        deprecated: Keys of earlier releases that are no option.
-        warnings: What a program should say once.
-        problems: What is wrong; `config` raises all of it.
-    """
-
-    given: dict[str, Given] = field(default_factory=dict)
-    deprecated: dict[str, Given] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    given: dict[str, Given] = field(default_factory=dict)  # by field name
+    deprecated: dict[str, Given] = field(default_factory=dict)  # old keys that are no option
+    warnings: list[str] = field(default_factory=list)  # to be said once
+    problems: list[str] = field(default_factory=list)  # `config` raises all of them
 
     def config(self) -> FaultToleranceConfig:
         """Return the merged config."""
@@ -253,17 +239,12 @@ class Layers:
 
     def read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
         """Return the value that `raw` is, or None: the problem is kept."""
-        try:
+        with values.noting(self.problems):
             return Given(values.read(kind, raw, where), where)
-        except ValueError as error:
-            self.problems.append(str(error))
-            return None
+        return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
-        """Add options: key, value, and what stands before the key where one speaks of it.
-
-        `merge_address` comes after the last source.
-        """
+        """Add options: key, value, place of the key in words; `merge_address` comes after all."""
         own: dict[str, str] = {}
         unknown = []
         for key, raw, place in entries:
@@ -311,11 +292,10 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
     path = getattr(args, "ft_cfg_path", None)
     if path:
         ignore_unknown = bool(getattr(args, "ft_ignore_unknown_cfg", False))
-        may_be_missing = bool(getattr(args, "ft_ignore_missing_cfg", False))
         try:
             layers.merge(read_section(path), ignore_unknown=ignore_unknown)
         except (FileNotFoundError, errors.SectionMissingError) as error:
-            if not may_be_missing:
+            if not getattr(args, "ft_ignore_missing_cfg", False):
                 raise
             layers.warnings.append(f"going on without a configuration file: {error}")
     sources: dict[str, str] = getattr(args, "given", {})

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the `fault_tolerance` section of a YAML file; what its values mean is decided elsewhere.
 
-Such files are often the whole configuration of a training program. The rest of the file is
-somebody else's: it is parsed into nodes, never built, so that foreign tags and repeated keys there
-do no harm. Aliases share nodes and are not expanded, so that a small file cannot grow in memory.
+The rest of the file is somebody else's: it is parsed into nodes, never built, so that foreign tags
+and repeated keys do no harm. Aliases are not expanded, so that a small file cannot grow in memory.
 """
 
 from __future__ import annotations
@@ -29,15 +28,10 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_section(path: str) -> list[tuple[str, Any, str]]:
-    """Return the first `fault_tolerance` mapping, depth first, in a file.
+    """Return key, value and place in words of each entry of a file's `fault_tolerance` mapping.
 
-    Of each entry: key; a scalar, a list of scalars or a mapping of them; and where it stands, as
-    text before the key.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SectionMissingError: There is no such mapping, or it is empty.
-        FaultToleranceConfigError: The file cannot be read or understood.
+    It is the first one, depth first. Raises FileNotFoundError, SectionMissingError where there is
+    no such mapping or it is empty, FaultToleranceConfigError for an unreadable file.
     """
     import yaml
 

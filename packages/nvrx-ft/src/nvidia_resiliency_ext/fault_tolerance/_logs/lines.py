@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of cycle logs and the prefixes of their lines. Pure.
-
-The output does not depend on how the bytes were cut into reads, save that lines come out later.
-"""
+"""Names of cycle logs and the prefixes of their lines. Pure."""
 
 from __future__ import annotations
 

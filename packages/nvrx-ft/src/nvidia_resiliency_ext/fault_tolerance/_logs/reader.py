@@ -35,10 +35,9 @@ def pipe_bytes(workers: int) -> int:
 
 
 def open_pipe(size: int = LARGEST_BYTES) -> tuple[int, int]:
-    """Return a pipe as (reading end that never waits, writing end) that holds about `size` bytes.
+    """Return a pipe (reading end that never waits, writing end) for `size` bytes.
 
-    What it holds is what a worker can still write while the launcher does not read. Where the
-    kernel refuses the size it is halved, down to what the pipe has anyway.
+    Where the kernel refuses the size it is halved, down to what the pipe has anyway.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -80,8 +79,7 @@ class ReaderConfig:
 class MultiplexingReaderThread(threading.Thread):
     """Reads pipes until they end; the methods that give orders may be called from any thread.
 
-    A pipe belongs to a log, its `target`; `outlet` is the object that writes lines, `config` has
-    times and sizes.
+    `outlet` writes the lines of each pipe to its `target`, `config` has times and sizes.
     """
 
     def __init__(self, outlet: Outlet, config: ReaderConfig | None = None) -> None:
@@ -100,10 +98,7 @@ class MultiplexingReaderThread(threading.Thread):
     # Orders ----------------------------------------------------------------------------------
 
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
-        """Read the pipe `fd`, non-blocking and ours now, into `target`; close it at its end.
-
-        `lines` assembles whole lines.
-        """
+        """Read the pipe `fd`, non-blocking and ours now, by `lines` into `target`, to its end."""
         if not self._order(lambda: self._add(fd, lines, target)):
             os.close(fd)
 

@@ -32,8 +32,7 @@ _PACKAGE = "nvidia_resiliency_ext.shared_utils"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _KILL_MARGIN_S = 5.0
-# A node that has lost its server tries again within this time.
-_NODES_COME_BACK_S = 5.0
+_NODES_COME_BACK_S = 5.0  # within which a node that lost its server tries again
 
 
 class LogServerError(NvrxError):
@@ -42,17 +41,14 @@ class LogServerError(NvrxError):
 
 @dataclass(eq=False)
 class LogServer:
-    """One server: its name, its port, how long it may take to end, and how it is started.
-
-    `child` is its process while it runs, `delay_s` the pause before its next start.
-    """
+    """One server and its process while that runs."""
 
     name: str
     port: int
-    grace_s: float
+    grace_s: float  # to end in
     argv: Sequence[str]
     child: Child | None = None
-    delay_s: float = _FIRST_DELAY_S
+    delay_s: float = _FIRST_DELAY_S  # before the next start
 
 
 def servers_of(plan: LogServerPlan, host: str) -> list[LogServer]:

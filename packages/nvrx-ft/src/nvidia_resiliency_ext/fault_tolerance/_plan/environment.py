@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher's own environment variables mean for a launch. Pure.
 
-Workers' variables are in `_agent/environment.py`; `PET_` variables stand in for flags and are read
-by the parser.
+Workers' variables are in `_agent/environment.py`; the parser reads `PET_` variables.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ def omp_num_threads(environ: Mapping[str, str], nproc: int) -> str | None:
 
 
 def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
-    """Refuse a Slurm step that starts several launchers on a node.
-
-    Raises:
-        FaultToleranceConfigError: It does, and nobody said that this is wanted.
-    """
+    """Refuse a Slurm step that starts several launchers on a node, which nobody said is wanted."""
     tasks = environ.get(_env.SLURM_TASKS_PER_NODE, "")
     if not environ.get(_env.SLURM_JOB_ID) or not tasks or allows_many_launchers(environ):
         return
@@ -51,11 +46,7 @@ def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
 
 
 def allows_many_launchers(environ: Mapping[str, str]) -> bool:
-    """Return whether several launchers of a job may run on one node.
-
-    Raises:
-        FaultToleranceConfigError: The variable that says so is no switch.
-    """
+    """Return whether several launchers of a job may run on one node."""
     raw = environ.get(_env.MULTI_LAUNCHERS, "")
     try:
         return bool(raw and values.read(values.BOOL, raw, _env.MULTI_LAUNCHERS))
@@ -71,12 +62,9 @@ def log_level(environ: Mapping[str, str]) -> int:
 
 
 def timer_file(environ: Mapping[str, str], run_dir: str) -> str | None:
-    """Return where programs send their deadlines: the user's path or one in `run_dir`.
-
-    None where nobody has switched that on. The path that a launcher inherits as a rank's child is
-    the one of the outer launcher.
-    """
+    """Return where programs send their deadlines: the user's path, or one in `run_dir`."""
     if environ.get(_env.ENABLE_FILE_TIMER) != "1":
         return None
+    # What a launcher inherits as a rank's child is the outer launcher's.
     named = "" if _env.RUN_ID in environ else environ.get(_env.TIMER_FILE, "")
     return named or os.path.join(run_dir, "timers.pipe")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the parsed command line to the plan of logs: cycle logs, the launcher's own, log servers.
-
-It looks at nothing but the command line and the environment.
-"""
+"""From the parsed command line to the plan of logs: cycle logs, the launcher's own, log servers."""
 
 from __future__ import annotations
 
@@ -39,23 +36,14 @@ ORPHANS_NEED_NO_PIPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlan:
-    """Where output goes beyond what torchrun knows.
+    """Where output goes beyond what torchrun knows."""
 
-    Attributes:
-        applog_prefix: The workers' output goes to one file per cycle named after it; None: off.
-        launcher_log_file: The launcher's own output goes there; None: it stays.
-        launcher_pipe_fd: A pipe that carries the launcher's own output; None: its streams do.
-        server: The log servers that keep these files; None: each launcher writes them itself.
-        server_endpoint: A log server that somebody else runs.
-        node_id: What a log server calls this node; None: the host's name.
-    """
-
-    applog_prefix: str | None = None
-    launcher_log_file: str | None = None
-    launcher_pipe_fd: int | None = None
-    server: LogServerPlan | None = None
-    server_endpoint: str | None = None
-    node_id: str | None = None
+    applog_prefix: str | None = None  # of one file per cycle for the workers' output; None: off
+    launcher_log_file: str | None = None  # None: the launcher's own output stays
+    launcher_pipe_fd: int | None = None  # carries the launcher's own output; None: its streams do
+    server: LogServerPlan | None = None  # keeps these files; None: each launcher writes them
+    server_endpoint: str | None = None  # of a log server that somebody else runs
+    node_id: str | None = None  # what a log server calls this node; None: the host's name
 
     @property
     def roots(self) -> tuple[str, ...]:

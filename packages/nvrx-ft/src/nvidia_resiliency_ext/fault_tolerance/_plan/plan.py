@@ -83,35 +83,21 @@ class LaunchPlan(LaunchConfig):
 
     `master_port` is never the endpoint's here, `run_id` never empty, and `rdzv_configs` holds what
     somebody gave.
-
-    Attributes:
-        command: What a worker runs.
-        log_dir: Directory for logs and record.
-        output: Which streams of which workers go to files and to the console.
-        output_specs: An object of the user's that says so instead, for each cycle.
-        logs: Cycle logs, the launcher's own log and log servers.
-        attribution: The service that is asked why a cycle ended.
-        signals: Signals passed to the workers.
-        virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
-            None: they see what the launcher sees.
-        omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
-        monitors_enabled: Whether ranks are watched.
-        job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
-        warnings: What the launcher should log once, at WARNING.
     """
 
     command: WorkerCommand
-    log_dir: str | None
+    log_dir: str | None  # for logs and record
     output: OutputSettings
-    output_specs: OutputSpecs | None
+    output_specs: OutputSpecs | None  # the user's, instead of `output`
     logs: LogPlan
     attribution: AttributionConfig
-    signals: tuple[signal.Signals, ...]
+    signals: tuple[signal.Signals, ...]  # passed to the workers
+    # The one device that each local rank sees, all as LOCAL_RANK 0; None: the launcher's devices.
     virtual_devices: tuple[str, ...] | None
-    omp_num_threads: str | None
+    omp_num_threads: str | None  # of the workers; None leaves it as it is
     monitors_enabled: bool
-    job_name: str | None = None
-    warnings: tuple[str, ...] = ()
+    job_name: str | None = None  # None: nobody gave it one (`--rdzv-id`)
+    warnings: tuple[str, ...] = ()  # to be logged once
 
     def __post_init__(self) -> None:
         """Leave settings of the rendezvous as they were given."""
@@ -136,16 +122,9 @@ def log_warnings(plan: LaunchPlan) -> None:
 def plan_from_args(
     args: argparse.Namespace, environ: Mapping[str, str], *, looks_for_script: bool = True
 ) -> LaunchPlan:
-    """Return the plan of a parsed command line.
+    """Return the plan of a parsed command line; `looks_for_script`: it must exist here and now.
 
-    Args:
-        args: What `parser.parse_args` returned.
-        environ: The launcher's environment.
-        looks_for_script: Whether script, program and interpreter must exist, here and now.
-
-    Raises:
-        FaultToleranceConfigError: Something cannot be done as asked; it names everything wrong.
-        OSError: The configuration file cannot be read.
+    FaultToleranceConfigError names everything wrong; OSError: the file cannot be read.
     """
     environment.check_one_launcher_per_node(environ)
     layers = _layers(args)
@@ -399,11 +378,7 @@ def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
 
 
 def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
-    """Return what our flag says, else torch's newer name for the same, else torch's variable.
-
-    Raises:
-        ValueError: The variable holds no time.
-    """
+    """Return what our flag says, else torch's newer name for the same, else torch's variable."""
     given = environ.get(_env.SHUTDOWN_TIMEOUT)
     if "workers_stop_timeout" not in _given(args):
         if args.shutdown_timeout is not None:
@@ -416,8 +391,7 @@ def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]
 def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
     """Return rank 0's port in every cycle, or None for a fresh one in each.
 
-    Several nodes meet at the endpoint's port, where the job's store listens as long as the job
-    lasts; so that port is never rank 0's, though users of torchrun give both as one.
+    The endpoint's port is the store's, though users of torchrun give both as one.
     """
     if given is None or max_nodes == 1:
         return given

@@ -88,13 +88,11 @@ def utc_iso_now() -> str:
 class CycleInfoWriter:
     """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
 
-    A file appears and changes as a whole. What cannot be written is said once; the last cycle is
-    tried again with the next one. All methods but `shutdown` return at once.
-
-    Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
-    started the job before; `cycle_number`, from 0; `cycle_start_time` and `cycle_end_time` in ISO
-    8601, UTC; `cycle_log_file`, an absolute path; `active_nodes` and `standby_nodes` as Slurm node
-    lists; `active_ranks` as ranges (`0-3,6`).
+    A file changes as a whole. What cannot be written is said once; the last cycle is tried again
+    with the next one. All methods but `shutdown` return at once and take fields of the file:
+    `job_id`; `attempt_index`, how often the scheduler started the job before; `cycle_number`, from
+    0; `cycle_start_time` and `cycle_end_time` in ISO 8601, UTC; `cycle_log_file`, an absolute path;
+    `active_nodes` and `standby_nodes` as Slurm lists; `active_ranks` as ranges (`0-3,6`).
 
     Args:
         cycle_info_dir: The directory; it is made when needed.
@@ -107,14 +105,12 @@ class CycleInfoWriter:
         if not cycle_info_dir:
             raise ValueError("cycle_info_dir is empty; name the directory for files about cycles")
         self._directory = os.path.abspath(cycle_info_dir)
-        self._lock = threading.Lock()  # no job comes after None
-        # Jobs of the thread; None ends it.
+        self._lock = threading.Lock()  # no job comes after None, which ends the thread
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = False
-        # The fields below are the thread's: the cycle that the link leads to, and whether all that
-        # is known of it has been written.
-        self._present: CycleInfo | None = None
-        self._is_written = True
+        # The fields below are the thread's.
+        self._present: CycleInfo | None = None  # the link leads to it
+        self._is_written = True  # all that is known of it
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="nvrx-cycle-info", daemon=True)
         self._thread.start()
@@ -161,10 +157,9 @@ class CycleInfoWriter:
         standby_nodes: str = "",
         active_ranks: str = "",
     ) -> bool:
-        """Go on with the file of a cycle that another writer has begun.
+        """Go on with the file of a cycle that another writer has begun; what it says stays.
 
-        What it says stays, but for an end: the cycle goes on. Where there is no such file it is
-        written as `write_cycle_start` does, which see for arguments and answer.
+        An end is undone; a missing file is written. See `write_cycle_start`.
         """
         of_cycle = (job_id, attempt_index, cycle_number, cycle_start_time, "", cycle_log_file)
         info = CycleInfo(*of_cycle, active_nodes, standby_nodes, 0, active_ranks)
@@ -360,10 +355,7 @@ class CycleInfoReporter:
         return self._writer.write_cycle_start(**self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that this reporter continues the cycle of `snapshot`, which another one began.
-
-        An existing file of the cycle stays as it is; a missing one is written.
-        """
+        """Report that this reporter continues the cycle of `snapshot`, which another one began."""
         with self._lock:
             self._open_cycle = snapshot.cycle_number
         return self._writer.take_up_cycle(**self._fields(snapshot))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher says about a job: log lines, events and failure records, in one place.
 
-The agent tells it what happened; it measures the durations between those calls. It decides
-nothing, and a record that cannot be written never stops the job.
+It measures the durations between the agent's calls and decides nothing.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class EventReporter:
         self._failure: dict[str, object] = {}
         self._done: list[int] = []
         self._health: dict[str, str] = {}
-        # When the steps of the present restart happened (monotonic s): fault, stopped, joined,
-        # started.
+        # When the steps of the present restart happened (monotonic s).
         self._times: dict[str, float] = {}
         self._has_hinted = False
         self.restarts = 0
@@ -108,7 +106,12 @@ class EventReporter:
             self.on_started(self._assignment, pids)
         for reason in sorted(reasons):
             logger.info("cycle %d: cold start: %s", self._cycle, reason)
-        self._restart_complete()
+        if self._fault is not None:
+            self.restarts += 1
+            durations = self._durations()
+            self._record_phase("rendezvous", durations["rendezvous_s"])
+            self._record_phase("start", durations["start_s"])
+            self._write_failure(self._cycle - 1)
 
     def worker_started(self, local_rank: int, started: Started) -> None:
         event = events.WorkerStart(
@@ -226,12 +229,9 @@ class EventReporter:
             logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
 
     def _speaks_of(self, cause: Cause) -> bool:
-        """Return whether this node records a hang that all nodes have judged; one of them does.
-
-        What a monitor judged alone it has recorded itself.
-        """
+        """Return whether this node is the one that records a hang which all nodes judged."""
         if "limit_words" not in cause.detail:
-            return False
+            return False  # one monitor judged it alone, and has recorded it
         return cause.local_rank is not None or (cause.rank is None and self._rank_offset == 0)
 
     def _show_stacks(self, cause: Cause) -> None:
@@ -265,15 +265,6 @@ class EventReporter:
     def cycle_ended(self, result: str) -> None:
         self._record(events.CycleEnd(result=result))
         self.on_cycle_ended(self._fault[0] if self._fault else None)
-
-    def _restart_complete(self) -> None:
-        if self._fault is None:
-            return
-        self.restarts += 1
-        durations = self._durations()
-        self._record_phase("rendezvous", durations["rendezvous_s"])
-        self._record_phase("start", durations["start_s"])
-        self._write_failure(self._cycle - 1)
 
     def _durations(self) -> dict[str, float | None]:
         """Return seconds between the steps of a restart; None where one did not happen."""

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure was, in words and fields, and where the launcher writes it down.
 
-The first failure is found as torchrun finds it: by the time in the error file, else the time at
-which the exit was noticed.
-
 The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
-A record that cannot be written never stops the job: it is said once in the log.
 """
 
 from __future__ import annotations
@@ -85,10 +81,7 @@ def cause_of(failure: Failure) -> Cause:
 
 
 def hang_cause(hang: Mapping[str, Any]) -> Cause:
-    """Say in one line, and in fields, what a report of the monitor means for the cycle.
-
-    Where nobody can be blamed the cause names no rank and no host: none is held against it.
-    """
+    """Say in one line, and in fields, what a monitor's report means; it may blame nobody."""
     kind = hang_report.cause_kind(hang)
     is_blamed = kind == "unhealthy" or bool(hang["culprits"])
     return Cause(
@@ -104,10 +97,7 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
 
 def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = None) -> str:
-    """Return the report of a job that failed for good: the root cause first, then the rest.
-
-    Files in `run_dir`, which is removed at the end, are not named.
-    """
+    """Report a job that failed for good; files in `run_dir`, which is removed, are not named."""
     import time
 
     def is_kept(path: str) -> bool:
@@ -188,10 +178,7 @@ class FailureLog:
 
 
 def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
-    """Copy the root cause's error file to the launcher's own `TORCHELASTIC_ERROR_FILE`.
-
-    A launcher that was itself started under `@record` semantics reports upwards this way.
-    """
+    """Copy the root cause's error file to the launcher's own, for who started it by `@record`."""
     target = environ.get("TORCHELASTIC_ERROR_FILE")
     if not target or source is None:
         return

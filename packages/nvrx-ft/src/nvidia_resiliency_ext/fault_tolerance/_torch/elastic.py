@@ -79,10 +79,9 @@ _KINDS_OF_MANY_NODES: Mapping[str, v.Kind] = {
 def plan_from_config(
     config: LaunchConfig, command: WorkerCommand, environ: Mapping[str, str]
 ) -> LaunchPlan:
-    """Return the plan of a job that a program describes.
+    """Return the plan of a job that a program describes; flags and `PET_` variables do not count.
 
-    Nothing of the command line's world has a part in it, neither flags nor `PET_` variables.
-    Raises ValueError, which names all that this version does not offer or that cannot be.
+    Raises ValueError, which names all that cannot be.
     """
     environment.check_one_launcher_per_node(environ)
     given: FaultToleranceConfig | None = config.fault_tol_cfg
@@ -114,19 +113,16 @@ def plan_from_config(
     if node_rank is None and config.rdzv_backend == "static":
         # Where torch's static backend has it.
         node_rank = rdzv_config_get_as_int(config.rdzv_configs, "rank")
+    port = fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes)
     values: dict[str, Any] = {
-        item.name: getattr(config, item.name) for item in fields(LaunchConfig)
+        **{item.name: getattr(config, item.name) for item in fields(LaunchConfig)},
+        "fault_tol_cfg": fault_tolerance,
+        "run_id": config.run_id or ("none" if config.max_nodes > 1 else random_id()),
+        "master_port": port,
+        "node_rank": node_rank,
     }
     if config.shutdown_timeout is not None:
         values["workers_stop_timeout"] = config.shutdown_timeout
-    values |= {
-        "fault_tol_cfg": fault_tolerance,
-        "run_id": config.run_id or ("none" if config.max_nodes > 1 else random_id()),
-        "master_port": fixed_port(
-            config.master_port or None, config.rdzv_endpoint, config.max_nodes
-        ),
-        "node_rank": node_rank,
-    }
     return LaunchPlan(
         **values,
         command=command,
@@ -163,10 +159,8 @@ def _problems(config: LaunchConfig) -> list[str]:
     """Return a sentence for each field that asks for what cannot be had."""
     problems = []
     if not 1 <= config.min_nodes <= config.max_nodes:
-        problems.append(
-            f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
-            f"1 <= min_nodes <= max_nodes must hold"
-        )
+        given_nodes = f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}"
+        problems.append(f"{given_nodes}: 1 <= min_nodes <= max_nodes must hold")
     kinds = _KINDS if config.max_nodes == 1 else {**_KINDS, **_KINDS_OF_MANY_NODES}
     given = {**vars(config), RDZV_IMPL: config.rdzv_configs.get(RDZV_IMPL, "barrier")}
     for name, kind in kinds.items():
@@ -200,8 +194,7 @@ def config_from_args(
         launcher_log_file: Where that goes.
 
     Raises:
-        ValueError: The command line or a file that it names is wrong, or of the two only one is
-            given or there are no cycle logs.
+        ValueError: The command line is wrong, one of the two is missing, or cycle logs are.
     """
     plan = plan_from_args(args, os.environ, looks_for_script=False)
     if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
@@ -266,8 +259,7 @@ def launch_agent(
     Raises:
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
-        NoRestartRequested: The job makes no progress, or attribution has said that a restart is
-            useless; it must not be queued again.
+        NoRestartRequested: It makes no progress, or attribution says that a restart is useless.
         UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's rendezvous handler over the rounds of a job, in a store that the caller brings.
 
-What `StoreRendezvous` is to the launcher's loop, this is to a caller that has threads to wait in:
+For callers that have threads to wait in, as `StoreRendezvous` is for the launcher's loop:
 `NodeClient` brings events, and whoever waits is woken. What goes wrong is one of torch's errors.
 """
 
@@ -91,10 +91,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._is_unfit = False
         self._worker_group: Any = None
         self._clock = SystemClock()
-        # Guards what follows.
-        self._changed = threading.Condition()
-        # The last decision that this node knows; None before it has reached the store.
-        self._entry: Entry | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._entry: Entry | None = None  # the last known decision; None: not at the store yet
         self._placed: Placed | None = None
         self._joined_round: int | None = None
         self._lost = ""
@@ -155,7 +153,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         next round for all by this call.
 
         Returns:
-            torch's `RendezvousInfo`; before torch 2.4 the tuple of store, rank and world size.
+            torch's `RendezvousInfo`.
 
         Raises:
             RendezvousGracefulExitError: the job ended well while this node had no place in it.
@@ -178,8 +176,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         entry, rank = placed.entry, placed.assignment.group_rank
         self._joined_round = entry.round
         store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
-        if not hasattr(api, "RendezvousInfo"):
-            return store, rank, entry.active
         meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
         assert rank is not None
         return api.RendezvousInfo(store, rank, entry.active, meeting)
@@ -193,10 +189,9 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes have gone into a later round; torch's agent then joins them.
+        """Return how many nodes have gone into a later round, without standbys.
 
-        Standbys do not count. A node that cannot reach the store any more must stop, and learns it
-        here.
+        torch's agent then joins them; a node that must stop as it lost the store learns it here.
 
         Raises:
             RendezvousConnectionError: the store is gone or silent.
@@ -223,16 +218,13 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         return entry.round > joined
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
-        """End the job on all nodes and release all resources.
-
-        Returns False if no node could be notified.
+        """End the job on all nodes and release all resources; False: no node could be notified.
 
         The first `reason` stays. A node that has left, such as an unhealthy one, goes alone. The
         rendezvous host waits here for the others, 3 s at most.
 
         Raises:
-            ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
-                `no_progress`.
+            ValueError: use `graceful`, `failure`, `attribution_stop` or `no_progress`.
         """
         if reason not in REASONS:
             raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
@@ -281,9 +273,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             if event is not None:
                 asked[event.request] = event.description
         if WorkloadAction.ShutdownWorkload in asked:
-            what = (
-                f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
-            )
+            why = asked[WorkloadAction.ShutdownWorkload]
+            what = f"a rank asked to shut the workload down: {why}"
             self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise api.RendezvousClosedError(what)
         if WorkloadAction.ExcludeThisNode in asked:
@@ -319,8 +310,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job, or asks for it.
 
-        The node that decides the rounds asks the service, where the parameters name one; the other
-        nodes learn it from the end of the job.
+        The rendezvous host asks the service; the other nodes learn it from the end of the job.
         """
         return self._stop_requested.is_set() or (
             self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
@@ -341,8 +331,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def set_worker_group(self, worker_group: Any) -> None:
         """Set the agent's `worker_group`, the workers that this node runs."""
         self._worker_group = worker_group
-
-    # Questions and messages ------------------------------------------------------------------
 
     def _ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
         """Do `command` with the session, in its thread, and return what it returned.
@@ -419,8 +407,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         # Before the job is there the thread still waits for it, and ends by itself.
         self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         self._ports.close()
-
-    # Steps of joining ------------------------------------------------------------------------
 
     def _open_own_next(self) -> None:
         placed, entry = self._placed, self._entry

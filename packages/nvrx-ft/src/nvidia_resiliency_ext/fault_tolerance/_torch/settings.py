@@ -103,30 +103,20 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What concerns this node alone.
+    """What concerns this node alone."""
 
-    Attributes:
-        addr: By which other nodes reach it.
-        is_store_host: Whether it decides the rounds; of several the first one does.
-        secret: Key of the digests of the job's values; None takes a generated one.
-        infra_rank: Its place in the cluster; -1 where that is unknown.
-        services: What it runs beside that, if this node decides the rounds.
-        check: Raises `UnhealthyNodeException` where this node must not join.
-    """
-
-    addr: str
-    is_store_host: bool
-    secret: bytes | None = None
-    infra_rank: int = -1
-    services: ServicesPlan = field(default_factory=ServicesPlan)
-    check: Callable[[], None] = lambda: None
+    addr: str  # by which other nodes reach it
+    is_store_host: bool  # decides the rounds; of several the first one does
+    secret: bytes | None = None  # key of the digests of the job's values; None: a generated one
+    infra_rank: int = -1  # -1: its place in the cluster is unknown
+    services: ServicesPlan = field(default_factory=ServicesPlan)  # if it decides the rounds
+    check: Callable[[], None] = lambda: None  # raises UnhealthyNodeException: it must not join
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:
     """Return what `params` and the environment say of this node.
 
-    Raises ValueError for an unusable value (ConfigError for the token file), RuntimeError where
-    Slurm does not tell the place of this node.
+    Raises ValueError for an unusable value, RuntimeError where Slurm tells no place of this node.
     """
     token_file = params.get("rdzv_token_file")
     return NodeOptions(
@@ -140,10 +130,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
 
 
 def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
-    """Return what raises `UnhealthyNodeException` where this node must not join.
-
-    Settings that are left out have the launcher's defaults. Raises ValueError for an unusable one.
-    """
+    """Return what raises `UnhealthyNodeException` where this node must not join."""
     given: dict[str, Any] = {
         name: rdzv_config_get_as_bool(conf, name)
         for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
@@ -164,10 +151,7 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
-    """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
-
-    Raises ValueError where a value is unusable, or the service would have no logs to read.
-    """
+    """Return what the node that decides the rounds runs beside that, as `conf` asks for it."""
     endpoint = conf.get("attribution_endpoint") or None
     prefix = conf.get("cycle_log_prefix") or None
     if endpoint is not None and prefix is None:
@@ -226,11 +210,7 @@ def rules_and_node(
     min_healthy: bool = False,
     **placement: Any,
 ) -> tuple[CoordinatorRules, NodeSettings]:
-    """Return what the rendezvous host decides by, and what this node is in the job.
-
-    `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`.
-    Raises ValueError where they contradict each other.
-    """
+    """Return what the rendezvous host decides by, with `PlacementRules`, and what this node is."""
     timeout: Timeouts = settings.timeout
     placed_by = PlacementRules(
         settings.min_nodes,
