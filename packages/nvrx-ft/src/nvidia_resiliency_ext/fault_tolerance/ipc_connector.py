@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
 )
 
-from ._core.acceptor import Mailbox
+from ._core.mailbox import Mailbox
 from ._core.messages import MESSAGES
 from .data import ErrorMsg, OkMsg
 

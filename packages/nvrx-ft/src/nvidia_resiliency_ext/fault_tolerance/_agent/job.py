@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
+from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
@@ -57,6 +57,8 @@ CLEAN_UP_DELAY_S = 0.25
 
 class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
+
+    Parts read other parts from its attributes, also parts that are made later: when they are used.
 
     Raises:
         ConfigError: The plan asks for what cannot be done on this machine.

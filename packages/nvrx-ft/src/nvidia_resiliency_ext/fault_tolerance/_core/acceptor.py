@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listening Unix socket and its clients on its owner's event loop, and a mailbox for messages."""
+"""A listening Unix socket and its clients on its owner's event loop: a silent one delays nobody."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import resource
-import socket
 from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance.data import ErrorMsg, OkMsg
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, listen
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
-
-from .messages import MESSAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +26,6 @@ ACCEPT_PAUSE_S = 0.1
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 LINES_PER_PERIOD = 5
 PERIOD_S = 60.0
-_MOST_CLIENTS = 1024
-_CLIENTS_SHARE = 4
 
 
 class RefusalLog:
@@ -83,7 +75,7 @@ class Acceptor:
     messages: MessageSet
     _: KW_ONLY
     most: int  # Of more clients the oldest is dropped.
-    limit_s: float | None = None  # So long a client is kept unless it is released before.
+    limit_s: float | None = None  # A client is dropped then, unless it is released before.
     on_received: Callable[[Connection, list[object]], None]  # Also at the client's end.
     on_refused: Callable[[str], None]  # Gets a sentence.
 
@@ -158,59 +150,3 @@ class Acceptor:
         self.on_received(connection, connection.channel.receive())
         if connection.channel.is_over and connection.number in self._clients:
             self.drop(connection)
-
-
-class Mailbox:
-    """Takes messages from any number of senders; `deliver` gets each before it is acknowledged.
-
-    Raises ValueError for a path that is too long, FileExistsError where somebody else listens.
-    """
-
-    def __init__(
-        self,
-        socket_path: str,
-        loop: EventLoop,
-        deliver: Callable[[object], None],
-        messages: MessageSet = MESSAGES,
-    ) -> None:
-        self.socket_path = socket_path
-        self._messages = messages
-        self._deliver = deliver
-        self._refusals = RefusalLog(socket_path)
-        self._acceptor = Acceptor(
-            socket_path,
-            loop,
-            messages,
-            most=_most_clients(),
-            on_received=self._receive,
-            on_refused=self._record,
-        )
-
-    def close(self) -> None:
-        """Drop all clients and remove the socket; harmless when repeated."""
-        self._acceptor.close()
-        self._refusals.finish()
-
-    def _receive(self, client: Connection, messages: list[object]) -> None:
-        for message in messages:
-            self._deliver(message)
-            client.channel.send(OkMsg())
-            if client.channel.wants_to_write:
-                # An answer is tiny: who has no room for one does not read them.
-                client.channel.is_over = True
-        if client.channel.is_garbled:
-            self._record(f"{self.socket_path}: pid {client.pid} sent no message that is known here")
-            answer = self._messages.encode(ErrorMsg("this is no message that is known here"))
-            with contextlib.suppress(OSError):  # it is gone, or does not read
-                client.channel.sock.send(answer, socket.MSG_NOSIGNAL)
-
-    def _record(self, text: str) -> None:
-        self._refusals.record(monotonic(), text)
-
-
-def _most_clients() -> int:
-    """Return how many clients may stay connected: the owner needs descriptors for other things."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return _MOST_CLIENTS
-    return max(1, min(_MOST_CLIENTS, limit // _CLIENTS_SHARE))
