@@ -39,7 +39,7 @@ logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
-UNCAUGHT_EXCEPTION = 1  # Python's exit code.
+UNCAUGHT_EXCEPTION = 1  # Python's exit code after one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,21 @@ class NodeAgent:
         self._barrier: Timer | None = None
         self._refill: Timer | None = None
         self._is_unfit = False
-        # What is not named here is for the other nodes.
         self._perform: dict[type, Callable[..., None]] = {
             machine.Join: self._join,
             machine.StartWorkers: self._start_workers,
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
+            machine.OpenNextRound: rendezvous.tell,
             machine.CloseRendezvous: self._close_rendezvous,
             machine.ReportSuccess: self._report_success,
+            machine.ReportBroken: rendezvous.tell,
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
+            machine.Preempted: rendezvous.tell,
             machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
+            machine.RanksHeld: rendezvous.tell,
             machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
@@ -199,7 +202,7 @@ class NodeAgent:
         if before is machine.Phase.STOPPING and isinstance(event, machine.GroupStopped):
             self.reporter.workers_stopped()
         for effect in effects:
-            self._perform.get(type(effect), self.rendezvous.tell)(effect)
+            self._perform[type(effect)](effect)
 
     def _obey(self, judged: machine.HangEvaluated) -> machine.HangEvaluated:
         """Have the culprits ended that are here, and add to the verdict what this node knows."""
