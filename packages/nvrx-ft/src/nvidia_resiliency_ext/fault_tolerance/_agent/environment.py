@@ -51,9 +51,9 @@ def shared_variables(
 def cycle_variables(
     launch_time: float, cycle_start_time: float | None, infra_rank: int
 ) -> dict[str, str]:
-    """Return times (unix s) of a cycle, from cycle 1 on with its rendezvous; and the infra rank."""
+    """Return when a cycle began (unix s), and the scheduler's rank of this node, where known."""
     variables = {"NVRX_LAUNCH_TIME": repr(launch_time)}
-    if cycle_start_time is not None:
+    if cycle_start_time is not None:  # Of its rendezvous, from cycle 1 on.
         variables["NVRX_CYCLE_START_TIME"] = repr(cycle_start_time)
     if infra_rank >= 0:
         variables["NVRX_INFRA_RANK"] = str(infra_rank)

@@ -112,7 +112,10 @@ class StoreEndpoint:
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
-    """Find out whether this launcher serves the store. Raises EndpointError or ConfigError."""
+    """Find out whether the store is served here; waits for the name service alone.
+
+    Raises EndpointError or ConfigError.
+    """
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
         is_host = rdzv_utils.rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
@@ -324,7 +327,10 @@ class StoreConnector:
 
 
 def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the host says of log servers; always: who has another secret is refused by it."""
+    """Fetch what the host says of log servers, before it decides anything.
+
+    Always read: who has another secret is refused by it before it writes anything itself.
+    """
     said = store.wait_for(keys.LOG_TOKEN, wait_s)
     if said is None:
         raise StoreLostError(f"the rendezvous host has not begun within {wait_s:.1f} s")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's side of the rank monitor: its reports, its slots, and another one when it dies.
 
-A monitor that does not answer when a cycle begins is killed, and so replaced. A launch begins with
-a monitor or not at all; later no restart depends on one: ranks go unwatched until one can be had.
+Ranks connect to that one by themselves. A monitor that does not answer when a cycle begins is
+killed, and so replaced. A launch begins with a monitor or not at all; later no restart depends on
+one: where none can be started, ranks go unwatched, and it is tried again every second.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SharedMonitor:
     """One monitor process for all local ranks of this node; another one when it dies."""
 
     job: Job
-    start: Callable[[int, int], MonitorHandle]  # For a cycle, with the save word.
+    start: Callable[[int, int], MonitorHandle]  # Takes the cycle and the save word.
     _: KW_ONLY
     # From the workers' start, said once; None: no limit is set.
     unwatched_after_s: float | None = None
@@ -330,7 +331,8 @@ class MonitorPerRank:
             monitor.prepare(cycle)
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell all, as whichever sees the launcher die sweeps; each judges its own rank alone."""
+        """Tell all: whichever sees the launcher die sweeps."""
+        # Each judges its rank without the other nodes: it sees no stacks but that rank's.
         alone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
             monitor.workers_changed(alone)

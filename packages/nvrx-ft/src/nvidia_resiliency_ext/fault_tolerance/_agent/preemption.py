@@ -4,7 +4,7 @@
 Every rank shows the count of its calls before it looks whether saving is asked for; once it is, the
 rank waits in its next call until the call is agreed. So counts that are read after all were asked
 are those of the last calls that any rank can have left: the highest plus one is a call that all
-ranks still have before them, and no rank that waits is needed by another one. None yet counts 0.
+ranks still have before them, and no rank that waits is needed by another one on the way there.
 """
 
 from __future__ import annotations

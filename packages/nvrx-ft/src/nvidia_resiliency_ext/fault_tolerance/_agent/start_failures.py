@@ -41,7 +41,7 @@ class StartFailures:
         self._is_evaluated = False
 
     def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
-        """Return whether exits may be a start that fails on all ranks; None: unknown exception."""
+        """Return whether exits, each `Type: text` or None, may be a start that fails on all."""
         self._record(lived_s, stepped=stepped)
         return (
             self._limit > 0

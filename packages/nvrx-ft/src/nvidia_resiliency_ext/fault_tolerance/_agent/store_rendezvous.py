@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendezvous of many nodes as one launcher sees it, over the job's store.
 
-The lease is judged here, by a timer of the loop: a store that stopped answering cannot say so.
+Calls that wait run in the threads of `_rendezvous`. The lease is judged by a timer of the loop: a
+store that stopped answering cannot say so.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def read_error_output(path: str, since: int) -> ErrorFile | None:
 def last_exception(text: str) -> ErrorFile | None:
     """Return the exception that has ended a program, by its output: the last traceback, or None.
 
-    With lines behind it, it may have been caught: it counts if no function can have done so.
+    With other lines behind it, it may have been caught: it is not `is_last`, and counts only if no
+    function can have caught it.
     """
     text = _IGNORED.sub("", _RANK_PREFIX.sub("", text))
     at = text.rfind(_TRACEBACK)

@@ -38,7 +38,7 @@ _DRIVER_LIBRARY = "libnvidia-ml.so.1"
 
 
 def has_gpu_driver() -> bool:
-    """Return whether the NVIDIA driver's library can be loaded; slow where its file system is."""
+    """Return whether the NVIDIA driver's library can be loaded; may block with its file system."""
     import ctypes
 
     try:

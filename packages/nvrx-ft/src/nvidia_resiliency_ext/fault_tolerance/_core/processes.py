@@ -25,9 +25,9 @@ _CUDA_LIMITS: Final = (0, 1, 2)
 
 
 def reduce_cuda_ctx_size() -> None:
-    """Lower the device memory limits of the calling thread's CUDA context; create none.
+    """Lower the device memory limits of the calling thread's CUDA context.
 
-    Without a driver, or without a context in this thread, nothing happens.
+    Without a driver, or without a context in this thread, nothing happens; none is created.
     """
     import ctypes
 

@@ -5,8 +5,9 @@ Before it joins: its health checks, which begin as soon as workers are being sto
 workers start: GPU memory that the last ones still hold, and the pause of a crash loop; both overlap
 with the rendezvous. What may block, as long as a driver or a mount does, runs in threads.
 
-A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and without a step. The first
-restarts at once, the second waits `FIRST_DELAY_S`, each further one twice as long, up to a limit.
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and without a step (programs
+without heartbeats or sections report none). The first restarts at once, the second waits
+`FIRST_DELAY_S`, each further one twice as long, up to a limit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SHORT_CYCLE_S = 10.0
 FIRST_DELAY_S = 1.0
 
 _FREE_CRASHES = 1
-# Kinds of causes that say nothing about the program.
+# Kinds of causes that say nothing about the program: a machine went, or somebody wanted it so.
 _NOT_THE_PROGRAM = frozenset({"node_lost", "drained", "left", "unhealthy", "start", "opened"})
 _SENT_BY_OTHERS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}

@@ -2,7 +2,7 @@
 """Run a command of the site for each bad node, so that the site drains or repairs it.
 
 Reports are handled one after the other in a thread of their own: no restart waits for the command.
-It gets one JSON object on its standard input, and is killed at its deadline. No failure is raised.
+It gets one JSON object on its standard input, and is killed at its deadline. A failure is logged.
 """
 
 from __future__ import annotations

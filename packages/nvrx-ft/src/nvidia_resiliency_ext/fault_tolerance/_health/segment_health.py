@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exclusions by the scheduler: files that say which units of a job have unhealthy nodes.
 
-A unit is a task of a Slurm job array, or a Slurm job that is no array. Whatever is not a clear
-exclusion passes: a file that cannot be read must not end a job.
+A unit is a task of a Slurm job array, or a Slurm job that is no array. Launchers obey the files,
+`slurm_health` writes them. Whatever is not a clear exclusion passes: a file that cannot be read
+must not end a job.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class AttributionManager:
         cfg: Endpoint, port and limits of the service.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
-        state_dir: For what it remembers over its restarts, where `environ` names no directory.
+        state_dir: For what it remembers over its restarts, where `environ` names no directory;
+            None: it remembers nothing.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class AttributionManager:
         self._given_up = threading.Event()
 
     def start_if_needed(self) -> AttributionEndpoint | None:
-        """Start the service if this launcher runs it; return where to ask, None for nowhere.
+        """Start the service if this launcher runs it, and wait until it answers.
+
+        Returns where to ask; None when nobody is to be asked from here.
 
         Raises:
             ValueError: The key file that was named cannot be read.

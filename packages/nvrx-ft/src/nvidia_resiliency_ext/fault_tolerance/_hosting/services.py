@@ -87,7 +87,7 @@ class CoordinatorServices:
 
     plan: ServicesPlan | LaunchPlan
     environ: Mapping[str, str]
-    loop: EventLoop | None  # None: no log servers, and a STOP is told in the client's thread.
+    loop: EventLoop | None  # None: no log servers, and a STOP is told in the thread that learns it.
     clock: Clock
     _: KW_ONLY
     address: str
@@ -143,9 +143,10 @@ class CoordinatorServices:
     def follow_attribution(
         self, on_stop: Callable[[str], None], on_nodes: Callable[[tuple[str, ...], str], None]
     ) -> None:
-        """Let the service follow the cycles from now on.
+        """Start the service, or find it, and let it follow the cycles from now on.
 
-        `on_stop` gets a STOP's reason on the loop, `on_nodes` bad hosts and why in any thread.
+        `on_stop` gets the reason of a STOP to obey, on the loop; `on_nodes` hosts that are to have
+        no place any more, and why, in any thread.
         """
         plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
@@ -230,7 +231,8 @@ class CoordinatorServices:
     def close(self, *, job_goes_on: bool = False) -> None:
         """End all, and write what log servers have.
 
-        Where the job goes on, the cycle is not over, and nodes keep what was not confirmed.
+        Where the job goes on, the cycle is not over, and servers do not wait for nodes, which keep
+        what was not confirmed.
         """
         self.end_attribution(job_goes_on=job_goes_on)
         self.end_cycle_info(job_goes_on=job_goes_on)
