@@ -38,10 +38,11 @@ _ROUND_S = 0.05
 def sweep(
     run_id: str, pgids: Collection[int], *, spared: Collection[int], limit_s: float = SWEEP_LIMIT_S
 ) -> list[int]:
-    """Kill the process groups and every process that carries the run's id; return those left.
+    """Kill the process groups and every process that carries the run's id.
 
-    Such a process is killed with its whole group, which reaches also what it forks at that moment,
-    unless its session is ours or that of a spared one.
+    Such a process is killed with its whole group, unless its session is ours or that of a spared
+    one: a signal to a group reaches also what it forks at that moment. This is done until none is
+    left; processes that are still there after `limit_s` are returned.
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
@@ -137,7 +138,10 @@ class MonitorHandle:
         ready_limit_s: float | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor, and wait until its sockets listen if there is a `ready_limit_s`."""
+        """Start a monitor, and wait until its sockets listen if there is a `ready_limit_s`.
+
+        Without one `Ready` is among the first messages of `receive`.
+        """
         begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
@@ -160,6 +164,7 @@ class MonitorHandle:
                 raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
             local_ranks = begin.local_ranks or range(len(begin.socket_paths))
             handle = cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
+            on_failure.pop_all()  # From here on it owns both.
             on_failure.callback(handle.close)
             if ready_limit_s is not None:
                 handle.wait_ready(ready_limit_s)
@@ -183,7 +188,10 @@ class MonitorHandle:
         return self._channel.fileno()
 
     def receive(self) -> list[object]:
-        """Return the monitor's messages but for log lines and new slots; never waits."""
+        """Return the monitor's messages but for log lines and new slots; never waits.
+
+        With `is_over` afterwards the monitor is gone: look at `child`.
+        """
         received, self._early = self._early, []
         self._channel.flush()
         for message in self._channel.receive():
