@@ -46,7 +46,10 @@ def can_dump(pid: int, kernel: Kernel, dump_signal: int) -> bool:
 def save_evidence(
     directory: str, name: str, pid: int, kernel: Kernel, stacks: bytes
 ) -> tuple[int | None, str | None]:
-    """Write evidence to a new file; return resident bytes and the path. May block."""
+    """Write evidence to a new file; return resident bytes and the path, None for what is unknown.
+
+    May block for long, on a dead file system or a stuck process: only for a `WorkerThread`.
+    """
     memory = procfs.memory(pid)
     rss_bytes = None if memory is None else memory.rss
     text = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what a rank does in every step: stores into its slot and longest intervals; no socket.
 
-`_words` is None whenever calls must be refused (no session, a forked child, a lost monitor that
-counts), so that one test guards the path.
+A call is a few stores and integer comparisons. `_words` is None whenever calls must be refused (no
+session, a forked child, a lost monitor that counts), so that one test guards the path.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ HOLD_S = 5.0
 class Inquiry:
     """One hang and one report; the loop's thread only.
 
-    `trigger` is the session that broke a limit, with its evidence, or None if that was on another
-    node, which asks what the ranks here do.
+    `trigger` is the session that broke a limit, or None if that was on another node, which asks
+    what the ranks here do. Its own evidence is gathered before the others': stacks of the other
+    ranks take no time from a rank that is stopped.
     """
 
     def __init__(self, server: MonitorServer, trigger: RankSession | None) -> None:
@@ -127,7 +128,7 @@ class Inquiry:
             self._close()
 
     def _is_certain(self) -> bool:
-        """Return whether only evidence on ranks that are no culprits is still to come."""
+        """Return whether the verdict is certain and only the others' evidence is still to come."""
         blamed = {r.rank for r in self._finding.culprits}
         return self._finding.confidence is hang_culprit.Confidence.CERTAIN and not any(
             session.hello.rank in blamed and session in self._awaited for session in self._known

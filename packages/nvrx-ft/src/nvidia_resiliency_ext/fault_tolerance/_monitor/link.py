@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the rank's connection to its monitor and keeps it up in a thread, which nobody waits for."""
+"""Owns the rank's connection to its monitor and keeps it up in a thread; training never waits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class RankLink:
     _: KW_ONLY
     # Gives the first message and the descriptors to hand over, per attempt.
     make_hello: Callable[[], tuple[Hello, list[int]]]
-    # Takes the monitor's answer and its descriptors, which it owns then; may raise LinkError.
+    # Takes the monitor's answer and its descriptors, which it owns then, before anything else is
+    # read; may raise LinkError.
     take: Callable[[Accepted, list[int]], None]
     # Called when the monitor is gone: whether to look for another one.
     on_lost: Callable[[], bool]

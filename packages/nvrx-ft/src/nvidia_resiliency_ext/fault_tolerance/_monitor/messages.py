@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages between launcher, monitor and rank. Every worker loads this, so it imports little.
 
+A rank sends what happens once in a session; what happens in every step is in its slot.
 The launcher's end of the socketpair closing is the monitor's order to sweep and leave, unless the
 configuration says `orphan_workers=keep`: then it leaves only.
 """
@@ -27,7 +28,7 @@ class Start:
     host: str = ""
     local_ranks: list[int] = field(default_factory=list)  # Of each socket; 0, 1, ... when empty.
     is_restarter_logger: bool = False
-    save_word: int = 0
+    save_word: int = 0  # What slots hold for `should_checkpoint` from the beginning.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class WorkersChanged:
 
     cycle: int
     pgids: list[int]  # Process groups by local rank.
-    error_files: list[str] = field(default_factory=list)  # By local rank.
+    error_files: list[str] = field(default_factory=list)  # Where each writes why it failed.
     left: list[int] = field(default_factory=list)  # Local ranks that left with exit code 0.
     world_size: int = 0
     rank_offset: int = 0  # The global rank of local rank 0.
@@ -124,11 +125,17 @@ class RankLeft:
 class HangFound:
     """Monitor to launcher, before the kill: one hang of this node's ranks, and whom to blame.
 
-    `Inquiry._report` makes it. `culprits`, `candidates`, `waiting` and `trigger`, which broke the
-    limit, are global ranks; `ended` are local ranks; `is_elsewhere` says that all ranks here wait
-    for one of another host. `rank`, `pid` and so on are those of the first culprit or else of
-    `trigger`. With `is_held` nobody is ended until `EndRanks` comes, or `inquiry.HOLD_S` have
-    passed; then the report comes again without it.
+    `Inquiry._report` makes it. `finding` says it in a sentence, `culprits`, `candidates` and
+    `waiting` are global ranks, `confidence` is that of `hang_culprit.Confidence`, `is_elsewhere`
+    says that all ranks here wait for one of another host. `ended` are the local ranks that the
+    monitor is about to end, `ranks` what `plain_states` returns.
+
+    `trigger`, a global rank, broke `rule`, with section, since (monotonic s), elapsed, limit,
+    iteration and late_s. The remaining keys speak of the first culprit, or of `trigger` where there
+    is none; its stacks and error_file are paths or None, `time` is wall clock.
+
+    With `is_held` the job has ranks on other nodes: nobody is ended until `EndRanks` comes, or
+    `inquiry.HOLD_S` have passed; then the report comes again without it.
     """
 
     report: dict[str, Any]

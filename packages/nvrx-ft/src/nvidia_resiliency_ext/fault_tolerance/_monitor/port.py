@@ -34,7 +34,7 @@ _NO_PIDFD_POLL_S = 0.1
 
 
 class RestartLines:
-    """Writes layered-restart lines of a rank, one per `interval_s` in a restart, to a logger."""
+    """Writes a rank's layered-restart lines, one per `interval_s` in a restart, if anywhere."""
 
     def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
         self._machine: RankMonitorStateMachine | None = None

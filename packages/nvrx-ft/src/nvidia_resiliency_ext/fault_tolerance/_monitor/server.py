@@ -88,7 +88,10 @@ class MonitorServer:
             self._watch_launcher()
 
     def run(self) -> None:
-        """Serve until it gets `Leave` or the launcher is gone; then sweep what the run left."""
+        """Serve until it gets `Leave` or the launcher is gone; then sweep what the run left behind.
+
+        Whoever gets an exception out of this has a monitor that is gone and ranks that live on.
+        """
         self._node_watch.start()
         try:
             while not self._is_leaving:

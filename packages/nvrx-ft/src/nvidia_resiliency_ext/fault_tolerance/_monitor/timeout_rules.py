@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four timeout rules and the time of the next look. Pure.
 
-Limits are those of a configuration in its plain form; one of None never expires.
+Limits are those of a configuration in its plain form; one of None never expires. Rules, evaluated
+only while a session is open:
 
 1. `initial_heartbeat`: no heartbeat yet since the session began;
 2. `heartbeat`: the last heartbeat is too old;
@@ -90,7 +91,7 @@ def evaluate(
 
 
 def next_look(view: SlotView, limits: Mapping[str, Any], session_start: float, now: float) -> float:
-    """Return the earliest deadline (monotonic s) of those known now or that could begin now."""
+    """Return when to look again (monotonic s): at the next deadline, also of what may begin now."""
     deadlines = [running.deadline for running in _running(view, limits, session_start)]
     lengths = (*(limits[name] for name in _PLAIN_LIMITS), *limits[_SECTIONS].values())
     given = [length_s for length_s in lengths if length_s is not None]

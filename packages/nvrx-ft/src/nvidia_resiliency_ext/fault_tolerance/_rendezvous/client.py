@@ -83,10 +83,11 @@ class NodeSettings:
 
 
 class NodeClient:
-    """Runs a session beside a caller. Commands return at once; `post` gets events in a thread.
+    """Runs a session beside a caller. Commands return at once; events come through `post`.
 
-    `connect` is called in the thread, may block and raise NvrxError; it gets a function to call
-    whenever it is certain that nobody serves a store.
+    Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
+    `post` takes events from either. `connect` is called in the thread, may take long and raise
+    NvrxError; it gets what to call whenever it is certain that nobody serves a store.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class NodeClient:
 
     def _serve(self, session: NodeSession) -> None:
         """Run commands in order, again after a lost store, and keep the lease alive."""
+        # At once where that was not done in this job.
         confirmed, next_lease = self.confirmed_at, self._clock.monotonic()
         if confirmed is not None:
             next_lease = confirmed + self._lease_period()
@@ -303,7 +305,7 @@ class NodeClient:
             self.confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
-        """Refuse to renew an expired lease: the others may have replaced this node."""
+        """Never renew an expired lease, though the store would take it: others are in its place."""
         confirmed = self.confirmed_at
         if confirmed is None or session.entry.phase is Phase.OVER:
             return
@@ -324,7 +326,7 @@ class NodeClient:
         self.confirmed_at = sent_at
 
     def _differences(self, store: JobStore) -> str:
-        """Return how this launcher's settings differ from the first one's and the controller's."""
+        """Leave this launcher's settings if it is the first; say how they differ from others'."""
         of_control = store.peek(keys.CONTROL_SETTINGS)
         self._is_controlled = of_control is not None
         own, host = self._settings.must_agree, self._settings.arrival.host

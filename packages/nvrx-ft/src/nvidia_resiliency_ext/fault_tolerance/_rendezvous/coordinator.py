@@ -208,7 +208,10 @@ def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
 def place_all(
     view: View, there: Mapping[str, Arrival], blamed: frozenset[str]
 ) -> Placement | NotEnough:
-    """Return who works; named hosts and those that failed again and again only if needed."""
+    """Return who works; hosts that somebody named or that failed again and again only if needed.
+
+    Raises PlacementError: these nodes cannot work together.
+    """
     rules, bad_groups = view.rules.placement, unhealthy_groups(view.messages)
     candidates = list(there.values())
     result = place(candidates, rules, bad_groups)
@@ -285,7 +288,10 @@ def _while_closed(view: View) -> Decision:
 
 
 def _hang(view: View) -> Entry | None:
-    """Return the next step towards the culprit of a hang; certain findings wait for nobody."""
+    """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
+
+    What is certain is not waited for: a stopped rank is to blame, whatever the others do.
+    """
     reports = {message.node: message for message in view.messages if message.kind is Kind.HUNG}
     complaint = next((n.cause for n in view.messages if n.kind is Kind.HUNG and n.cause), None)
     if complaint is None or view.entry.hang == HangStage.EVALUATED:

@@ -380,7 +380,7 @@ class Coordinator:
                 self.follower.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
-        """Report each node that was named before the round: it works though, or its record."""
+        """Log named nodes that work all the same, and report each named node once."""
         why = self.denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
             name = next((n for n in why if is_named(node.host, node.addr, [n])), None)

@@ -32,7 +32,8 @@ class DecisionLog:
         key = keys.log(seq)
         if not self._store.wait_until_set(key, timeout_s):
             return None
-        # A read of a missing key wakes all who wait for it: if each read again, that never ended.
+        # Whoever reads a missing key wakes all who wait for it, and if each of them read it again
+        # that would never end.
         if self._was_vain and not self._store.has(key):
             return None
         text = self._store.peek(key)
@@ -70,7 +71,7 @@ class ResumeState:
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
-    gone: tuple[records.NodeMessage, ...] = ()  # Last words of spares and members that left.
+    gone: tuple[records.NodeMessage, ...] = ()  # Last words of nodes that left; none is a spare.
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:

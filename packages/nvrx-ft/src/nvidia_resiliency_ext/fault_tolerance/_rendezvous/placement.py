@@ -5,6 +5,7 @@
 2. The others are ordered by infrastructure rank; if one has none, or the job does not use them, by
    identity, and then whoever had a rank keeps it where that is possible.
 3. Ranks are given out in blocks: a block is one segment, whose nodes are of one NVLink domain.
+   Without segments a block is one rank, and all nodes are of one domain.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def choose_nodes(
 ) -> list[int]:
     """Return the nodes that get a rank, in rank order: `blocks` blocks of `size` ranks.
 
-    Domains keep the blocks with the most survivors, who keep their ranks; the other blocks go to
-    the domains in order. Holes are filled by nodes of the domain.
+    A node keeps its earlier rank if its domain keeps the block. Domains that have lost nodes keep
+    the blocks with the most survivors; the other blocks go to the domains in order. Holes are
+    filled by nodes of the domain.
     """
     # In the order of the domains' first nodes.
     members: dict[str, list[int]] = {}

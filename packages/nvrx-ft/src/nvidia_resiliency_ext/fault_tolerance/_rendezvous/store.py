@@ -68,10 +68,11 @@ class NoJobError(StoreLostError):
 
 
 class JobStore:
-    """Keys of one job in a store, for one thread: another one needs `another`.
+    """Keys of one job in a store, for one thread; others use `another`.
 
     Every value carries a keyed digest over its key and text, so that neither another job's values
-    nor values copied from another key are taken.
+    nor values copied from another key are taken: reading one raises ForeignValueError. A client
+    answers one call at a time, so a thread that waits needs a client of its own.
     """
 
     def __init__(self, client: Any, prefix: str, secret: bytes) -> None:
@@ -171,6 +172,7 @@ class JobStore:
         """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
 
         A line that is not this job's, or none for `read`, is named in the log, once, and left out.
+        Raises ForeignValueError: there is less than was read before.
         """
         raw = self._read(key)
         if raw is None:
@@ -194,7 +196,8 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
-        Where the connection broke before the answer, the step may count twice.
+        Where the connection broke before the answer, the step may count twice. Raises
+        ForeignValueError: somebody else has written what is no number.
         """
         try:
             return int(self._call("add", self._name(key), step))
@@ -263,7 +266,8 @@ def connect(
     """Connect to the keys behind `prefix` in a store that listens.
 
     `secret` is the key of the digests; None takes the one that the host leaves in the store within
-    `timeout_s`. Raises StoreLostError: no store answers; NoJobError: it holds no such job.
+    `timeout_s`. The store may take `patience_s` for its first answer. Raises StoreLostError:
+    nothing that is a store answers; NoJobError: it holds no such job.
     """
     client = _connect_client(host, port, patience_s)
     if secret is None:
@@ -288,9 +292,10 @@ def _left_secret(client: StoreClient, prefix: str, timeout_s: float) -> bytes:
 
 
 def another_client(client: Any) -> Any:
-    """Return a connection of its own to the store of `client`; to a PrefixStore one of torch's."""
+    """Return a connection of its own to the store of `client`. Raises StoreLostError."""
     if hasattr(client, "port"):
         return _connect_client(client.host, client.port)
+    # A PrefixStore: only torch knows its prefix, and clones it from 2.7 on.
     if not hasattr(client, "clone"):
         raise StoreLostError("this torch cannot clone a PrefixStore: give the TCPStore itself")
     cloned = _guarded(client.clone)
@@ -301,7 +306,8 @@ def another_client(client: Any) -> Any:
 def agree_on_secret(client: Any, prefix: str) -> bytes:
     """Leave a key for digests in a store unless one is there, and return the one that is.
 
-    It keeps other jobs' values apart and guards against nobody who reads the store.
+    It keeps other jobs' values apart and guards against nobody who reads the store. Raises
+    StoreLostError: the store is gone, or something else stands there.
     """
     import secrets
 
@@ -317,7 +323,10 @@ def _parse_secret(name: str, text: bytes) -> bytes:
 
 
 def serve(listener: socket.socket, host: str, nodes: int) -> Any:
-    """Serve a store on `listener`, which it owns from here on, while the returned object lives."""
+    """Serve a store on `listener`, which it owns from here on, while the returned object lives.
+
+    Raises StoreLostError: torch cannot serve it.
+    """
     store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
     port = listener.getsockname()[1]

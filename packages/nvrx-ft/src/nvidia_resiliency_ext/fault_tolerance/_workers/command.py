@@ -67,7 +67,10 @@ def worker_command(
 def numa_binding(
     nproc: int, environ: Mapping[str, str], *, is_strict: bool
 ) -> Sequence[tuple[str, ...]]:
-    """Return the words that bind each worker (strictly: its memory, too) to a NUMA node."""
+    """Return the words that bind each worker to a NUMA node; none where nobody asks for it.
+
+    With `is_strict` memory must come from that node, instead of from where the worker runs.
+    """
     raw = environ.get(_env.GPUS_PER_NUMA, "").strip()
     if not raw:
         return ()
@@ -167,6 +170,7 @@ def missing_module(name: str) -> str:
     if spec is None:
         return f"module {name!r} does not exist: there is no {head!r} here or in this environment"
     inside = spec.submodule_search_locations
+    # Only `head` was looked for: a package may say itself where its modules are.
     if rest == "py" and inside is None:
         return f"module {name!r} does not exist: leave -m out to run a file, or write -m {head}"
     if not rest and inside is not None and PathFinder.find_spec(f"{name}.__main__", inside) is None:
@@ -177,7 +181,8 @@ def missing_module(name: str) -> str:
 def hidden_packages(command: WorkerCommand) -> list[str]:
     """Return a sentence for each package or module that a file beside the program hides from it.
 
-    Of the standard library those count that this process has loaded, as workers will.
+    Of the standard library those count that every worker loads, as this process did, less those
+    that Python itself loads before it looks into the program's folder.
     """
     if not command.is_python:
         return []
@@ -246,7 +251,11 @@ class PortInUseError(NvrxError):
 
 
 class PortReservation:
-    """A bound socket that never listens: rank 0's store can bind beside it, with SO_REUSEADDR."""
+    """A bound socket that never listens.
+
+    With SO_REUSEADDR on both sides the store of rank 0 can bind and listen beside it, while the
+    kernel gives the port to nobody who asks for "any free port".
+    """
 
     def __init__(self, port: int | None = None) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -117,7 +117,10 @@ def _is_this_python(word: str) -> bool:
 
 
 def entry_file(command: WorkerCommand) -> str | None:
-    """Return the source file that a command runs, if it is found without an import."""
+    """Return the source file that a command runs, or None; nothing is imported.
+
+    Of modules only plain files in the working directory and on this interpreter's path are found.
+    """
     bases = [command.entry]
     if command.is_module:
         parts = command.entry.split(".")
@@ -147,9 +150,10 @@ def wants_prewarming(worker_pids: Iterable[int]) -> bool:
 
 # In this order: between two entries a prewarmed worker looks whether "go" is there already, and a
 # script gets each entry with those before it when it first imports something of it. `torch._dynamo`
-# is what DistributedDataParallel imports when the first model is wrapped, `_cupti_monitor` what the
-# first backward pass adds, ours what a rank needs for its session with the monitor: none of these
-# imports torch. Any but torch may be missing in the installed versions.
+# is what DistributedDataParallel imports when the first model is wrapped, half of a restart,
+# `_cupti_monitor` what the first backward pass adds. Ours are what a rank needs until its session
+# with the monitor stands, 60 ms of CPU; none of them imports torch. Any but torch may be missing in
+# the installed versions.
 DEFAULT_IMPORTS = (
     "numpy", "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
     "nvidia_resiliency_ext.fault_tolerance.config",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deadlines that programs set with torch's `FileTimerClient`: who misses one is signalled.
 
-As under torchrun, requests come through a named pipe, one JSON object a line.
+As under torchrun, requests come through a named pipe, one JSON object a line. Only processes of
+this node's workers can be signalled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output as an object of the user's says: torch's `LogsSpecs`, made from an entry point or given.
 
-For each cycle the object turns the workers' environments into paths, and may add to these.
+For each cycle the object turns the workers' environments into paths, and may add to these. All of
+it has a place in `WorkerOutput`, but for a console copy of a file that is not the stream's own.
 """
 
 from __future__ import annotations

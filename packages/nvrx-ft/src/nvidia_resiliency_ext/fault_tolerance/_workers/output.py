@@ -68,7 +68,7 @@ class Target:
     path: str | None = None  # None for the launcher's own stream or a pipe.
     tee: bool = False
     open_pipe: Callable[[], int] | None = None  # Makes a pipe and returns its writing end.
-    filter: Filter | None = None
+    filter: Filter | None = None  # Which of the file's lines are also elsewhere.
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,10 @@ class ConsoleStream:
 
 
 class FilteredFile:
-    """The lines that were wanted, of one stream of all workers of a cycle."""
+    """The lines that were wanted, of one stream of all workers of a cycle.
+
+    A file that cannot be written costs its lines and one message, never the job.
+    """
 
     def __init__(self, path: str, texts: Sequence[str]) -> None:
         self.path = path
@@ -325,7 +328,8 @@ class _Followed:
 class Tee:
     """Copies what workers append to their files to the launcher's own streams and other files.
 
-    A console that does not read holds up the copy alone. One thread only.
+    A console that does not read holds up the copy alone: what it did not take stays in the files.
+    One thread only.
     """
 
     def __init__(self, again: Callable[[], None] = lambda: None) -> None:

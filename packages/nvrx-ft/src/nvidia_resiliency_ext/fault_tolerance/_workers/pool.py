@@ -74,7 +74,7 @@ class Pool:
     width: int  # How many may warm up at the same time next to running ranks.
     clock: Clock
     start: Callable[[int], None]  # Calls `fail` where that cannot be done.
-    end: Callable[[int], None]
+    end: Callable[[int], None]  # Ends a slot's prewarmed worker, if there is one.
     idle_width: int = 0  # How many may because nothing else uses the processors.
     free_bytes: int | None = None  # Memory that the node could still give, as last reported.
     disabled: str | None = None  # Why workers start cold for now.
@@ -85,7 +85,7 @@ class Pool:
     importing: set[int] = field(default_factory=set)  # Activated, and these need them, too.
     import_s: float = 0.0  # The longest that one took to begin which was activated importing.
     activated_at: float = 0.0
-    is_warm: bool = False  # All workers of this cycle were prewarmed.
+    is_warm: bool = False  # All workers of this cycle were prewarmed: once begun, none imports.
     has_stepped: bool = False  # A rank of this cycle has shown a sign of a running step.
     fill_at: float | None = None  # None: not before a sign of a running step.
     last_failure: float | None = None

@@ -94,7 +94,11 @@ class PrewarmedWorker:
 
         Python chooses the buffering of a stream by the kind of its file, when it starts. So until
         the worker is told to go, stdout and stderr are another file of the same kind as theirs: a
-        file in memory for a path, or a pipe with `is_piped`. Raises ChildStartError, PrewarmError.
+        file in memory for a path in `paths`, or a pipe with `is_piped`; None is the launcher's own
+        stream.
+
+        Raises ChildStartError: the command cannot be run; PrewarmError: there are too many modules
+        to name, or the kernel does not give what a prewarmed worker needs.
         """
         outputs: list[int | None] = []
         kept: list[int] = []
@@ -181,8 +185,8 @@ class PrewarmedWorker:
     ) -> None:
         """Tell it to become the worker, with this whole environment, once its imports are done.
 
-        `stdio_fds` stay the caller's; None keeps a stream. It runs nothing before `not_before`
-        (monotonic s).
+        `stdio_fds` stay the caller's; None keeps a stream. Until `not_before` (monotonic s) it runs
+        no script.
         """
         streams = {i: fd for i, fd in enumerate(stdio_fds) if fd is not None}
         message = {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers of a cycle: start, exits, and the stop of each: ask, then force, then give up.
 
-Each worker has its own deadline, and leads a session and a process group of its own.
+Each worker has its own deadline: one that ignores SIGTERM delays no other, and one that survives
+SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own.
 """
 
 from __future__ import annotations

@@ -102,9 +102,10 @@ class _Held:
     """Gives the imported modules back to the script when it first imports one of them.
 
     Until then the script sees `sys.modules`, packages, warnings filters and environment as a fresh
-    interpreter has them. Each entry of the list is a group, given back with those before it; what
-    it brought of other packages, such as numpy.random, can also be given back alone. A module is
-    handed over as the loader's own creation: otherwise the import system executes it again.
+    interpreter has them. Each entry of the list is a group, given back with those before it: what
+    DistributedDataParallel imports when it is first used appears only then. What an entry brought
+    of other packages, such as numpy.random, can also be given back alone. A module is handed over
+    as the loader's own creation: otherwise the import system executes it again.
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
@@ -342,7 +343,8 @@ def _renew_defaults(modules: Mapping[str, ModuleType]) -> None:
     """Evaluate arguments' defaults that name the default process group, as an import now would.
 
     Imported before the group exists they stay None, and nothing keeps the group alive: its end
-    then comes with the model's, where torch 2.13 can deadlock with a gloo thread.
+    then comes with the model's, where torch 2.13 can deadlock with a gloo thread that needs the
+    interpreter lock, unlike in a fresh worker.
     """
     module = modules.get("torch.distributed.nn.functional")
     world = getattr(getattr(sys.modules.get("torch.distributed"), "group", None), "WORLD", None)
