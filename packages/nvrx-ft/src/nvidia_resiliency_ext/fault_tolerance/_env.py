@@ -3,7 +3,8 @@
 
 Variables are read at the edges (programs, public functions), which hand the environment on as a
 mapping. What only workers are given is listed where it is made, in `_workers/command.py`; the
-start-up hook of standbys has two names of its own, logging and events have nvrx-common's.
+start-up hook of standbys, which can import nothing, has two names of its own, and logging and
+events have nvrx-common's.
 """
 
 from __future__ import annotations

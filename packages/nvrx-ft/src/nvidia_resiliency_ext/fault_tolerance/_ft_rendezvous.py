@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The older rendezvous (`--ft-rdzv-impl legacy`) as torch's elastic agent uses one.
 
-All nodes work that come, up to `max_nodes`; each publishes the state of its workers.
+All nodes work that come, up to `max_nodes`; each publishes the state of its workers. The rounds
+are the barrier's; nothing in the store is pickled.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class RendezvousSettings:
         keep_alive_interval: Between two signs of life of a node.
         keep_alive_max_attempt: After how many intervals without one a node counts as lost; 3.
         upscaling_enabled: Whether a node that comes late opens the next round while there is room.
-        use_infra_group_rank: Whether ranks follow the scheduler's order, where all nodes have one.
+        use_infra_group_rank: Whether ranks follow the scheduler's order of nodes, where all have
+            one; else nodes keep their ranks.
     """
 
     run_id: str

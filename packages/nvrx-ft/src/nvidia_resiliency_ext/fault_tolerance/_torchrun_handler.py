@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our rounds under plain torchrun: spares, leases, denylist, and the record of the job.
 
-Workers, restarts and failure are torch's agent's; who takes part in which round is ours.
+Workers, restarts and failure are torch's agent's, which tells no handler why a rank failed; who
+takes part in which round is ours.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         return "nvrx"
 
     def next_rendezvous(self) -> Any:
-        """Take part in the next round; workers find its number in NVRX_CYCLE."""
+        """Take part in the next round; workers find its number in NVRX_CYCLE.
+
+        torch counts restarts of its own node in TORCHELASTIC_RESTART_COUNT.
+        """
         with self._lock:
             if self._cycle is not None:
                 # No other node has opened a round: it is torch's agent here that starts anew.
@@ -106,7 +110,10 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
 
 
 def create_torchrun_handler(params: RendezvousParameters) -> TorchrunHandler:
-    """Return the handler of a `torchrun --rdzv-backend=nvrx`, which records in NVRX_EVENT_DIR."""
+    """Return the handler of a `torchrun --rdzv-backend=nvrx`, which records in NVRX_EVENT_DIR.
+
+    The node whose name or address is in the endpoint serves the store.
+    """
     return make_handler(TorchrunHandler, create_tcp_store(params), params)
 
 

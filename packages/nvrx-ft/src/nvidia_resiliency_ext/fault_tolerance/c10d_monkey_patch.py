@@ -97,7 +97,8 @@ def _wait_for_tcp_store_server(
 ) -> None:
     """Wait until somebody listens at an address; TimeoutError: nobody did in time.
 
-    Pauses grow from 50 ms to `probe_interval_seconds` and vary at random by a fraction of 0 to 1.
+    One attempt takes `probe_timeout_seconds` at most. Pauses grow from 50 ms to
+    `probe_interval_seconds` and vary at random by the fraction, from 0 to 1.
     """
     jitter = min(1.0, max(0.0, probe_interval_jitter_fraction))
     stop = threading.Event()

@@ -32,7 +32,8 @@ def extract_matching_values(
     Args:
         x: a dict or a list, nested to any depth.
         predicate: asked about every leaf.
-        return_lists_as_dicts: return parts of lists as dicts by index, not as shorter lists.
+        return_lists_as_dicts: return parts of lists as dicts by index, so that they keep their
+            place; otherwise they are shorter lists.
 
     Returns:
         (matching, rest), of the same form as `x`; branches without leaves of the one kind are left
@@ -186,7 +187,10 @@ def map_reduce(
     value_fn: Callable[[_Item], _Value],
     reduce_fn: Callable[[list[_Value]], _Result],
 ) -> dict[_Key, _Result]:
-    """Group `value_fn(x)` of all `xs` by `key_fn(x)`, in order; reduce lists by `reduce_fn`."""
+    """Group `value_fn(x)` of all `xs` by `key_fn(x)`, and reduce each list with `reduce_fn`.
+
+    Keys are in the order of their appearance.
+    """
     groups: defaultdict[_Key, list[_Value]] = defaultdict(list)
     for item in xs:
         groups[key_fn(item)].append(value_fn(item))

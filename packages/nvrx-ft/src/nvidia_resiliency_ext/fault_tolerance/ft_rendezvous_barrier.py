@@ -172,7 +172,10 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         return [member.arrival.addr for member in self._members() if member.group_rank is None]
 
     def get_active_ranks(self) -> list[int]:
-        """Return infrastructure ranks (else group ranks), ordered as `get_active_node_addrs`."""
+        """Return the infrastructure ranks of the nodes that work, in the order of their addresses.
+
+        Where there are none, their group ranks.
+        """
         members = [member for member in self._members() if member.group_rank is not None]
         ranks = [member.arrival.infra_rank for member in members]
         return ranks if min(ranks, default=0) >= 0 else list(range(len(members)))

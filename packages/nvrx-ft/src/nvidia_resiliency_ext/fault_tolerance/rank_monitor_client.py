@@ -98,7 +98,8 @@ class RankMonitorClient(HotPath):
         """Open the session with this rank's monitor.
 
         Args:
-            num_warmup_iters: Iterations with the timeout of `warmup`; None: as configured.
+            num_warmup_iters: Iterations with the timeout of `warmup` instead of that of `step`;
+                None: as configured.
 
         Raises:
             RankMonitorClientError: This process has a session already, the environment names no

@@ -156,9 +156,10 @@ class RankMonitorLogger(logging.Logger):
 
 
 class RankMonitorServer:
-    """A monitor for one rank, without a launcher; it judges and kills, but sweeps nothing.
+    """A monitor for one rank, without a launcher; it judges and kills.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+    It sweeps nothing: what it knows of the job is one rank. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2
+    end it in order.
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0
@@ -257,7 +258,10 @@ class RankMonitorServer:
 
 
 class MonitorProcess:
-    """A monitor's process with the methods of `multiprocessing.Process`; it ends with ours."""
+    """A monitor's process with the methods of `multiprocessing.Process`.
+
+    It ends with this process, but goes on if only this object is dropped.
+    """
 
     def __init__(self, handle: MonitorHandle) -> None:
         """Take over a monitor that is ready."""

@@ -2,7 +2,8 @@
 """`nvrx-slurm-health`: writes which units of a Slurm job have nodes that Slurm calls unavailable.
 
 Run it in the batch script, or beside `nvrx-control`; launchers obey with
-`--ft-segment-health-check-dir`. The file's form is `_health/segment_health.py`'s.
+`--ft-segment-health-check-dir`. One look costs two commands, `sinfo` and `squeue`. The file's form
+is `_health/segment_health.py`'s.
 """
 
 from __future__ import annotations

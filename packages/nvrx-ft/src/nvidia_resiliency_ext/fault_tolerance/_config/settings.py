@@ -2,6 +2,7 @@
 """`FaultToleranceConfig`: the options as one object, merged from a file and the command line.
 
 The fields are written out for readers and type checkers; a test compares them with the table.
+Where a value came from is kept: complaints name it, and a default differs from what was asked for.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class FaultToleranceConfig:
 
         Args:
             ignore_not_recognized: Log unknown names once instead of raising.
-            **kwargs: Options by field name, or by a name of earlier releases.
+            **kwargs: Options by field name, or by a name of earlier releases, with a warning where
+                that names no field any more.
 
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
@@ -239,9 +241,11 @@ class Layers:
 
     def read(self, kind: values.Kind, raw: object, where: str) -> Given | None:
         """Return the value that `raw` is, or None: the problem is kept."""
-        with values.noting(self.problems):
+        try:
             return Given(values.read(kind, raw, where), where)
-        return None
+        except ValueError as error:
+            self.problems.append(str(error))
+            return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
         """Add options: key, value, place of the key in words; `merge_address` comes after all."""

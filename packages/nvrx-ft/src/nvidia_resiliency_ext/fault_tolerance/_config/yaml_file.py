@@ -30,8 +30,9 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 def read_section(path: str) -> list[tuple[str, Any, str]]:
     """Return key, value and place in words of each entry of a file's `fault_tolerance` mapping.
 
-    It is the first one, depth first. Raises FileNotFoundError, SectionMissingError where there is
-    no such mapping or it is empty, FaultToleranceConfigError for an unreadable file.
+    It is the first one, depth first; values are scalars, or lists or mappings of them. Raises
+    FileNotFoundError, SectionMissingError where there is no such mapping or it is empty,
+    FaultToleranceConfigError for an unreadable file.
     """
     import yaml
 

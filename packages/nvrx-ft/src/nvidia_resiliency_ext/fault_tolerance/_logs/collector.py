@@ -33,6 +33,7 @@ _FILE_CLOSE_S = 5.0
 class CycleLogs:
     """Collects what workers write; owns the two threads, all pipes and the spill files.
 
+    A cycle's log is `base_log_file`, an absolute path, with `_cycle<number>` before the extension.
     Without a `funnel`, the log server that keeps the logs, files are written from here. `workers`
     is for the size of pipes; in `spill_dir` (None: the system's) wait lines without room in memory.
     """
@@ -66,7 +67,7 @@ class CycleLogs:
         self._present = self._outlet.open(cycle_log_file(self._base_log_file, cycle))
 
     def end_cycle(self) -> None:
-        """End the present cycle: its pipes are read to their ends, for 2 s at most."""
+        """End the present cycle: its pipes are read to their ends, those held open for 2 s."""
         present, self._present = self._present, None
         if present is not None:
             self._reader.end(present)

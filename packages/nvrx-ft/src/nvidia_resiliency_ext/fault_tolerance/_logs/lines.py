@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of cycle logs and the prefixes of their lines. Pure."""
+"""Names of cycle logs and the prefixes of their lines. Pure.
+
+The output does not depend on how the bytes were cut into reads, save that lines come out later.
+"""
 
 from __future__ import annotations
 

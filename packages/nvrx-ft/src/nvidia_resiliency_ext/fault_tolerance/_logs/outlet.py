@@ -231,7 +231,7 @@ class Outlet:
             self._schedule(target)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is left, trying until the time is up; say whether all could be written."""
+        """Write what is left, trying until the time is up; say whether all of it was written."""
         self._closes_at = time.monotonic() + timeout_s
         self._loop.post(self._end_all)
         self._thread.join(timeout_s + _FIRST_RETRY_S)

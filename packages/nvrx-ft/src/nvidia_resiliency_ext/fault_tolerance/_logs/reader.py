@@ -35,9 +35,10 @@ def pipe_bytes(workers: int) -> int:
 
 
 def open_pipe(size: int = LARGEST_BYTES) -> tuple[int, int]:
-    """Return a pipe (reading end that never waits, writing end) for `size` bytes.
+    """Return a pipe as (reading end that never waits, writing end) that holds about `size` bytes.
 
-    Where the kernel refuses the size it is halved, down to what the pipe has anyway.
+    So much a worker can still write while the launcher does not read. Where the kernel refuses the
+    size it is halved, down to what the pipe has anyway.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)

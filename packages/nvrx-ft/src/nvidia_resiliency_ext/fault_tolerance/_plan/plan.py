@@ -122,9 +122,10 @@ def log_warnings(plan: LaunchPlan) -> None:
 def plan_from_args(
     args: argparse.Namespace, environ: Mapping[str, str], *, looks_for_script: bool = True
 ) -> LaunchPlan:
-    """Return the plan of a parsed command line; `looks_for_script`: it must exist here and now.
+    """Return the plan of a parsed command line.
 
-    FaultToleranceConfigError names everything wrong; OSError: the file cannot be read.
+    With `looks_for_script` script, program and interpreter must exist, here and now.
+    FaultToleranceConfigError names everything wrong; OSError: the configuration file is unreadable.
     """
     environment.check_one_launcher_per_node(environ)
     layers = _layers(args)
@@ -391,7 +392,8 @@ def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]
 def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
     """Return rank 0's port in every cycle, or None for a fresh one in each.
 
-    The endpoint's port is the store's, though users of torchrun give both as one.
+    The endpoint's port is the store's as long as the job lasts, so it is never rank 0's, though
+    users of torchrun give both as one.
     """
     if given is None or max_nodes == 1:
         return given

@@ -355,7 +355,10 @@ class CycleInfoReporter:
         return self._writer.write_cycle_start(**self._fields(snapshot))
 
     def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that this reporter continues the cycle of `snapshot`, which another one began."""
+        """Report that this reporter continues the cycle of `snapshot`, which another one began.
+
+        An existing file of the cycle stays as it is; a missing one is written.
+        """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
         return self._writer.take_up_cycle(**self._fields(snapshot))

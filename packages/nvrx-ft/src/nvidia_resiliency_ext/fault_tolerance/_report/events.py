@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher says about a job: log lines, events and failure records, in one place.
 
-It measures the durations between the agent's calls and decides nothing.
+It measures the durations between the agent's calls and decides nothing; a record that cannot be
+written never stops the job.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class EventReporter:
         self._failure: dict[str, object] = {}
         self._done: list[int] = []
         self._health: dict[str, str] = {}
-        # When the steps of the present restart happened (monotonic s).
+        # When the present restart's fault, stopped, joined and started happened (monotonic s).
         self._times: dict[str, float] = {}
         self._has_hinted = False
         self.restarts = 0

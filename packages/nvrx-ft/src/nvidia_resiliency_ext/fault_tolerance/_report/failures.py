@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure was, in words and fields, and where the launcher writes it down.
 
+The first failure is found as torchrun finds it: by the time in the error file, else the time at
+which the exit was noticed.
+
 The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
 """
 
@@ -81,7 +84,10 @@ def cause_of(failure: Failure) -> Cause:
 
 
 def hang_cause(hang: Mapping[str, Any]) -> Cause:
-    """Say in one line, and in fields, what a monitor's report means; it may blame nobody."""
+    """Say in one line, and in fields, what a monitor's report means for the cycle.
+
+    Where nobody can be blamed the cause names no rank and no host: none is held against it.
+    """
     kind = hang_report.cause_kind(hang)
     is_blamed = kind == "unhealthy" or bool(hang["culprits"])
     return Cause(
@@ -178,7 +184,7 @@ class FailureLog:
 
 
 def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
-    """Copy the root cause's error file to the launcher's own, for who started it by `@record`."""
+    """Copy the root cause's error file to the launcher's own, for who started it as `@record`."""
     target = environ.get("TORCHELASTIC_ERROR_FILE")
     if not target or source is None:
         return

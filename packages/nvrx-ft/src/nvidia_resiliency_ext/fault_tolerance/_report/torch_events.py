@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and ends of workers for torch's event handlers, as torchrun tells them.
 
-The handlers need torch, which a thread imports when the first workers have started.
+The handlers need torch, which a thread imports when the first workers have started. Only the end
+of the job waits for it, and not for long.
 """
 
 from __future__ import annotations

@@ -230,7 +230,11 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
 
 
 def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
-    """Let each worker of `spec` find its sockets: torch's agent has no variables of one worker."""
+    """Let each worker of `spec` find its sockets: torch's agent has no variables of one worker.
+
+    So a program is started through `env`, whose words may name the local rank, and a function is
+    called through an object that sets them.
+    """
     if callable(spec.entrypoint):
         spec.entrypoint = _WithSockets(spec.entrypoint, directory, is_watched)
         return

@@ -34,8 +34,10 @@ class PipeSubprocessHandler:
         entrypoint: The program.
         args: Its arguments.
         env: Variables beside our own.
-        stdout, stderr, numa_options: Not used: there is one pipe.
+        stdout: Not used: there is one pipe.
+        stderr: Not used.
         local_rank_id: The worker's local rank.
+        numa_options: Not used.
 
     Attributes:
         local_rank_id: The worker's local rank.

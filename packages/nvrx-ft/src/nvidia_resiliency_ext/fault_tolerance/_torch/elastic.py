@@ -81,7 +81,7 @@ def plan_from_config(
 ) -> LaunchPlan:
     """Return the plan of a job that a program describes; flags and `PET_` variables do not count.
 
-    Raises ValueError, which names all that cannot be.
+    Raises ValueError, which names all that this version does not offer or that cannot be.
     """
     environment.check_one_launcher_per_node(environ)
     given: FaultToleranceConfig | None = config.fault_tol_cfg
@@ -194,7 +194,8 @@ def config_from_args(
         launcher_log_file: Where that goes.
 
     Raises:
-        ValueError: The command line is wrong, one of the two is missing, or cycle logs are.
+        ValueError: The command line or a file that it names is wrong, or of the two only one is
+            given or there are no cycle logs.
     """
     plan = plan_from_args(args, os.environ, looks_for_script=False)
     if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
@@ -259,7 +260,8 @@ def launch_agent(
     Raises:
         ValueError: The configuration asks for what this version does not offer.
         ChildFailedError: Workers failed and no restart was left (torch's class).
-        NoRestartRequested: It makes no progress, or attribution says that a restart is useless.
+        NoRestartRequested: The job makes no progress, or attribution has said that a restart is
+            useless; it must not be queued again.
         UnhealthyNodeException: This node failed its health check.
         SignalException: The launcher was asked to end (torch's class).
     """

@@ -191,7 +191,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return how many nodes have gone into a later round, without standbys.
 
-        torch's agent then joins them; a node that must stop as it lost the store learns it here.
+        torch's agent then joins them. A node that cannot reach the store any more must stop, and
+        learns it here.
 
         Raises:
             RendezvousConnectionError: the store is gone or silent.
@@ -224,7 +225,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         rendezvous host waits here for the others, 3 s at most.
 
         Raises:
-            ValueError: use `graceful`, `failure`, `attribution_stop` or `no_progress`.
+            ValueError: the reason is none of `graceful`, `failure`, `attribution_stop` and
+                `no_progress`.
         """
         if reason not in REASONS:
             raise ValueError(f"reason {reason!r}: use one of {', '.join(sorted(REASONS))}")
@@ -310,7 +312,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job, or asks for it.
 
-        The rendezvous host asks the service; the other nodes learn it from the end of the job.
+        The rendezvous host asks the service, if the parameters name one; the others learn it from
+        the end of the job.
         """
         return self._stop_requested.is_set() or (
             self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP

@@ -24,7 +24,10 @@ class RoundMember:
 
 
 def read_members(store: JobStore, round_: int) -> list[RoundMember]:
-    """Return the nodes of a closed round: those with a place by rank, then the spares."""
+    """Return the nodes of a closed round: those with a place by rank, then the spares.
+
+    It costs one operation of the store, and one more for each node.
+    """
     messages = read_messages(store, round_)
     there = arrived(messages)
     everybody: dict[str, records.Arrival] = {}

@@ -116,7 +116,8 @@ class NodeOptions:
 def node_options(params: RendezvousParameters) -> NodeOptions:
     """Return what `params` and the environment say of this node.
 
-    Raises ValueError for an unusable value, RuntimeError where Slurm tells no place of this node.
+    Raises ValueError for an unusable value (ConfigError for the token file), RuntimeError where
+    Slurm does not tell the place of this node.
     """
     token_file = params.get("rdzv_token_file")
     return NodeOptions(
@@ -130,7 +131,10 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
 
 
 def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
-    """Return what raises `UnhealthyNodeException` where this node must not join."""
+    """Return what raises `UnhealthyNodeException` where this node must not join.
+
+    Settings that are left out have the launcher's defaults; ValueError: one is unusable.
+    """
     given: dict[str, Any] = {
         name: rdzv_config_get_as_bool(conf, name)
         for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
@@ -210,7 +214,11 @@ def rules_and_node(
     min_healthy: bool = False,
     **placement: Any,
 ) -> tuple[CoordinatorRules, NodeSettings]:
-    """Return what the rendezvous host decides by, with `PlacementRules`, and what this node is."""
+    """Return what the rendezvous host decides by, and what this node is in the job.
+
+    `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`;
+    ValueError: they contradict each other.
+    """
     timeout: Timeouts = settings.timeout
     placed_by = PlacementRules(
         settings.min_nodes,
