@@ -60,7 +60,6 @@ class RefusalLog:
 class Connection:
     """A client; `pid` is the kernel's word, 0 where it cannot tell."""
 
-    number: int
     channel: Channel
     pid: int
     expiry: Timer | None = None
@@ -81,8 +80,7 @@ class Acceptor:
 
     def __post_init__(self) -> None:
         """Bind and listen; a path that cannot be bound raises ValueError or OSError."""
-        self._clients: dict[int, Connection] = {}
-        self._count = 0
+        self._clients: dict[Connection, None] = {}  # In the order in which they came.
         self._pause: Timer | None = None
         self._listener = listen(self.path)
         status = os.stat(self.path)
@@ -91,7 +89,7 @@ class Acceptor:
 
     def release(self, connection: Connection) -> None:
         """Let the caller have a client: it is read here no longer."""
-        del self._clients[connection.number]
+        del self._clients[connection]
         self.loop.unwatch(connection.channel)
         if connection.expiry is not None:
             connection.expiry.cancel()
@@ -106,7 +104,7 @@ class Acceptor:
             self._pause.cancel()
         self.loop.unwatch(self._listener)
         self._listener.close()
-        for connection in list(self._clients.values()):
+        for connection in list(self._clients):
             self.drop(connection)
         try:
             status = os.stat(self.path)
@@ -134,19 +132,18 @@ class Acceptor:
             self.on_refused(f"a connection to {self.path} was refused: {exc}")
             sock.close()
             return
-        self._count += 1
-        connection = Connection(self._count, Channel(sock, self.messages), peer.pid)
+        connection = Connection(Channel(sock, self.messages), peer.pid)
         if self.limit_s is not None:
             at = monotonic() + self.limit_s
             connection.expiry = self.loop.call_at(at, lambda: self.drop(connection))
         if len(self._clients) >= self.most:
-            oldest = next(iter(self._clients.values()))
+            oldest = next(iter(self._clients))
             self.on_refused(f"{self.path}: too many clients, dropped pid {oldest.pid}")
             self.drop(oldest)
-        self._clients[connection.number] = connection
+        self._clients[connection] = None
         self.loop.watch(connection.channel, lambda: self._read(connection))
 
     def _read(self, connection: Connection) -> None:
         self.on_received(connection, connection.channel.receive())
-        if connection.channel.is_over and connection.number in self._clients:
+        if connection.channel.is_over and connection in self._clients:
             self.drop(connection)

@@ -168,26 +168,23 @@ def infrastructure_rank(environ: _Environment, *, skip_nodename_logic: bool = Fa
 def get_log_aggregator_shard_index(num_aggregators: int) -> int:
     """Return which of `num_aggregators` first-level log servers this node sends to; 0 of none.
 
+    It follows from the node's place in the job where that is known, else from its name.
+
     Raises:
         ValueError: `num_aggregators` is negative.
     """
     if num_aggregators == 0:
         return 0
-    return log_aggregator_shard_index(num_aggregators, os.environ, os.uname().nodename)
-
-
-def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname: str) -> int:
-    """Return the log server for a node: by its place in the job where known, else by its name."""
-    if num_shards < 1:
-        raise ValueError(f"the number of log servers must be at least 1, not {num_shards}")
+    if num_aggregators < 0:
+        raise ValueError(f"the number of log servers must be at least 1, not {num_aggregators}")
     for rank_of in (_array_rank, _slurm_rank):
-        rank = rank_of(environ)
+        rank = rank_of(os.environ)
         if rank is not None:
-            return rank % num_shards
+            return rank % num_aggregators
     import hashlib
 
-    digest = hashlib.md5(hostname.encode(), usedforsecurity=False).hexdigest()
-    return int(digest, 16) % num_shards
+    digest = hashlib.md5(os.uname().nodename.encode(), usedforsecurity=False).hexdigest()
+    return int(digest, 16) % num_aggregators
 
 
 def nodes_per_array_task(environ: _Environment) -> int:

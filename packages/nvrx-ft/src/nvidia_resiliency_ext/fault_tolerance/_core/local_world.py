@@ -23,7 +23,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str = "/") -> int:
     """Return what `determine_local_world_size` does, for a given environment and file tree."""
     if nproc_per_node == "cpu":
-        return count_cpus()
+        return len(os.sched_getaffinity(0))
     if nproc_per_node in ("gpu", "auto"):
         gpus = count_gpus(environ, root)
         if gpus == 0 and nproc_per_node == "gpu":
@@ -31,7 +31,7 @@ def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str 
                 "--nproc-per-node gpu: no GPU is visible here; check /dev/nvidia* and "
                 "CUDA_VISIBLE_DEVICES, or give a number"
             )
-        return gpus or count_cpus()
+        return gpus or len(os.sched_getaffinity(0))
     try:
         count = int(nproc_per_node)
     except ValueError:
@@ -42,11 +42,6 @@ def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str 
             f"{MOST_WORKERS}, cpu, gpu or auto"
         )
     return count
-
-
-def count_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
@@ -139,8 +134,6 @@ def _group_bytes(paths: tuple[str, str]) -> int | None:
     return max(0, limit - used)
 
 
-_STAT = "/proc/stat"
-
 # Columns of a processor's line after its name: user nice system idle iowait ...
 _IDLE_COLUMNS = slice(3, 5)
 _COUNTED_COLUMNS = 8  # guest time, behind them, is part of user time
@@ -150,7 +143,7 @@ class IdleMeter:
     """Counts idle processors between one question and the next."""
 
     def __init__(
-        self, cores: frozenset[int] | None = None, stat: str | os.PathLike[str] = _STAT
+        self, cores: frozenset[int] | None = None, stat: str | os.PathLike[str] = "/proc/stat"
     ) -> None:
         self._cores = frozenset(os.sched_getaffinity(0)) if cores is None else cores
         self._stat = stat
