@@ -99,7 +99,7 @@ class NodeAgent:
         self._is_unfit = False
         self._perform: dict[type, Callable[..., None]] = {
             machine.Join: self._join,
-            machine.StartWorkers: self._start_workers,
+            machine.RoundReady: self._start_workers,
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
@@ -350,7 +350,7 @@ class NodeAgent:
         elif self._node.phase is machine.Phase.JOINING:  # It may have ended meanwhile.
             self.rendezvous.join(cycle)
 
-    def _start_workers(self, effect: machine.StartWorkers) -> None:
+    def _start_workers(self, effect: machine.RoundReady) -> None:
         assignment = self._assignment = effect.assignment
         if self._budget is not None:
             now = self.clock.monotonic()

@@ -73,7 +73,7 @@ def _start(node: Node, event: machine.RoundReady) -> Decision:
         group_world_size=event.assignment.group_world_size,
         leaving=node.leaving if node.must_go else None,
     )
-    return started, (machine.StartWorkers(event.assignment),)
+    return started, (event,)
 
 
 def _over_without_workers(node: Node, event: machine.RoundClosed) -> Decision:

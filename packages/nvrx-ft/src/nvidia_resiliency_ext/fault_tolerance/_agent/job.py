@@ -329,10 +329,6 @@ class Job:
             at = self.clock.monotonic() + wait_s
             self._next_look = self.loop.call_at(at, self._look_at_output)
 
-    def first_step(self, local_rank: int, at: float) -> None:
-        self.reporter.first_step(local_rank, at)
-        self.prewarm.good_step()
-
     def post(self, event: machine.Event) -> None:
         self.agent.post(event)
 

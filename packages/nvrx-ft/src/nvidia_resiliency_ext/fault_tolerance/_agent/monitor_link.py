@@ -239,7 +239,8 @@ class SharedMonitor:
     def _handle_message(self, message: object) -> None:
         if isinstance(message, messages.FirstStep):
             self.unwatched_after_s = None
-            self.job.first_step(message.local_rank, message.t)
+            self.job.reporter.first_step(message.local_rank, message.t)
+            self.job.prewarm.good_step()
         elif isinstance(message, messages.RankJoined):
             self._has_client = True
             if not self.needs_heartbeats:

@@ -117,7 +117,7 @@ class _Caused:
 
 @dataclass(frozen=True, slots=True)
 class RoundReady:
-    """Rendezvous is complete; `local_ranks` are to be started here."""
+    """Rendezvous is complete; as an effect: start the workers with these local ranks."""
 
     assignment: Assignment
     local_ranks: tuple[int, ...]
@@ -273,13 +273,6 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class StartWorkers:
-    """Start the workers of this round."""
-
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
 class StopWorkers:
     """Send `signum` to each worker's group; SIGKILL what is left after `grace_s`."""
 
@@ -340,7 +333,7 @@ class Finish:
 
 
 Effect = (
-    Join | StartWorkers | StopWorkers | KillWorkers | ReportFault | OpenNextRound
+    Join | RoundReady | StopWorkers | KillWorkers | ReportFault | OpenNextRound
     | CloseRendezvous | ReportSuccess | ReportBroken | LeaveRendezvous | Finish
     | Preempted | RoundLeaves | RanksHeld | SaveAgreed
 )  # fmt: skip
