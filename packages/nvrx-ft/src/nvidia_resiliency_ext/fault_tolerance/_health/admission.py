@@ -195,28 +195,26 @@ def get_node_health_check() -> NodeHealthCheck | None:
     return _service
 
 
+@dataclass(eq=False)
 class GpuMemory:
     """How much memory of this node's workers' GPUs is in use. It may block; one thread only.
 
     A process that was killed gives it back a little later: new workers would run out of it before.
     """
 
-    def __init__(
-        self, nproc: int, environ: Mapping[str, str], config: FaultToleranceConfig
-    ) -> None:
-        self._nproc = nproc
-        self._environ = environ
-        self._config = config
-        self._is_silent = False
+    nproc: int
+    environ: Mapping[str, str]
+    config: FaultToleranceConfig
+    is_unknown: bool = False  # That was said.
 
     def ranks(self) -> Sequence[int]:
         """Return the local ranks that have a GPU."""
         if not has_gpu_driver():
             return ()
         present = len(health_check.PynvmlMixin().get_gpu_pci_mapping())
-        if present == 0 and count_gpus(self._environ):
+        if present == 0 and count_gpus(self.environ):
             self._say_unknown("the driver does not tell which GPUs there are")
-        return range(min(self._nproc, count_visible(self._environ, present)))
+        return range(min(self.nproc, count_visible(self.environ, present)))
 
     def used_mb(self, ranks: Sequence[int]) -> dict[int, float] | None:
         """Return the megabytes in use by local rank, or None when the driver does not say."""
@@ -232,13 +230,13 @@ class GpuMemory:
         return used
 
     def _say_unknown(self, why: str) -> None:
-        if not self._is_silent:
-            self._is_silent = True
+        if not self.is_unknown:
+            self.is_unknown = True
             logger.warning("restarts do not wait for GPU memory, it is unknown: %s", why)
 
     def wait(self, clock: Clock, stopped: threading.Event) -> float | None:
         """Wait until the memory is free; return the seconds, None where there is no such memory."""
-        config, ranks = self._config, self.ranks()
+        config, ranks = self.config, self.ranks()
         if not ranks:
             return None
         began = clock.monotonic()

@@ -51,13 +51,6 @@ def token_file(environ: Mapping[str, str], job_token_file: str | None, run_dir: 
     return TokenFile(given, True) if given else TokenFile(os.path.join(run_dir, _NAME), False)
 
 
-def make_token(path: str) -> str:
-    """Make a token, put it into a file and return it."""
-    token = os.urandom(_TOKEN_BYTES).hex()
-    write_token(path, token)
-    return token
-
-
 def write_token(path: str, token: str) -> None:
     """Put a token into a file that only we may read."""
     atomic_write(path, token.encode())
@@ -120,7 +113,10 @@ class CoordinatorServices:
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
         token = token_file(self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.run_dir)
-        self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
+        self.log_token = IN_A_FILE
+        if not token.is_given:
+            self.log_token = os.urandom(_TOKEN_BYTES).hex()
+            write_token(token.path, self.log_token)
         if self.is_shared and not token.is_given:
             logger.info(
                 "the log server's token goes through the rendezvous, which guards against mistakes "
