@@ -114,7 +114,7 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
         stop.set()
         raise StoreLostError("it does not answer")
 
-    monkeypatch.setattr(many_nodes, "connect", connect)
+    monkeypatch.setattr(many_nodes.stores, "connect", connect)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         host, port = mute.getsockname()
         endpoint = many_nodes.StoreEndpoint(host, port, None)
@@ -124,7 +124,7 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
             with pytest.raises(StoreLostError, match=f"{port}, tried for {wait_s:g} s: it does"):
                 way(lambda: None)
     short_s, long_s = given
-    assert 0 < short_s <= 5.0 < long_s == many_nodes.CALL_TIMEOUT_S
+    assert 0 < short_s <= 5.0 < long_s == many_nodes.stores.CALL_TIMEOUT_S
 
 
 def test_a_mistyped_key_of_the_rendezvous_is_told_of(folder):

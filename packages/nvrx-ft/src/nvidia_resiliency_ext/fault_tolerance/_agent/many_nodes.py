@@ -21,25 +21,14 @@ from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    DEFAULT_PORT,
-    LONGEST_PAUSE_S,
-    claim,
-    read_token,
-    wait_until_reachable,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    CALL_TIMEOUT_S,
-    JobStore,
-    NoJobError,
-    connect,
-)
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -121,8 +110,8 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
         is_host = rdzv_utils.rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
-    port = port or DEFAULT_PORT
-    listener = claim(host, port, is_host)
+    port = port or endpoints.DEFAULT_PORT
+    listener = endpoints.claim(host, port, is_host)
     served_at = "" if listener is None else str(listener.getsockname()[0])
     return StoreEndpoint(host, port, listener, served_at)
 
@@ -200,7 +189,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     plan, environ, services = job.plan, job.environ, job.services
     rules, config = rules_of(plan, environ), plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
-    secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
+    secret = endpoints.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
     node, prefix = node_identity(addr), keys.prefix(plan.run_id)
     host: CoordinatorThread | None = None
@@ -266,7 +255,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, job.clock, stop)
     connector.begin = lambda store: _fetch_log_token(store, job.cycles, wait_s)
 
-    def connect_when_ready(refused: Callable[[], None]) -> JobStore:
+    def connect_when_ready(refused: Callable[[], None]) -> stores.JobStore:
         # Asked before the first lease, which it would keep waiting.
         settings.domain()
         return connector(refused)
@@ -285,24 +274,25 @@ class StoreConnector:
     lease_s: float
     clock: Clock
     stop: threading.Event  # Ends the waiting.
-    patience_s: float = CALL_TIMEOUT_S  # For the first answer.
-    begin: Callable[[JobStore], None] = lambda _: None  # Done there first.
+    patience_s: float = stores.CALL_TIMEOUT_S  # For the first answer.
+    begin: Callable[[stores.JobStore], None] = lambda _: None  # Done there first.
 
-    def __call__(self, refused: Callable[[], None]) -> JobStore:
+    def __call__(self, refused: Callable[[], None]) -> stores.JobStore:
         """Connect within `timeout_s`; `refused`: see `wait_until_reachable`."""
         patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, self.lease_s)
         at = (self.endpoint.host, self.endpoint.port)
-        longest_s = min(LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * self.lease_s)
+        longest_s = min(endpoints.LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * self.lease_s)
         deadline = self.clock.monotonic() + self.timeout_s
         has_warned = False
         while True:
             left_s = deadline - self.clock.monotonic()
-            wait_until_reachable(
+            endpoints.wait_until_reachable(
                 *at, left_s, self.clock, self.stop, refused, longest_pause_s=longest_s
             )
             began, limit_s = self.clock.monotonic(), max(1.0, left_s)
             try:
-                store = connect(*at, self.prefix, self.secret, limit_s, min(patience_s, limit_s))
+                answer_s = min(patience_s, limit_s)
+                store = stores.connect(*at, self.prefix, self.secret, limit_s, answer_s)
                 self.begin(store)
             except StoreLostError as error:
                 now = self.clock.monotonic()
@@ -317,7 +307,7 @@ class StoreConnector:
                 # Whoever listened was not ready, or was a store that is just ending.
                 if left_s >= RETRY_S and not self.stop.wait(RETRY_S):
                     continue
-                if isinstance(error, NoJobError):
+                if isinstance(error, stores.NoJobError):
                     raise
                 raise StoreLostError(
                     f"--rdzv-endpoint {self.endpoint.address}, tried for {self.timeout_s:g} s:"
@@ -326,7 +316,7 @@ class StoreConnector:
             return store
 
 
-def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
+def _fetch_log_token(store: stores.JobStore, records: CycleRecords, wait_s: float) -> None:
     """Fetch what the host says of log servers, before it decides anything.
 
     Always read: who has another secret is refused by it before it writes anything itself.

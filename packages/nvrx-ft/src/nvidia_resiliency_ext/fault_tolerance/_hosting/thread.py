@@ -13,15 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    JobStore,
-    agree_on_secret,
-    connect,
-    serve,
-)
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 if TYPE_CHECKING:
@@ -47,13 +42,14 @@ def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
     nodes: int,
     timeout_s: float,
     says: Mapping[str, str],
-) -> Iterator[JobStore]:
+) -> Iterator[stores.JobStore]:
     """Serve a job's store on `listener`, and connect to it within `timeout_s`.
 
     Without a `secret` for digests one is made, and left in the store; `says` stands there first.
     """
-    server = serve(listener, host, nodes)
-    own = connect(host, port, prefix, secret or agree_on_secret(server, prefix), timeout_s)
+    server = stores.serve(listener, host, nodes)
+    secret = secret or stores.agree_on_secret(server, prefix)
+    own = stores.connect(host, port, prefix, secret, timeout_s)
     try:
         own.put_all(says)
         yield own
@@ -67,9 +63,9 @@ class CoordinatorThread(threading.Thread):
     """Decides the job's rounds; it ends, and the store with it, when the job is over for all."""
 
     # Gives the job's store for as long as it is needed; used in the thread.
-    store: Callable[[], AbstractContextManager[JobStore]]
+    store: Callable[[], AbstractContextManager[stores.JobStore]]
     # Returns what decisions go by, once that is known; None: nothing will be decided.
-    rules: Callable[[JobStore, threading.Event], CoordinatorRules | None]
+    rules: Callable[[stores.JobStore, threading.Event], CoordinatorRules | None]
     _: KW_ONLY
     me: str  # Signs the decisions.
     clock: Clock
