@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,8 +20,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClient
 from . import slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
 
@@ -64,14 +63,6 @@ class HotPath:
     A heartbeat takes no lock; beats of several threads at once can at worst miscount an interval.
     """
 
-    _heartbeat_last: int
-    _heartbeat_count: int
-    _heartbeat_longest: int
-    _outside_since: int
-    _outside_longest: int
-    _never_opened: set[int]
-    _save_calls: int
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._words: memoryview | None = None
@@ -79,6 +70,23 @@ class HotPath:
         self._index: dict[str, int] = {}
         self._unwatched: set[str] = set()
         self._reset_figures(0)
+
+    def _reset_figures(self, now: int) -> None:
+        self._heartbeat_first = 0
+        self._heartbeat_last = 0
+        self._heartbeat_count = 0
+        self._heartbeat_longest = 0
+        self._open: dict[str, int] = {}
+        self._longest: dict[str, int] = {}
+        self._outside_since = now
+        self._outside_longest = -1
+        self._has_closed = False
+        self._steps = 0
+        self._save_calls = 0
+        self._step_at = self._index.get(slot.STEP, 0)
+        self._never_opened = set(self._index.values())
+        self._is_first_step_due = True
+        self._has_shown_life = False
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat of this rank.
@@ -259,23 +267,6 @@ class HotPath:
 
     def _stop(self) -> None:
         self._words = None
-
-    def _reset_figures(self, now: int) -> None:
-        self._heartbeat_first = 0
-        self._heartbeat_last = 0
-        self._heartbeat_count = 0
-        self._heartbeat_longest = 0
-        self._open: dict[str, int] = {}
-        self._longest: dict[str, int] = {}
-        self._outside_since = now
-        self._outside_longest = -1
-        self._has_closed = False
-        self._steps = 0
-        self._save_calls = 0
-        self._step_at = self._index.get(slot.STEP, 0)
-        self._never_opened = set(self._index.values())
-        self._is_first_step_due = True
-        self._has_shown_life = False
 
     def _close(self, words: memoryview, section: str, at: int, now: int) -> None:
         opened = self._open
