@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -25,10 +26,6 @@ from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from .messages import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
 from .slot import SlotError, SlotLayout, SlotMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
 
 SWEEP_LIMIT_S = 1.5
 QUIET_SCANS = 2

@@ -7,18 +7,15 @@ import dataclasses
 import logging
 import os
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from .slot import SlotView
-
+from .slot import SlotView
 
 logger = logging.getLogger("nvrx")
 
@@ -86,8 +83,7 @@ _RULES = {
 }
 MAX_RANKS = 16
 _NOT_OF_STATE = frozenset({"activity", "progress", "stacks"})
-HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
-"""Rules that a rank breaks through no fault of its own."""
+HEALTH_RULES = frozenset({"gpu_health", "nic_health"})  # Broken through no fault of the rank.
 
 
 def plain_states(

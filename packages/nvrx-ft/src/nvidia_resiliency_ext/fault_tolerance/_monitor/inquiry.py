@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from functools import partial
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -13,23 +14,17 @@ from nvidia_resiliency_ext.shared_utils import hang_culprit, rank_activity
 from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding, RankState
 
 from . import messages
-from .hang_report import HEALTH_RULES, describe, plain_states
-from .session import SAVE_LIMIT_S
+from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
+from .session import SAVE_LIMIT_S, RankSession
+from .timeout_rules import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from .hang_report import Evidence
     from .server import MonitorServer
-    from .session import RankSession
-    from .timeout_rules import Verdict
-
 
 logger = logging.getLogger("nvrx")
 
 MAX_SHOWN_ERROR = 200
-HOLD_S = 5.0
-"""How long nobody is ended while the nodes compare what their ranks do."""
+HOLD_S = 5.0  # How long nobody is ended while the nodes compare what their ranks do.
 
 
 class Inquiry:

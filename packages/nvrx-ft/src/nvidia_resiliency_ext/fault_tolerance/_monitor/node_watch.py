@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from nvidia_resiliency_ext.shared_utils.health_check import (
         GPUHealthCheck,
         HealthResult,

@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, Connection, RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import messages
@@ -17,7 +17,6 @@ from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotVie
 from .timeout_rules import Verdict
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Connection
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RankMonitorStateMachine,
         RestarterEventLogger,
@@ -45,8 +44,7 @@ class RestartLines:
 
             self._machine = RankMonitorStateMachine(restarter)
         self._interval_s = interval_s
-        self.next_check: float | None = None
-        """When `check` is due, on the monotonic clock."""
+        self.next_check: float | None = None  # When `check` is due (monotonic s).
 
     def alive(self) -> None:
         """Record the rank's first sign of life in a session."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -19,17 +21,12 @@ from .hang_report import HEALTH_RULES, cause_kind, found_in_words
 from .inquiry import Inquiry
 from .node_watch import NodeWatch
 from .port import RankPort, RestartLines
+from .session import RankSession
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Mapping, Sequence
-
     from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
         RestarterEventLogger,
     )
-
-    from .session import RankSession
-
 
 logger = logging.getLogger("nvrx")
 

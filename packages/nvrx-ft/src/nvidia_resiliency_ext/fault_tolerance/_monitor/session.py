@@ -12,27 +12,22 @@ from enum import Enum
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.rank_activity import inspect_kernel
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from . import messages
 from .hang_report import Evidence, can_dump, save_evidence
-from .slot import SAVE_ASKED
-from .timeout_rules import change_limits, evaluate, next_look
+from .slot import SAVE_ASKED, SlotView
+from .timeout_rules import Verdict, change_limits, evaluate, next_look
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.children import PidHandle
-    from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
-
     from .port import RankPort
-    from .slot import SlotView
-    from .timeout_rules import Verdict
-
 
 logger = logging.getLogger("nvrx")
 
 MAX_STACKS_BYTES = 1 << 20
-SECOND_LOOK_S = 0.002
-"""Pause before the second look; long enough for any store to become visible everywhere."""
+SECOND_LOOK_S = 0.002  # Long enough for any store to become visible everywhere.
 FROZEN_S = 1.0
 """A monitor that wakes this late was itself frozen, and so, probably, were the ranks: the second
 look then waits as long, so that thawing ranks can show that they live."""

@@ -16,11 +16,8 @@ from dataclasses import dataclass, field
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import SEALS, shared_memory
 
-STEP = "step"
-"""The section whose first end shows that training goes on."""
-
-MAGIC = 0x4E56_5258_0000_0002
-"""Identifies a slot and the version of this layout."""
+STEP = "step"  # The section whose first end shows that training goes on.
+MAGIC = 0x4E56_5258_0000_0002  # Identifies a slot and the version of this layout.
 
 W_MAGIC = 0
 W_SESSION_ID = 1
@@ -40,8 +37,7 @@ W_SAVE = 13
 HEADER_WORDS = 14
 
 WORD_BYTES = 8
-NO_ITERATION = -1
-"""Value of the iteration words while the rank has not reported an iteration."""
+NO_ITERATION = -1  # Value of the iteration words while the rank has not reported an iteration.
 
 SAVE_ASKED = -1
 """Value of `W_SAVE` while it is being agreed at which call ranks save: a number of 1 or more."""

@@ -15,20 +15,14 @@ only while a session is open:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .slot import STEP
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping
-
-    from .slot import SlotView
-
+from .slot import STEP, SlotView
 
 WARMUP = "warmup"
-MIN_SLEEP_S = 0.01
-"""Shortest pause between two looks, so that a timeout of zero cannot spin the monitor."""
+MIN_SLEEP_S = 0.01  # So that a timeout of zero cannot spin the monitor.
 _INITIAL = "initial_rank_heartbeat_timeout"
 _HEARTBEAT = "rank_heartbeat_timeout"
 _SECTIONS = "rank_section_timeouts"

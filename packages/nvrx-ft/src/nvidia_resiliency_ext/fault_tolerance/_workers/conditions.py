@@ -7,13 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-if TYPE_CHECKING:
-    from .command import WorkerCommand
+from .command import WorkerCommand
 
 # Variables that are read at import, as the start-up hook of a prewarmed worker takes them.
 WATCH_LIST: Mapping[str, tuple[str, ...]] = {

@@ -31,10 +31,8 @@ import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 logger = logging.getLogger("nvrx")
 

@@ -16,17 +16,15 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import rights
 
+from .command import WorkerCommand
 from .conditions import DEFAULT_IMPORTS, WATCH_LIST, with_optional
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 
 logger = logging.getLogger("nvrx")
 
