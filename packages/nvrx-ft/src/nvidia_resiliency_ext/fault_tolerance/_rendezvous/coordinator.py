@@ -24,18 +24,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nvidia_resiliency_ext.fault_tolerance._core import errors
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.machine import agreed_call
-from nvidia_resiliency_ext.shared_utils.hang_culprit import (
-    Confidence,
-    Finding,
-    describe,
-    find_culprit,
-)
+from nvidia_resiliency_ext.shared_utils import hang_culprit
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 from . import restarts
@@ -47,8 +39,7 @@ from .restarts import BlameRules, Budget, Failures, is_named
 # A node that dies between its two writes delays a round by no more than this.
 LOOK_AGAIN_S = 1.0
 LAST_CALL_LOOK_S = 0.1
-HANG_ANSWERS_S = 3.0
-"""How long nodes are waited for that do not say what their ranks do."""
+HANG_ANSWERS_S = 3.0  # How long nodes are waited for that do not say what their ranks do.
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
 
@@ -212,7 +203,10 @@ def place_all(
 
     Raises PlacementError: these nodes cannot work together.
     """
-    rules, bad_groups = view.rules.placement, unhealthy_groups(view.messages)
+    rules = view.rules.placement
+    bad = {n.node for n in view.messages if n.kind is Kind.UNHEALTHY}
+    groups = (n.arrival.group for n in view.messages if n.arrival and n.node in bad)
+    bad_groups = frozenset(group for group in groups if group is not None)
     candidates = list(there.values())
     result = place(candidates, rules, bad_groups)
     if isinstance(result, NotEnough):
@@ -239,14 +233,6 @@ def place_all(
     return result
 
 
-def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    bad = {message.node for message in messages if message.kind is Kind.UNHEALTHY}
-    groups = (
-        message.arrival.group for message in messages if message.arrival and message.node in bad
-    )
-    return frozenset(group for group in groups if group is not None)
-
-
 def _last_call(view: View, result: Placement, late: list[str], absent: list[Arrival]) -> str:
     """Return for whom the round is kept open although there are enough nodes, or ''."""
     placement = view.rules.placement
@@ -269,7 +255,7 @@ def _while_closed(view: View) -> Decision:
             return view.entry.opened(view.me, drained)
         if view.entry.save_at and may_have_more_nodes(rules, memory, now):
             return Wait(now + LAST_CALL_LOOK_S, "spares may come back")
-        return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
+        return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_GRACEFUL)
     broken = [member for member in memory.active if states[member.node] in _BROKEN]
     if not broken:
         patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
@@ -277,14 +263,14 @@ def _while_closed(view: View) -> Decision:
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
         if healthy == 0 and done >= rules.placement.min_nodes:
-            return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
+            return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_GRACEFUL)
         if healthy + done >= rules.placement.min_nodes:
             return Wait(now + rules.lease_s / 4)
     causes = (n.cause for n in messages if n.cause is not None and states.get(n.node) in _BROKEN)
     cause = next(causes, None) or _lost(broken[0])
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
         return view.entry.opened(view.me, cause)
-    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)
+    return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_FAILURE, cause)
 
 
 def _hang(view: View) -> Entry | None:
@@ -297,19 +283,20 @@ def _hang(view: View) -> Entry | None:
     if complaint is None or view.entry.hang == HangStage.EVALUATED:
         return None
     states = [state for message in reports.values() for state in message.ranks]
-    finding = find_culprit(states, view.entry.world_size)
+    finding = hang_culprit.find_culprit(states, view.entry.world_size)
     silent = [m.host for m in view.memory.active if m.node not in reports]
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
-    if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
+    if silent and not is_over and finding.confidence is not hang_culprit.Confidence.CERTAIN:
         return None if view.entry.hang else view.entry.again(view.me, hang=HangStage.ASKED)
     cause = _hang_cause(finding, complaint, silent)
     return view.entry.again(view.me, hang=HangStage.EVALUATED, cause=cause)
 
 
-def _hang_cause(finding: Finding, complaint: Cause, silent: Sequence[str]) -> Cause:
+def _hang_cause(finding: hang_culprit.Finding, complaint: Cause, silent: Sequence[str]) -> Cause:
     """Return why a round ends in which a rank broke a limit; its `detail` has `limit_words`."""
-    what = f"{describe(finding)} ({complaint.detail.get('limit_words', complaint.what)})"
-    if silent and finding.confidence is not Confidence.CERTAIN:
+    broken = complaint.detail.get("limit_words", complaint.what)
+    what = f"{hang_culprit.describe(finding)} ({broken})"
+    if silent and finding.confidence is not hang_culprit.Confidence.CERTAIN:
         what += f"; no answer from {', '.join(silent)}"
     culprit = finding.culprits[0] if finding.culprits else None
     has_failed = culprit is not None and culprit.activity is Activity.FAILED
@@ -403,4 +390,4 @@ def _lost(member: Arrival) -> Cause:
 
 def _failure(view: View, kind: str, what: str) -> Entry:
     cause = Cause(kind, what, detected_by="rendezvous")
-    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)
+    return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_FAILURE, cause)

@@ -17,20 +17,10 @@ from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from . import agreement, coordinator, keys, restarts
+from . import agreement, coordinator, keys, records, restarts
 from .log import DecisionLog, ResumeState, resume_state_from
 from .placement import Placement, check_texts, summary
-from .records import (
-    Arrival,
-    Entry,
-    ForeignValueError,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    decode,
-    encode,
-)
+from .records import Arrival, Entry, ForeignValueError, Kind, NodeMessage, Phase, RankAssignment
 from .restarts import Denylist, is_named
 from .store import JobStore
 
@@ -263,7 +253,9 @@ class Coordinator:
         old, opened_at = state.entry, list(self._opened_at)
         # First: a node that comes back once more finds there that it was counted.
         places = {n.node: n.assignment for n in state.members if n.assignment is not None}
-        self.store.put_all({keys.assignment(n): encode(place) for n, place in places.items()})
+        self.store.put_all(
+            {keys.assignment(n): records.encode(place) for n, place in places.items()}
+        )
         own = self.entry
         closed = dataclasses.replace(
             old,
@@ -316,7 +308,7 @@ class Coordinator:
             self._record_wait(decision, now)
             for message in coordinator.losses(view):
                 # The others cannot see leases, and may want to know.
-                self.store.append_line(keys.messages(self.entry.round), encode(message))
+                self.store.append_line(keys.messages(self.entry.round), records.encode(message))
         return decision
 
     def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
@@ -350,7 +342,7 @@ class Coordinator:
         off = agreement.off_by(self._clocks)
         self.store.put_all(
             {
-                keys.assignment(one.node): encode(
+                keys.assignment(one.node): records.encode(
                     RankAssignment(entry.round, rank, offset, round(off.get(one.node, 0.0), 3))
                 )
                 for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
@@ -401,7 +393,7 @@ class Coordinator:
         entry = dataclasses.replace(entry, restart_ages_s=tuple(round(age, 3) for age in ages))
         stands = self._log.add(entry)
         self._adopt(stands)
-        return encode(stands) == encode(entry)
+        return records.encode(stands) == records.encode(entry)
 
     def _wait_for_goodbyes(self) -> None:
         """Keep the store until all known nodes have read how the job ended, 3 s at most."""
@@ -429,7 +421,7 @@ def _keep_decisions_s(rules: coordinator.CoordinatorRules) -> float:
 
 
 def _read_message(line: str) -> NodeMessage:
-    message = decode(NodeMessage, line)
+    message = records.decode(NodeMessage, line)
     if message.arrival is not None:
         if message.arrival.node != message.node:
             raise ForeignValueError(

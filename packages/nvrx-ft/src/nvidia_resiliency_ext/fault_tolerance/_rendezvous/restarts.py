@@ -53,8 +53,7 @@ class Budget:
         return max(0, self.max_restarts - len(recent))
 
 
-Failures = Mapping[str, tuple[float, ...]]
-"""By host: when its failures were, in seconds of one monotonic clock."""
+Failures = Mapping[str, tuple[float, ...]]  # By host: when they were, on one monotonic clock.
 OF_THE_NODE = frozenset(
     {
         "killed", "exited", "exception", "hang_section", "hang_heartbeat", "node_lost",
@@ -94,18 +93,13 @@ class Denylist:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._why: Mapping[str, str] = {}
-
-    @property
-    def why(self) -> Mapping[str, str]:
-        return self._why
+        self.why: Mapping[str, str] = {}  # Replaced as a whole: who reads it holds one state.
 
     def add(self, hosts: Iterable[str], why: str) -> None:
         """Name hosts; what is known already stays as it is."""
         with self._lock:
-            new = [host for host in hosts if host not in self._why]
-            # Replaced as a whole: who reads it holds one state.
-            self._why = {**dict.fromkeys(new, why), **self._why}
+            new = [host for host in hosts if host not in self.why]
+            self.why = {**dict.fromkeys(new, why), **self.why}
 
 
 def is_named(host: str, addr: str, named: Iterable[str]) -> bool:

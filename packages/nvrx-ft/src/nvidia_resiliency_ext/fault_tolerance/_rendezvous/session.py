@@ -10,19 +10,9 @@ from typing import Any
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
 
-from . import keys
+from . import keys, records
 from .log import DecisionLog
-from .records import (
-    Arrival,
-    Entry,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    WorkerState,
-    decode,
-    encode,
-)
+from .records import Arrival, Entry, Kind, NodeMessage, Phase, RankAssignment, WorkerState
 from .store import JobStore
 
 # Messages about the round, and not about who is there.
@@ -213,7 +203,7 @@ class NodeSession:
 
     def _read_assignment(self) -> RankAssignment | None:
         text = self.store.peek(keys.assignment(self.node))
-        return None if text is None else decode(RankAssignment, text)
+        return None if text is None else records.decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
         """Return what a round that is left means for this node: nothing for a spare."""
@@ -223,9 +213,7 @@ class NodeSession:
         return self._assignment is not None and self._assignment.round == entry.round
 
     def _part_in(self, entry: Entry) -> SessionEvent:
-        if self._arrived_in != entry.round:
-            return SpareNode(entry)
-        assignment = self._read_assignment()
+        assignment = self._read_assignment() if self._arrived_in == entry.round else None
         if assignment is None or assignment.round != entry.round:
             return SpareNode(entry)
         self._assignment = assignment
@@ -242,7 +230,7 @@ class NodeSession:
         while self.entry.phase is not Phase.OVER:
             wanted = self.entry.over(self.node, reason, cause)
             self.entry = self._log.add(wanted)
-            if encode(self.entry) == encode(wanted):
+            if records.encode(self.entry) == records.encode(wanted):
                 self._ended_at = wanted.seq
         self.notify()
 
@@ -278,7 +266,7 @@ class NodeSession:
         if message.kind in _OF_THE_END:
             # First: if the store is gone, the next one has to know.
             self._left = message
-        self.store.append_line(keys.messages(round_), encode(message))
+        self.store.append_line(keys.messages(round_), records.encode(message))
         if message.kind in _OF_A_ROUND:
             if round_ != self._said_in:
                 self._said_in, self._said = round_, {}

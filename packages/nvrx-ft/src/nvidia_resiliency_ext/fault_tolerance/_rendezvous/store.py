@@ -142,7 +142,10 @@ class JobStore:
         except (OSError, RuntimeError) as error:
             # The network's own timeouts use the same words as torch, but come at other times.
             is_late = time.monotonic() - began >= limit_s - _CLOCK_STEP_S
-            if is_late and isinstance(error, RuntimeError) and _is_timeout(error):
+            # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
+            text = str(error).lower()
+            is_timeout = "timeout" in text or "timed out" in text
+            if is_late and is_timeout and isinstance(error, RuntimeError):
                 return False
             raise StoreLostError(_first_line(error)) from None
         return True
@@ -382,12 +385,6 @@ def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except (RuntimeError, ValueError, OSError) as error:
         # torch: DistNetworkError, DistStoreError and others, all of them RuntimeError.
         raise StoreLostError(_first_line(error)) from None
-
-
-def _is_timeout(error: Exception) -> bool:
-    # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
-    text = str(error).lower()
-    return "timeout" in text or "timed out" in text
 
 
 def _at(client: Any) -> str:
