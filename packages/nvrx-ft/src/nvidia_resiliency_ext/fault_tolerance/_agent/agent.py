@@ -131,7 +131,6 @@ class NodeAgent:
         self._exits.append((local_rank, status, self.clock.wall()))
 
     def rank_stuck(self, local_rank: int, why: str) -> None:
-        """Record that the monitor cannot end a hung rank."""
         rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
         what = f"rank {rank} on host {self.host} survived SIGKILL: {why}"
         cause = Cause("unhealthy", what, rank, local_rank, self.host, detected_by="monitor")
@@ -148,7 +147,6 @@ class NodeAgent:
         self.rendezvous.hung(states_of(ranks), complaint)
 
     def run(self) -> Result:
-        """Run cycles until the job is over here."""
         self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
         self._join(machine.Join(0, None))
         while self._finish is None:

@@ -180,7 +180,6 @@ class Job:
         return endpoint
 
     def _build_services(self, address: str) -> CoordinatorServices | None:
-        """Start what this node runs for the whole job, if it is the one that does."""
         if not self._is_store_host:
             return None
         services = CoordinatorServices(
@@ -336,7 +335,6 @@ class Job:
         return self.agent.workers.running_pids
 
     def run(self) -> Result:
-        """Run the job to its end and return how it ended here."""
         plan = self.plan
         try:
             self.reporter.job_started(

@@ -79,12 +79,10 @@ class StoreEndpoint:
 
     @property
     def is_here(self) -> bool:
-        """Whether this launcher serves the store."""
         return self.listener is not None
 
     @property
     def address(self) -> str:
-        """Where the store is, as `host:port`."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property

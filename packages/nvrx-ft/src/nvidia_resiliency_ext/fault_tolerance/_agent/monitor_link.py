@@ -166,7 +166,6 @@ class SharedMonitor:
         return self._hang
 
     def last_iteration(self) -> int | None:
-        """Return the highest iteration that any local rank has reported in this cycle."""
         views = (self._view(index) for index in range(len(self._handle.slots)))
         iterations = (view.iteration for view in views if view is not None)
         return max((iteration for iteration in iterations if iteration is not None), default=None)
@@ -183,7 +182,6 @@ class SharedMonitor:
 
     @property
     def is_save_acknowledged(self) -> bool:
-        """Whether the slots hold it."""
         return self._acknowledged_word == self._save_word
 
     def save_calls(self) -> dict[int, int]:
@@ -364,7 +362,6 @@ class MonitorPerRank:
         return all(monitor.is_save_acknowledged for monitor in self._monitors)
 
     def save_calls(self) -> dict[int, int]:
-        """Return how often each local rank has called `should_checkpoint`."""
         return {
             rank: calls
             for rank, monitor in enumerate(self._monitors)

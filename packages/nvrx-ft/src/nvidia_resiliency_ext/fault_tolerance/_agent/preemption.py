@@ -129,7 +129,6 @@ class PreemptionController:
         self.acknowledged()
 
     def release(self, at: int) -> None:
-        """Tell the ranks at which call they save."""
         if self._has_word:
             logger.info("all ranks save at call %d of should_checkpoint", at)
             self._job.monitor.save(at)

@@ -28,7 +28,6 @@ class RoundPorts:
 
     @property
     def offered(self) -> int:
-        """The port for the next round."""
         return self._offered.port
 
     def take(self) -> None:
@@ -38,7 +37,6 @@ class RoundPorts:
             self._in_use, self._offered = self._offered, PortReservation()
 
     def end_round(self) -> None:
-        """Give the port of the last round back."""
         if self._in_use is not None:
             self._in_use.release()
             self._in_use = None

@@ -172,11 +172,8 @@ class CycleRecords:
                 if self._funnel is not None:
                     self._funnel.try_again()
             return
-        # Who has sent lines to a server goes on waiting for it.
-        if first:
-            self._write_files_instead(said)
-
-    def _write_files_instead(self, said: str | None) -> None:
+        if not first:
+            return  # Who has sent lines to a server goes on waiting for it.
         why = "the rendezvous host runs no log server"
         if said == services.IN_A_FILE:
             why = (
@@ -188,7 +185,6 @@ class CycleRecords:
             self._funnel.write_files_instead()
 
     def begin(self, assignment: Assignment) -> None:
-        """Record that the workers of a cycle are about to start on this node."""
         if self._logs is not None:
             self._logs.begin_cycle(assignment.cycle, assignment.world_size)
 

@@ -9,13 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nvidia_resiliency_ext.fault_tolerance import rdzv_utils
-from nvidia_resiliency_ext.fault_tolerance._config import syntax
+from nvidia_resiliency_ext.fault_tolerance._config import settings, syntax
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
-from nvidia_resiliency_ext.fault_tolerance._config.settings import (
-    FaultToleranceConfig,
-    layers_from_args,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment, log_plan, plan
@@ -64,8 +60,6 @@ CONTROL_FLAGS: tuple[Flag, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlan:
-    """What a control plane needs."""
-
     host: str  # Where the store is served, as launchers reach it.
     port: int
     run_id: str
@@ -92,7 +86,6 @@ class _ControlParser(FlagParser):
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = _ControlParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --nnodes N --rdzv-endpoint HOST:PORT [options]",
@@ -111,7 +104,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
     host, port = syntax.parse_endpoint(args.rdzv_endpoint)
     if port is None or port == 0:
         raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: a port is needed, HOST:PORT")
-    layers = layers_from_args(args)
+    layers = settings.layers_from_args(args)
     problems = [*layers.problems, *log_plan.server_problems(args, environ)]
     if args.rdzv_backend != "c10d":
         problems.append(f"--rdzv-backend {args.rdzv_backend}: {PROGRAM} takes c10d only")
@@ -148,7 +141,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
 
 
 def _settings(
-    args: argparse.Namespace, config: FaultToleranceConfig, is_lease_given: bool
+    args: argparse.Namespace, config: settings.FaultToleranceConfig, is_lease_given: bool
 ) -> dict[str, str]:
     """Return what was given here and must be alike in the launchers; the rest is theirs alone."""
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)

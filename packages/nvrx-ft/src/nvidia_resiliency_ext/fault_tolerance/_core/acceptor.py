@@ -37,7 +37,6 @@ class RefusalLog:
         self.next_check: float | None = None  # When `check` is due (monotonic s).
 
     def record(self, now: float, text: str) -> None:
-        """Take a refusal, described in `text`."""
         self.check(now)
         if self.next_check is None:
             self.next_check = now + PERIOD_S

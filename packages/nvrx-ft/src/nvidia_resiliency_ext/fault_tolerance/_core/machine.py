@@ -266,8 +266,6 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Join the rendezvous of `cycle`."""
-
     cycle: int
     cause: Cause | None
 

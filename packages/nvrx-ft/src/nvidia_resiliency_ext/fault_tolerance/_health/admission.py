@@ -51,7 +51,6 @@ _SENT_BY_OTHERS = frozenset(
 
 
 def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bool) -> int:
-    """Return how many short cycles in a row there are now."""
     if has_stepped or lived_s >= SHORT_CYCLE_S:
         return 0
     is_crash = cause.kind not in _NOT_THE_PROGRAM and cause.signal not in _SENT_BY_OTHERS
@@ -59,7 +58,6 @@ def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bo
 
 
 def delay_s(crashes: int, limit_s: float) -> float:
-    """Return how long the next start waits after so many short cycles in a row."""
     doublings = crashes - _FREE_CRASHES - 1
     if doublings < 0:
         return 0.0
@@ -208,7 +206,6 @@ class GpuMemory:
     is_unknown: bool = False  # That was said.
 
     def ranks(self) -> Sequence[int]:
-        """Return the local ranks that have a GPU."""
         if not has_gpu_driver():
             return ()
         present = len(health_check.PynvmlMixin().get_gpu_pci_mapping())

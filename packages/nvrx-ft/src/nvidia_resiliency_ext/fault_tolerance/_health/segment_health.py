@@ -48,7 +48,6 @@ class Exclusion:
 
 
 def unit_of(environ: Mapping[str, str]) -> Unit | None:
-    """Return the unit of this node, or None outside Slurm."""
     task, job = environ.get(_env.SLURM_ARRAY_TASK_ID), environ.get(_env.SLURM_ARRAY_JOB_ID)
     if not (task and job):
         task = job = environ.get(_env.SLURM_JOB_ID)

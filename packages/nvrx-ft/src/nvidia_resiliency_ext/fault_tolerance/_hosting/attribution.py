@@ -184,7 +184,6 @@ def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
 
 
 def is_installed() -> bool:
-    """Return whether the service can be started here."""
     try:
         _command()
     except AttributionMissingError:
