@@ -120,7 +120,8 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
         endpoint = many_nodes.StoreEndpoint(host, port, None)
         for wait_s in (5.0, 120.0):
             stop.clear()
-            way = many_nodes.StoreConnector(endpoint, "job/", None, wait_s, 5.0, clock, stop)
+            settings = Mock(connect_timeout_s=wait_s, lease_s=5.0)
+            way = many_nodes.StoreConnector(endpoint, "j/", None, settings, Mock(), clock, stop)
             with pytest.raises(StoreLostError, match=f"{port}, tried for {wait_s:g} s: it does"):
                 way(lambda: None)
     short_s, long_s = given

@@ -247,18 +247,9 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
         must_agree=must_agree(plan, rules),
         where=endpoint.where,
     )
-
     stop = threading.Event()
-    wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
-    connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, job.clock, stop)
-    connector.begin = lambda store: _fetch_log_token(store, job.cycles, wait_s)
-
-    def connect_when_ready(refused: Callable[[], None]) -> stores.JobStore:
-        # Asked before the first lease, which it would keep waiting.
-        settings.domain()
-        return connector(refused)
-
-    return StoreRendezvous(job, settings, connect_when_ready, host, stop)
+    connector = StoreConnector(endpoint, prefix, secret, settings, job.cycles, job.clock, stop)
+    return StoreRendezvous(job, settings, connector, host, stop)
 
 
 @dataclass(slots=True)
@@ -268,19 +259,22 @@ class StoreConnector:
     endpoint: StoreEndpoint
     prefix: str
     secret: bytes | None
-    timeout_s: float
-    lease_s: float
+    settings: NodeSettings
+    records: CycleRecords
     clock: Clock
     stop: threading.Event  # Ends the waiting.
     patience_s: float = stores.CALL_TIMEOUT_S  # For the first answer.
-    begin: Callable[[stores.JobStore], None] = lambda _: None  # Done there first.
 
     def __call__(self, refused: Callable[[], None]) -> stores.JobStore:
-        """Connect within `timeout_s`; `refused`: see `wait_until_reachable`."""
-        patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, self.lease_s)
+        """Connect within the settings' limit; `refused`: see `wait_until_reachable`."""
+        # Asked before the first lease, which it would keep waiting.
+        self.settings.domain()
+        lease_s, timeout_s = self.settings.lease_s, self.settings.connect_timeout_s
+        patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, lease_s)
         at = (self.endpoint.host, self.endpoint.port)
-        longest_s = min(endpoints.LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * self.lease_s)
-        deadline = self.clock.monotonic() + self.timeout_s
+        longest_s = min(endpoints.LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * lease_s)
+        token_wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * lease_s)
+        deadline = self.clock.monotonic() + timeout_s
         has_warned = False
         while True:
             left_s = deadline - self.clock.monotonic()
@@ -291,7 +285,7 @@ class StoreConnector:
             try:
                 answer_s = min(patience_s, limit_s)
                 store = stores.connect(*at, self.prefix, self.secret, limit_s, answer_s)
-                self.begin(store)
+                _fetch_log_token(store, self.records, token_wait_s)
             except StoreLostError as error:
                 now = self.clock.monotonic()
                 left_s = deadline - now
@@ -308,7 +302,7 @@ class StoreConnector:
                 if isinstance(error, stores.NoJobError):
                     raise
                 raise StoreLostError(
-                    f"--rdzv-endpoint {self.endpoint.address}, tried for {self.timeout_s:g} s:"
+                    f"--rdzv-endpoint {self.endpoint.address}, tried for {timeout_s:g} s:"
                     f" {error}; is that the port of the first node's launcher, and free for it?"
                 ) from None
             return store
