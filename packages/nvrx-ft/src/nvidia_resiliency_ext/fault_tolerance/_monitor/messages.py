@@ -93,8 +93,6 @@ class Leave:
 class Ready:
     """Monitor to launcher: sockets listen; the slots' descriptors come with it, in order."""
 
-    pid: int
-
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
@@ -153,8 +151,6 @@ class RankUnkillable:
     """Monitor to launcher: the process survived SIGKILL (it is in an uninterruptible call)."""
 
     local_rank: int
-    rank: int
-    pid: int
     state: str
     wchan: str
 

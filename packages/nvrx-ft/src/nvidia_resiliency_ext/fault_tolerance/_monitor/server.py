@@ -79,9 +79,7 @@ class MonitorServer:
     def announce(self) -> None:
         """Tell the launcher that ranks may connect, and begin to listen to it."""
         if self._launcher is not None:
-            self._launcher.send(
-                messages.Ready(os.getpid()), [port.memory.fd for port in self.ports]
-            )
+            self._launcher.send(messages.Ready(), [port.memory.fd for port in self.ports])
             self._watch_launcher()
 
     def run(self) -> None:

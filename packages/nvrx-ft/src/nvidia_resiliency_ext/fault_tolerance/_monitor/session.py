@@ -89,8 +89,6 @@ class RankSession:
         self._has_reported_step = False
         self._held_request: int | None = None
 
-    # Begin and end ---------------------------------------------------------------------------
-
     def open(self) -> None:
         """Hand over the slot and a pipe for stacks, and watch the rank; may raise OSError."""
         port, loop = self.port, self.port.server.loop
@@ -136,8 +134,6 @@ class RankSession:
         port.server.notify_launcher(messages.RankLeft(port.local_rank, view.iteration))
         port.lines.lost(monotonic())
         port.server.take_evidence(self)
-
-    # What the rank says ----------------------------------------------------------------------
 
     def read(self) -> None:
         channel = self.channel
@@ -189,8 +185,6 @@ class RankSession:
             port.server.notify_launcher(messages.FirstStep(port.local_rank, stepped_at))
         return view
 
-    # Limits ----------------------------------------------------------------------------------
-
     def wake(self) -> None:
         """Do what is due at `wake_at`, or because limits changed."""
         view, now = self.look(), monotonic()
@@ -228,8 +222,6 @@ class RankSession:
             return
         self.phase, self.verdict = Phase.SUSPECT, verdict
         self.wake_at = now + (FROZEN_S if is_late else SECOND_LOOK_S)
-
-    # Evidence --------------------------------------------------------------------------------
 
     @property
     def is_looked_into(self) -> bool:
@@ -305,8 +297,6 @@ class RankSession:
             self.phase, self.wake_at = Phase.RECEIVED, None
             self.port.server.take_evidence(self)
 
-    # The verdict -----------------------------------------------------------------------------
-
     @property
     def termination_signal(self) -> signal.Signals:
         return signal.Signals[self.limits["rank_termination_signal"]]
@@ -337,11 +327,10 @@ class RankSession:
             self.phase, self.wake_at = Phase.FREE, monotonic() + AFTERMATH_S
 
     def _report_unkillable(self) -> None:
-        rank, pid = self.hello.rank, self.process.pid
-        kernel = inspect_kernel(pid)
-        report = (self.port.local_rank, rank, pid, kernel.state, kernel.wchan)
-        self.port.server.notify_launcher(messages.RankUnkillable(*report))
+        kernel, local_rank = inspect_kernel(self.process.pid), self.port.local_rank
+        report = messages.RankUnkillable(local_rank, kernel.state, kernel.wchan)
+        self.port.server.notify_launcher(report)
         logger.error(
             "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
-            *(rank, pid, kernel.state, kernel.wchan or "an unknown place"),
+            *(self.hello.rank, self.process.pid, kernel.state, kernel.wchan or "an unknown place"),
         )
