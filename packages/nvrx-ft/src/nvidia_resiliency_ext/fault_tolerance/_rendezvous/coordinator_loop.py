@@ -123,8 +123,6 @@ class Coordinator:
         """End the job for everybody, within a second; from any thread. The first reason stays."""
         self._end_asked = self._end_asked or (reason, cause)
 
-    # What the store says -----------------------------------------------------------------------
-
     def _adopt(self, entry: Entry) -> None:
         before, self.entry = self.entry, entry
         now = self._entry_at = self.clock.monotonic()
@@ -318,8 +316,6 @@ class Coordinator:
         if decision.why and decision.why != self._waits_for:
             logger.info("round %d: %s", self.entry.round, decision.why)
         self._waits_for = decision.why
-
-    # What is done ------------------------------------------------------------------------------
 
     def _act(self, decision: coordinator.Decision) -> float:
         if isinstance(decision, coordinator.Wait):

@@ -50,10 +50,7 @@ def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
     # A file and not a pipe: nobody has to read while it runs.
     with tempfile.TemporaryFile() as output:
         with start_child(
-            _COMMAND,
-            stdin=subprocess.DEVNULL,
-            stdout=output.fileno(),
-            stderr=subprocess.DEVNULL,
+            _COMMAND, stdin=subprocess.DEVNULL, stdout=output.fileno(), stderr=subprocess.DEVNULL
         ) as child:
             # Beyond it the kernel ends it by SIGXFSZ: a report without end must not fill the disk.
             with contextlib.suppress(ProcessLookupError):

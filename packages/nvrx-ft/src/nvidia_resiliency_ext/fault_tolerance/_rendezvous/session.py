@@ -19,8 +19,6 @@ from .store import JobStore
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
 _OF_THE_END = (Kind.LEFT, Kind.UNHEALTHY)
 
-# What a session tells ---------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class _Decided:

@@ -60,7 +60,8 @@ _T = TypeVar("_T")
 class NoJobError(StoreLostError):
     """The store answers and holds no such job: its coordinator is elsewhere, or not there yet."""
 
-    def __init__(self, at: str, prefix: str, waited_s: float) -> None:
+    def __init__(self, client: Any, prefix: str, waited_s: float) -> None:
+        at = f" at {client.host}:{client.port}" if hasattr(client, "port") else ""
         super().__init__(
             f"the store{at} holds no job {keys.run_id(prefix)!r} after {waited_s:.0f} s:"
             " is --rdzv-id the same everywhere, and has the rendezvous host begun?"
@@ -109,7 +110,7 @@ class JobStore:
         return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
-        return NoJobError(_at(self._client), self._prefix, waited_s)
+        return NoJobError(self._client, self._prefix, waited_s)
 
     def peek(self, key: str) -> str | None:
         """Return the value of `key`, for which nobody waits, or None; it never waits."""
@@ -220,7 +221,7 @@ class JobStore:
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
         raw = self._call("multi_get", [self._name(key) for key in keys])
-        return [_number(value) for value in raw]
+        return [int(value) if _COUNTER.fullmatch(value) else 0 for value in raw]
 
     def delete(self, key: str) -> None:
         self._call("delete_key", self._name(key))
@@ -288,7 +289,7 @@ def _left_secret(client: StoreClient, prefix: str, timeout_s: float) -> bytes:
         client.wait([name], timedelta(seconds=timeout_s))
         left = client.get(name)
     except WaitExpiredError:
-        raise NoJobError(_at(client), prefix, timeout_s) from None
+        raise NoJobError(client, prefix, timeout_s) from None
     except OSError as error:
         raise StoreLostError(_first_line(error)) from None
     return _parse_secret(name, left)
@@ -387,17 +388,6 @@ def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         raise StoreLostError(_first_line(error)) from None
 
 
-def _at(client: Any) -> str:
-    return f" at {client.host}:{client.port}" if hasattr(client, "port") else ""
-
-
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _number(value: bytes) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        return 0
