@@ -177,8 +177,6 @@ class WorkerGroup:
         for rank in sorted(self._running):
             self._exited(rank)
 
-    # The stop: ask, then kill, then give up ----------------------------------------------------
-
     def stop(self, signum: int, grace_s: float) -> None:
         """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL.
 
