@@ -23,8 +23,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def current_global_rank() -> int:
-    """Return the process group's rank, else `RANK`'s; raise RuntimeError where there is none."""
+def get_rank() -> int:
+    """Return this process's global rank: the process group's, else `RANK`'s.
+
+    Raises:
+        RuntimeError: neither knows a rank.
+    """
     # torch is asked only when the program has already imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -56,7 +60,7 @@ class RankInfo:
             RuntimeError: the global rank is unknown.
         """
         return RankInfo(
-            global_rank=current_global_rank(),
+            global_rank=get_rank(),
             local_rank=int(os.environ.get(_env.LOCAL_RANK, "-1")),
             host=os.uname().nodename.split(".", 1)[0],
             pid=os.getpid(),

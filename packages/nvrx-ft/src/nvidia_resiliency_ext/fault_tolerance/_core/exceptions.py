@@ -130,17 +130,6 @@ def _timestamp(stamp: object) -> float | None:
 logger = logging.getLogger("nvrx")
 
 
-def get_rank() -> int:
-    """Return this process's global rank: the process group's, else `RANK`'s.
-
-    Raises:
-        RuntimeError: neither knows a rank.
-    """
-    from nvidia_resiliency_ext.fault_tolerance.data import current_global_rank
-
-    return current_global_rank()
-
-
 def install_exception_handler() -> None:
     """Make an uncaught exception log itself, print its traceback and end the process with code 1.
 
@@ -172,6 +161,8 @@ def _report(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     import traceback as formatting
+
+    from nvidia_resiliency_ext.fault_tolerance.data import get_rank
 
     try:
         rank = str(get_rank())
