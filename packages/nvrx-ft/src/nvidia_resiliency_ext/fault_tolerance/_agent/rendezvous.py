@@ -93,7 +93,7 @@ class LocalRendezvous:
                 self._post(machine.SaveAgreed(machine.agreed_call([calls])))
 
     def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
-        """Tell what this node's ranks do in a hang: nobody else is there to be blamed."""
+        """Do nothing: the ranks of a single node are judged by its monitor."""
 
     def shutdown(self) -> None:
         self._ports.close()
