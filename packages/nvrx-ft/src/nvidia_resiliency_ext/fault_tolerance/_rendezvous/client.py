@@ -70,8 +70,7 @@ class NodeSettings:
     lease_s: float  # The longest time between two renewals of the lease.
     join_timeout_s: float = 0.0  # How long to wait until an open round closes.
     connect_timeout_s: float  # How long to wait until the store has the job.
-    # Values of the flags that must be equal on all nodes, by flag.
-    must_agree: Mapping[str, str] = field(default_factory=dict)
+    must_agree: Mapping[str, str] = field(default_factory=dict)  # By flag; equal on all nodes.
     answer_timeout_s: float = 0.0  # How long to wait for an answer of the store.
     master_port: int | None = None  # MASTER_PORT of every round; None: rank 0 reserves a new one.
     domain: Callable[[], str] = lambda: "none"  # Finds the NVLink domain, which may take long.

@@ -36,8 +36,7 @@ from .placement import NotEnough, Placement, PlacementError, PlacementRules, pla
 from .records import Arrival, Entry, HangStage, Kind, NodeMessage, Phase, WorkerState
 from .restarts import BlameRules, Budget, Failures, is_named
 
-# A node that dies between its two writes delays a round by no more than this.
-LOOK_AGAIN_S = 1.0
+LOOK_AGAIN_S = 1.0  # A node that dies between its two writes delays a round by no more.
 LAST_CALL_LOOK_S = 0.1
 HANG_ANSWERS_S = 3.0  # How long nodes are waited for that do not say what their ranks do.
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)

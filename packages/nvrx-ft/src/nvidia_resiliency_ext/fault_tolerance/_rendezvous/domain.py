@@ -15,8 +15,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus, start_child
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 
 _COMMAND: Final = ("nvidia-smi", "-q")
-# A node of eight GPUs prints about 0.2 MB.
-_MOST_BYTES: Final = 16 << 20
+_MOST_BYTES: Final = 16 << 20  # A node of eight GPUs prints about 0.2 MB.
 _LINE: Final = re.compile(r"^\s*ClusterUUID\s*:\s*(\S+)\s*$", re.MULTILINE)
 _UUID: Final = re.compile(r"[0-9A-Fa-f][0-9A-Fa-f-]{0,63}")
 _REMEDY: Final = "check the fabric with `nvidia-smi -q`, or start without --ft-segment"
@@ -60,8 +59,7 @@ def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
         return status, output.read(_MOST_BYTES)
 
 
-# A node's domain does not change.
-own_domain = functools.cache(nvlink_domain)
+own_domain = functools.cache(nvlink_domain)  # A node's domain does not change.
 
 
 def parse_domain(report: str) -> str:

@@ -31,8 +31,7 @@ class NodeIdentity(NamedTuple):
 
 HEAD = "head"
 NOTIFY = "notify"
-# Who decides the rounds, where several could: the first one that names itself here.
-HOST = "host"
+HOST = "host"  # Who decides the rounds, where several could: the first that names itself here.
 # What the first launcher was started with, and what the control plane was, where there is one.
 SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"
@@ -62,13 +61,8 @@ successes: Final = "successes/{}".format
 assignment: Final = "assignment/{}".format
 lease: Final = "lease/{}".format
 
-# A living node's lease is never older than this.
-LEASES_IN_DOUBT = 1.5
-# A node that cannot renew its lease stops its workers then, before its peers act.
-LEASES_TO_FENCE = 2.0
-# So long have its workers between SIGTERM and SIGKILL.
-FENCE_STOP_LEASES = 0.5
-# The rank monitor kills the workers then, should their launcher be stopped or stuck.
-LEASES_TO_KILL = 2.6
-# The host counts the node as lost then, and the node itself gives up.
-LEASES_TO_EXPIRY = 3.0
+LEASES_IN_DOUBT = 1.5  # A living node's lease is never older than this.
+LEASES_TO_FENCE = 2.0  # A node that cannot renew it stops its workers then, before peers act.
+FENCE_STOP_LEASES = 0.5  # So long have its workers between SIGTERM and SIGKILL.
+LEASES_TO_KILL = 2.6  # The rank monitor kills them then, if their launcher is stopped or stuck.
+LEASES_TO_EXPIRY = 3.0  # The host counts the node as lost then, and the node itself gives up.

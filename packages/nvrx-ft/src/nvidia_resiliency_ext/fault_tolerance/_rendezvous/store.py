@@ -41,8 +41,7 @@ _DIGEST_HEX = 32
 _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
 _COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
-# How long a new connection may take, in place of one on which the store has hung up.
-_RECONNECT_S = 5.0
+_RECONNECT_S = 5.0  # For a connection in place of one on which the store has hung up.
 _SHORTEST_TORCH_WAIT_S = 60.0
 _TORCH_LOOK_S = 0.05
 # Two connections of each node, and as many again for replacements. The limit of open files is
@@ -50,8 +49,7 @@ _TORCH_LOOK_S = 0.05
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
-# All messages of a round stand in one value.
-_MAX_ANSWER_BYTES = 256 << 20
+_MAX_ANSWER_BYTES = 256 << 20  # All messages of a round stand in one value.
 
 
 _T = TypeVar("_T")

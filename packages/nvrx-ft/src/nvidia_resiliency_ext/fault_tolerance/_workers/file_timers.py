@@ -23,8 +23,7 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 logger = logging.getLogger("nvrx")
 
-# What a client writes at once, and so the longest line that is not cut.
-LONGEST_LINE = select.PIPE_BUF
+LONGEST_LINE = select.PIPE_BUF  # What a client writes at once, so that it is not cut.
 MOST_TIMERS = 4096
 _READ_BYTES = 1 << 16
 

@@ -100,8 +100,7 @@ def cpus_near(
             raise ValueError(
                 f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
             )
-        # The first ones get what is left over.
-        each, left_over = divmod(len(cores), len(sharing))
+        each, left_over = divmod(len(cores), len(sharing))  # The first ones get the rest.
         start = position * each + min(position, left_over)
         return frozenset[int]().union(*cores[start : start + each + (position < left_over)])
     caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)

@@ -30,8 +30,7 @@ MAX_READS = 16
 LAST_WORDS_S = 1.0
 MEGABYTE = 1_000_000
 LOOK_INTERVAL_S = 0.1
-# What a pipe that polls as writable takes without blocking (PIPE_BUF on Linux).
-CHUNK_BYTES = 4096
+CHUNK_BYTES = 4096  # What a pipe that polls as writable takes without blocking (PIPE_BUF).
 
 
 class LogDirectoryError(NvrxError):

@@ -41,8 +41,7 @@ FILL_DELAY_S = 2.0
 FIRST_STEP_FACTOR = 1.5
 FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
-# Ranks that do next to nothing leave their processor as good as idle.
-_IDLE_SLACK = 0.3
+_IDLE_SLACK = 0.3  # Ranks that do next to nothing leave their processor as good as idle.
 # What torch and DistributedDataParallel take, until a prewarmed worker has reported its own figure.
 EXPECTED_PREWARMED_BYTES = 224 << 20
 

@@ -111,8 +111,7 @@ class WorkerGroup:
     reports_leftovers: bool = False
 
     def __post_init__(self) -> None:
-        # All workers of this cycle by local rank, those that exited too.
-        self.started: dict[int, Started] = {}
+        self.started: dict[int, Started] = {}  # By local rank, those that exited too.
         self._specs: dict[int, WorkerSpec] = {}
         self._starter = Starter()
         # Those that have not exited, with when the next stage of their stop is due (monotonic s).
