@@ -12,18 +12,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from . import _env
 from ._core.errors import RankMonitorClientError
-from ._env import DISABLE_RANK_MONITORS
 from ._monitor import slot
 from ._monitor.hotpath import HotPath, training_iteration
-from .data import (
-    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
-    FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
-    HeartbeatTimeouts,
-    RankInfo,
-    SectionTimeouts,
-    WorkloadControlRequest,
-)
+from .data import HeartbeatTimeouts, RankInfo, SectionTimeouts, WorkloadControlRequest
 
 if TYPE_CHECKING:
     import socket
@@ -58,7 +51,6 @@ class RankMonitorClient(HotPath):
     CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
 
     def __init__(self) -> None:
-        """Connect to nothing yet."""
         super().__init__()
         self.logger = logging.getLogger("nvrx")
         self.is_initialized = False
@@ -80,13 +72,13 @@ class RankMonitorClient(HotPath):
         self._monitor_path = ""
         self._refusal: str | None = None
         self._is_foreign = False
-        if launcher_path := os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR):
+        if launcher_path := os.environ.get(_env.FT_LAUNCHER_IPC_SOCKET):
             from .ipc_connector import IpcConnector
 
             self.launcher_connector: IpcConnector | None = IpcConnector(launcher_path)
         else:
             self.launcher_connector = None
-            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
+            self.logger.debug("%s is not set", _env.FT_LAUNCHER_IPC_SOCKET)
         _CLIENTS.add(self)
 
     @property
@@ -105,7 +97,7 @@ class RankMonitorClient(HotPath):
             RankMonitorClientError: This process has a session already, the environment names no
                 monitor, or the monitor cannot be reached or refuses.
             RuntimeError: This process's rank is unknown.
-            TypeError: The number of iterations is none.
+            TypeError: `num_warmup_iters` is no number of iterations.
         """
         from ._monitor.link import LinkError, RankLink
 
@@ -114,11 +106,11 @@ class RankMonitorClient(HotPath):
         self._check_process()
         if self.is_initialized:
             raise RankMonitorClientError("the rank monitor client is initialised already")
-        path = os.environ.get(FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR)
+        path = os.environ.get(_env.FT_RANK_MONITOR_IPC_SOCKET)
         if not path:
             raise RankMonitorClientError(
-                f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: start the program with"
-                f" ft_launcher, and without {DISABLE_RANK_MONITORS}"
+                f"{_env.FT_RANK_MONITOR_IPC_SOCKET} is not set: start the program with"
+                f" ft_launcher, and without {_env.DISABLE_RANK_MONITORS}"
             )
         if any(other._serves(path) for other in list(_CLIENTS)):  # noqa: SLF001 - the module's own class
             raise RankMonitorClientError(
@@ -176,7 +168,7 @@ class RankMonitorClient(HotPath):
         self._check_process()
         if self.launcher_connector is None:
             raise RuntimeError(
-                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR} is not set: there is no launcher to ask"
+                f"{_env.FT_LAUNCHER_IPC_SOCKET} is not set: there is no launcher to ask"
             )
         info = self.rank_info or RankInfo.get_for_current_rank()
         self.launcher_connector.send((info.global_rank, req))

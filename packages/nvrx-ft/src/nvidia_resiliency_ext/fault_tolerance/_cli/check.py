@@ -23,16 +23,9 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceCon
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    read_token,
-    wait_until_reachable,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_LINE_BYTES
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    agree_on_secret,
-    connect,
-    serve,
-)
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 from nvidia_resiliency_ext.shared_utils.console import write_out
@@ -163,7 +156,7 @@ def _check_with_others(
     try:
         wait_s = rdzv_config_get_as_float(conf, "join_timeout", WAIT_S) or WAIT_S
         endpoint = many_nodes.find_endpoint(plan)
-        secret = read_token(token_file) if token_file else None
+        secret = endpoints.read_token(token_file) if token_file else None
     except ConfigError:
         raise
     except (NvrxError, ValueError) as error:
@@ -284,10 +277,10 @@ def compare_nodes(
     prefix = keys.prefix(f"{plan.run_id}:check")
     server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:
-        server = serve(endpoint.listener, endpoint.host, plan.max_nodes)
-        secret = secret or agree_on_secret(server, prefix)
-    wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
-    store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
+        server = stores.serve(endpoint.listener, endpoint.host, plan.max_nodes)
+        secret = secret or stores.agree_on_secret(server, prefix)
+    endpoints.wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
+    store = stores.connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
 
     def meet(
         topic: str, line: object, count: int, limit_s: float, answer: Callable[[list[str]], object]

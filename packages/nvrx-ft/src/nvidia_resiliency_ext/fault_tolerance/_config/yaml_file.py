@@ -11,11 +11,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    FaultToleranceConfigError,
-    SectionMissingError,
-    similar,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,20 +38,20 @@ def read_section(path: str) -> list[tuple[str, Any, str]]:
         loader = yaml.SafeLoader(text)
         entries = _Reader(loader, path).entries(_find(loader.get_single_node(), path))
     except yaml.YAMLError as error:
-        raise FaultToleranceConfigError([_explain(error, path)]) from None
+        raise errors.FaultToleranceConfigError([_explain(error, path)]) from None
     except RecursionError:
         raise _error(path, "is nested too deeply to be read") from None
     finally:
         if loader is not None:
             loader.dispose()
     if not entries:
-        raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
+        raise errors.SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
     return entries
 
 
-def _error(path: str, problem: str, node: Any = None) -> FaultToleranceConfigError:
+def _error(path: str, problem: str, node: Any = None) -> errors.FaultToleranceConfigError:
     where = path if node is None else f"{path} line {_line(node)}"
-    return FaultToleranceConfigError([f"{where}: {problem}"])
+    return errors.FaultToleranceConfigError([f"{where}: {problem}"])
 
 
 def _line(node: Any) -> int:
@@ -73,7 +69,7 @@ def _explain(error: Exception, path: str) -> str:
 def _read_text(path: str) -> str:
     try:
         data = _read_bytes(path)
-    except (FileNotFoundError, FaultToleranceConfigError):
+    except (FileNotFoundError, errors.FaultToleranceConfigError):
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -125,13 +121,13 @@ def _find(root: Any, path: str) -> Any:
     if stray is not None and stray.value:
         raise _error(path, f"{SECTION} is no mapping; write keys and values below it", stray)
     if stray is not None:
-        raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
+        raise errors.SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
     keys = [key for node in _mappings(root) for key, _ in node.value if key.id == "scalar"]
     names = {key.value[: 2 * len(SECTION)]: _line(key) for key in reversed(keys)}
     hint = f"; write '{SECTION}:' and indent the options below it"
-    for name in similar(SECTION, names):
+    for name in errors.similar(SECTION, names):
         hint = f"; is it {name!r} in line {names[name]} that should be called so?"
-    raise SectionMissingError([f"{path}: section {SECTION} is missing{hint}"])
+    raise errors.SectionMissingError([f"{path}: section {SECTION} is missing{hint}"])
 
 
 def _mappings(root: Any) -> Iterator[Any]:

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
-    LogFunnelPorts,
-    LogServerPlan,
-)
+from nvidia_resiliency_ext.fault_tolerance._config import launch_config
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
 
 if TYPE_CHECKING:
@@ -41,7 +38,7 @@ class LogPlan:
     applog_prefix: str | None = None  # of one file per cycle for the workers' output; None: off
     launcher_log_file: str | None = None  # None: the launcher's own output stays
     launcher_pipe_fd: int | None = None  # carries the launcher's own output; None: its streams do
-    server: LogServerPlan | None = None  # keeps these files; None: each launcher writes them
+    server: launch_config.LogServerPlan | None = None  # None: each launcher writes these files
     server_endpoint: str | None = None  # of a log server that somebody else runs
     node_id: str | None = None  # what a log server calls this node; None: the host's name
 
@@ -94,7 +91,7 @@ def server_problems(args: argparse.Namespace, environ: Mapping[str, str]) -> lis
         )
     if _has_server(args):
         try:
-            LogFunnelPorts.from_launcher_args(args)
+            launch_config.LogFunnelPorts.from_launcher_args(args)
         except ValueError as error:
             problems.append(f"--ft-log-server-port {args.ft_log_server_port}: {error}")
     return problems
@@ -141,8 +138,8 @@ def _has_server(args: argparse.Namespace) -> bool:
     return bool(args.ft_enable_log_server or args.ft_nvrx_logfile)
 
 
-def _server_plan(args: argparse.Namespace) -> LogServerPlan:
-    ports = LogFunnelPorts.from_launcher_args(args)
+def _server_plan(args: argparse.Namespace) -> launch_config.LogServerPlan:
+    ports = launch_config.LogFunnelPorts.from_launcher_args(args)
     _, max_nodes = parse_min_max_nnodes(args.nnodes)
     chunks = args.ft_log_leaf_max_queue_chunks
     if chunks == _AUTOMATIC:
@@ -152,7 +149,7 @@ def _server_plan(args: argparse.Namespace) -> LogServerPlan:
     if not prefix and args.ft_nvrx_logfile:
         # Its stderr would be sent to itself.
         prefix = os.path.splitext(args.ft_nvrx_logfile)[0]
-    return LogServerPlan(
+    return launch_config.LogServerPlan(
         ports=ports,
         leaf_queue_chunks=chunks,
         log_prefix=prefix or None,

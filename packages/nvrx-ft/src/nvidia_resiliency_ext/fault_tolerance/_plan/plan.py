@@ -26,23 +26,10 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
 )
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.values import noting
+from nvidia_resiliency_ext.fault_tolerance._core import local_world
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError, nearest
-from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
-    devices_of_ranks,
-    local_world_size,
-)
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import check_handler
-from nvidia_resiliency_ext.fault_tolerance._workers.command import (
-    WorkerCommand,
-    cpu_binding,
-    hidden_packages,
-    missing_module,
-    missing_program,
-    missing_script,
-    numa_binding,
-    visible_gpus,
-    worker_command,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import command as commands
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
@@ -85,7 +72,7 @@ class LaunchPlan(LaunchConfig):
     somebody gave.
     """
 
-    command: WorkerCommand
+    command: commands.WorkerCommand
     log_dir: str | None  # for logs and record
     output: OutputSettings
     output_specs: OutputSpecs | None  # the user's, instead of `output`
@@ -136,9 +123,9 @@ def plan_from_args(
     nproc = 0
     devices: tuple[str, ...] | None = None
     with noting(problems):
-        nproc = local_world_size(args.nproc_per_node, environ)
+        nproc = local_world.local_world_size(args.nproc_per_node, environ)
         check_handler(args.event_log_handler)
-        devices = devices_of_ranks(environ, nproc) if args.virtual_local_rank else None
+        devices = local_world.devices_of_ranks(environ, nproc) if args.virtual_local_rank else None
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
@@ -180,7 +167,7 @@ def plan_from_args(
         *layers.warnings,
         *([environment.OMP_WARNING] if threads else []),
         *([] if monitors_enabled else [environment.MONITOR_WARNING]),
-        *(hidden_packages(command) if looks_for_script else []),
+        *(commands.hidden_packages(command) if looks_for_script else []),
         *stream_warnings(logs, args),
         *(_unreachable(endpoint) if max_nodes > 1 else []),
         *(_mistyped(syntax.parse_configuration(args.rdzv_conf)) if max_nodes > 1 else []),
@@ -329,12 +316,12 @@ def _layers(args: argparse.Namespace) -> Layers:
 
 def _command(
     args: argparse.Namespace, environ: Mapping[str, str], problems: list[str]
-) -> WorkerCommand:
+) -> commands.WorkerCommand:
     """Return the workers' command; flags that exclude each other are added to `problems`."""
     if args.module and (args.no_python or args.run_path):
         other = "--run-path" if args.run_path else "--no-python"
         problems.append(f"--module and {other} exclude each other; give one of them")
-    return worker_command(
+    return commands.worker_command(
         args.training_script,
         args.training_script_args,
         environ,
@@ -344,19 +331,19 @@ def _command(
     )
 
 
-def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
+def _missing(command: commands.WorkerCommand, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each file without which the command cannot run."""
     problems: list[str] = []
     if command.is_python and environ.get(_env.PYTHON_EXEC):
-        missing = missing_program(command.argv[0], environ)
+        missing = commands.missing_program(command.argv[0], environ)
         problems += [f"{_env.PYTHON_EXEC}: {missing}"] if missing else []
     if command.is_module:
         # Another interpreter has modules of its own.
-        missing = "" if environ.get(_env.PYTHON_EXEC) else missing_module(command.entry)
+        missing = "" if environ.get(_env.PYTHON_EXEC) else commands.missing_module(command.entry)
     elif command.is_python:
-        missing = missing_script(command.entry)
+        missing = commands.missing_script(command.entry)
     else:
-        missing = missing_program(command.entry, environ)
+        missing = commands.missing_program(command.entry, environ)
     return [*problems, missing] if missing else problems
 
 
@@ -364,8 +351,10 @@ def _numa(
     args: argparse.Namespace, nproc: int, config: FaultToleranceConfig, environ: Mapping[str, str]
 ) -> Sequence[tuple[str, ...]]:
     if args.numa_binding is not None:
-        return cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
-    return numa_binding(nproc, environ, is_strict=config.numa_bind_strict)
+        return commands.cpu_binding(
+            args.numa_binding, nproc, environ, commands.visible_gpus(environ)
+        )
+    return commands.numa_binding(nproc, environ, is_strict=config.numa_bind_strict)
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
@@ -374,7 +363,7 @@ def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
         return []
     import shlex
 
-    missing = missing_program(shlex.split(command)[0], environ)
+    missing = commands.missing_program(shlex.split(command)[0], environ)
     return [f"--ft-bad-node-hook: {missing}"] if missing else []
 
 

@@ -28,10 +28,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core import errors
-from nvidia_resiliency_ext.fault_tolerance.data import (
-    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
-    FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
-)
 from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import RankMonitorServer
@@ -247,9 +243,9 @@ def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None
 
 def _sockets(directory: str, local_rank: str, is_watched: bool) -> dict[str, str]:
     """Return the variables of a rank that name its sockets."""
-    sockets = {FT_LAUNCHER_IPC_SOCKET_ENV_VAR: f"{directory}/{_MAILBOX}"}
+    sockets = {_env.FT_LAUNCHER_IPC_SOCKET: f"{directory}/{_MAILBOX}"}
     if is_watched:
-        sockets[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = f"{directory}/{_MONITOR.format(local_rank)}"
+        sockets[_env.FT_RANK_MONITOR_IPC_SOCKET] = f"{directory}/{_MONITOR.format(local_rank)}"
     return sockets
 
 

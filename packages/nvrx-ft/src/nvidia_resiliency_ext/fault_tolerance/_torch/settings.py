@@ -10,18 +10,12 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import node_identity
-from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
-    AttributionConfig,
-    client_endpoint,
-)
+from nvidia_resiliency_ext.fault_tolerance._config import attribution
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    infrastructure_rank,
-    replacement_group_id,
-)
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
 from nvidia_resiliency_ext.fault_tolerance._plan import environment
@@ -34,10 +28,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_toke
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_bool,
-    rdzv_config_get_as_float,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -97,7 +87,9 @@ class Timeouts:
             ValueError: A value is no number above 0.
         """
         names = (item.name for item in fields(cls))
-        given = {name: rdzv_config_get_as_float(conf, f"{name}_timeout") for name in names}
+        given = {
+            name: rdzv_utils.rdzv_config_get_as_float(conf, f"{name}_timeout") for name in names
+        }
         return cls(**{k: timedelta(seconds=v) for k, v in given.items() if v is not None})
 
 
@@ -124,7 +116,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
         addr=params.local_addr or socket.getfqdn(),
         is_store_host=_is_store_host(params),
         secret=read_token(token_file) if token_file else None,
-        infra_rank=infrastructure_rank(os.environ),
+        infra_rank=infra.infrastructure_rank(os.environ),
         services=services_of(params.config),
         check=node_check(params.config),
     )
@@ -136,7 +128,7 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
     Settings that are left out have the launcher's defaults; ValueError: one is unusable.
     """
     given: dict[str, Any] = {
-        name: rdzv_config_get_as_bool(conf, name)
+        name: rdzv_utils.rdzv_config_get_as_bool(conf, name)
         for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
     }
     for name in ("link_state_path_template", "segment_health_check_dir"):
@@ -162,15 +154,15 @@ def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
         raise ValueError(
             "attribution_endpoint needs cycle_log_prefix: the service reads cycle logs"
         )
-    enforces = rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
+    enforces = rdzv_utils.rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
     return ServicesPlan(
         fault_tol_cfg=FaultToleranceConfig(
             cycle_info_dir=conf.get("cycle_info_dir") or None,
             rdzv_token_file=conf.get("rdzv_token_file") or None,
         ),
         logs=LogPlan(applog_prefix=prefix),
-        attribution=AttributionConfig(
-            None if endpoint is None else client_endpoint(endpoint),
+        attribution=attribution.AttributionConfig(
+            None if endpoint is None else attribution.client_endpoint(endpoint),
             stop_action="no-restart" if enforces else "log",
         ),
     )
@@ -192,7 +184,7 @@ def job_settings(params: RendezvousParameters, timeouts: type[Timeouts]) -> dict
 def _is_store_host(params: RendezvousParameters) -> bool:
     """Return whether this node is to decide: where nobody says, whether the endpoint is here."""
     for key in ("is_store_host", "is_host"):
-        said = rdzv_config_get_as_bool(params.config, key)
+        said = rdzv_utils.rdzv_config_get_as_bool(params.config, key)
         if said is not None:
             return said
     if not params.endpoint:
@@ -242,7 +234,7 @@ def rules_and_node(
             host=socket.gethostname(),
             infra_rank=options.infra_rank,
             domain=own_domain() if placed_by.segment else "none",
-            group=replacement_group_id(os.environ) if placed_by.group_size else None,
+            group=infra.replacement_group_id(os.environ) if placed_by.group_size else None,
             nproc=nproc,
         ),
         lease_s=rules.lease_s,
