@@ -155,21 +155,11 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
 
 def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> FtRendezvousHandler:
-    """Return a handler over `store`.
+    """Return a handler over `store`, as `ft_rendezvous_barrier.create_handler`, with its errors.
 
-    Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
-    `heartbeat_timeout` (seconds), `upscaling_enabled`, `use_infra_group_rank`, `nproc_per_node`,
-    `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
-    `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
-    `storage_healthcheck_paths`, `segment_health_check_dir`. Others are for other parts.
-
-    Args:
-        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
-        backend: Not used: the rounds are kept in `store`.
-        params: Job, nodes, endpoint, and settings.
-
-    Raises:
-        ValueError: a setting has an unusable value, or the store is of another kind.
+    The settings in `params.config` are the same but for `segment` and `replacement_group_size`; two
+    more are the switches `upscaling_enabled` and `use_infra_group_rank`, true unless given.
+    `backend` is not used.
     """
     del backend
     conf = params.config

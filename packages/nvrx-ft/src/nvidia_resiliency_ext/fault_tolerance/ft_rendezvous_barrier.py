@@ -92,22 +92,13 @@ class RendezvousParticipantInfo:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousParticipantInfo:
-        """Return the value of a `text` that `pack` made.
-
-        Raises:
-            ValueError: The text has another form.
-        """
+        """Return the value of a `text` that `pack` made; ValueError: it has another form."""
         return cls(**_object(text, cls.__name__, set(cls.__dataclass_fields__)))
 
 
 @dataclass(frozen=True)
 class RendezvousStoreValue:
-    """A value of one round, as data for tools.
-
-    Args:
-        round: Which round it is of.
-        payload: What it says.
-    """
+    """A value of one `round`, as data for tools; `payload` is what it says."""
 
     round: int
     payload: Mapping[str, Any]
@@ -118,11 +109,7 @@ class RendezvousStoreValue:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousStoreValue:
-        """Return the value of a `text` that `pack` made.
-
-        Raises:
-            ValueError: The text has another form.
-        """
+        """Return the value of a `text` that `pack` made; ValueError: it has another form."""
         return cls(**_object(text, cls.__name__, {"round", "payload"}))
 
 

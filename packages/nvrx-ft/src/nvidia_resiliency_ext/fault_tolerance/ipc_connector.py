@@ -118,11 +118,9 @@ class IpcConnector:
         self._received.clear()
 
     def send(self, message: object, timeout_s: float | None = None) -> None:
-        """Send a message and wait until the receiver has it.
+        """Send a `message` of the closed set in `data`, and wait until the receiver has it.
 
-        Args:
-            message: A message of the closed set in `data`.
-            timeout_s: Seconds to wait for the acknowledgement; None: `SEND_TIMEOUT_S`.
+        The acknowledgement may take `timeout_s` seconds; None: `SEND_TIMEOUT_S`.
 
         Raises:
             FileNotFoundError: there is no receiver: no socket at the path.

@@ -82,10 +82,9 @@ def leave_at_signals(server: MonitorServer) -> Iterator[None]:
 
 
 class LineHandler(logging.Handler):
-    """Hands log lines to the loop, or to standard error as long as that does not block."""
+    """Hands log lines to `lines`, or if None to standard error as long as that does not block."""
 
     def __init__(self, lines: SimpleQueue[LogLine] | None) -> None:
-        """Hand them to `lines`, or to standard error if None."""
         super().__init__()
         self._lines = lines
 
@@ -158,8 +157,15 @@ class RankMonitorLogger(logging.Logger):
 class RankMonitorServer:
     """A monitor for one rank, without a launcher; it judges and kills.
 
-    It sweeps nothing: what it knows of the job is one rank. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2
-    end it in order.
+    It listens once it is made, and sweeps nothing: what it knows of the job is one rank. SIGTERM,
+    SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+
+    Args:
+        cfg: The configuration.
+        ipc_socket_path: Where to listen for the rank.
+        rank_monitor_ready_event: Set by `serve` when signals are obeyed, too.
+        logger: Writes the layered-restart lines.
+        is_restarter_logger: Whether there are any.
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0
@@ -173,15 +179,6 @@ class RankMonitorServer:
         logger: RankMonitorLogger,
         is_restarter_logger: bool,
     ) -> None:
-        """Listen for the rank.
-
-        Args:
-            cfg: The configuration.
-            ipc_socket_path: Where to listen.
-            rank_monitor_ready_event: Set by `serve` when signals are obeyed, too.
-            logger: Writes the layered-restart lines.
-            is_restarter_logger: Whether there are any.
-        """
         start = Start(
             config=cfg.to_dict(),
             socket_paths=[ipc_socket_path],
@@ -209,15 +206,7 @@ class RankMonitorServer:
         is_restarter_logger: bool,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Be a monitor: the body of a process.
-
-        Args:
-            cfg: The configuration.
-            ipc_socket_path: Where to listen.
-            rank_monitor_ready_event: Set when it listens.
-            is_restarter_logger: Whether to write layered-restart lines.
-            env: Added to the environment.
-        """
+        """Be a monitor, as the body of a process, with `env` added to the environment."""
         os.environ.update(env or {})
         configure_logging(cfg.log_level, None)
         logger = RankMonitorLogger(level=cfg.log_level, is_restarter_logger=is_restarter_logger)
@@ -235,12 +224,8 @@ class RankMonitorServer:
     ) -> MonitorProcess:
         """Start a monitor in a process, which ends with this one, and wait until it listens.
 
-        Args:
-            cfg: The configuration.
-            ipc_socket_path: Where to listen.
-            is_restarter_logger: Whether to write layered-restart lines.
-            mp_ctx: Not used: it is always an exec of an interpreter without torch.
-            env: Added to the environment.
+        `env` is added to the environment. `mp_ctx` is not used: it is always an exec of an
+        interpreter without torch.
 
         Raises:
             RuntimeError: It was not ready in time.
@@ -264,7 +249,6 @@ class MonitorProcess:
     """
 
     def __init__(self, handle: MonitorHandle) -> None:
-        """Take over a monitor that is ready."""
         self._handle = handle
         self._owner_pid = os.getpid()
         _PROCESSES.add(self)

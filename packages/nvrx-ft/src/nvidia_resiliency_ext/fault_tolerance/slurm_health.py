@@ -63,12 +63,10 @@ def unavailable_nodes(sinfo: str) -> dict[str, str]:
 def excluded_units(
     squeue: str, job_id: str, unavailable: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the units that have unavailable nodes, with what is wrong with these.
+    """Return the units of `job_id`, a job or an array, with what is wrong with their nodes.
 
-    Args:
-        squeue: What `squeue` printed, lines of `TASK|NODES`; the task of a plain job is `N/A`.
-        job_id: The job, or the array.
-        unavailable: From `unavailable_nodes`.
+    Those without `unavailable` nodes, from `unavailable_nodes`, are left out. `squeue` is what that
+    command printed, lines of `TASK|NODES`; the task of a plain job is `N/A`.
 
     Raises:
         SlurmAnswerError: A line is none of these.
@@ -86,15 +84,10 @@ def excluded_units(
 
 
 def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Ask Slurm once and write the file of a job; without exclusions there is none.
+    """Ask Slurm once and write the file of a job; return the units that it excludes, and why.
 
-    Args:
-        directory: That of `--ft-segment-health-check-dir`; it must exist.
-        job_id: The job, or the array.
-        environ: The environment of Slurm's commands.
-
-    Returns:
-        The excluded units and what is wrong with their nodes.
+    Without exclusions there is no file. `directory`, that of `--ft-segment-health-check-dir`, must
+    exist. `job_id` is the job, or the array, `environ` the environment of Slurm's commands.
 
     Raises:
         SlurmAnswerError: Slurm did not answer; the file is what it was.

@@ -32,6 +32,12 @@ class TimeoutsCalc:
         >>> calc.update_on_section_event("step", SectionAction.CLOSE, 4.0)
         >>> calc.get_section_timeouts().section["step"]
         6.0
+
+    Args:
+        sections: names of the sections that are timed.
+        start_time: when the rank started; now if None.
+        safety_factor: a timeout is this many times the longest interval seen.
+        clock: source of the time wherever a method is not given one.
     """
 
     def __init__(
@@ -42,14 +48,6 @@ class TimeoutsCalc:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with nothing measured.
-
-        Args:
-            sections: names of the sections that are timed.
-            start_time: when the rank started; now if None.
-            safety_factor: a timeout is this many times the longest interval seen.
-            clock: source of the time wherever a method is not given one.
-        """
         self._clock = clock
         self.start_time: float = clock() if start_time is None else start_time
         self.safety_factor = safety_factor
@@ -85,12 +83,9 @@ class TimeoutsCalc:
     def update_on_section_event(
         self, section: str | None, action: SectionAction, event_time: float | None = None
     ) -> None:
-        """Add the opening or closing of a section to the measurements.
+        """Add the `action` on a `section`, not used with CLOSE_ALL, to the measurements.
 
-        Args:
-            section: Name of the section; not used with CLOSE_ALL.
-            action: OPEN, CLOSE or CLOSE_ALL.
-            event_time: Monotonic time in seconds; None: now.
+        It was at `event_time`, monotonic time in seconds; None: now.
 
         Raises:
             TimeoutsCalcError: The section is unknown, open already, or not open.

@@ -75,11 +75,9 @@ ATTRIBUTION_STOP_ACTIONS = ("log", "no-restart")
 
 @dataclass(frozen=True)
 class AttributionEndpoint:
-    """An attribution service, and whether its action STOP ends the job.
+    """An attribution service at `endpoint`, `http://HOST:PORT` or `unix:///PATH`.
 
-    Args:
-        endpoint: Address: `http://HOST:PORT` or `unix:///PATH`.
-        enforce_stop: End the job on STOP instead of logging it. Default False.
+    With `enforce_stop` its action STOP ends the job instead of being logged. Default False.
     """
 
     endpoint: str
@@ -160,12 +158,9 @@ class AttributionConfig:
     def from_args(
         cls, args: argparse.Namespace, base_log_file: str | None, ft_cfg: FaultToleranceConfig
     ) -> AttributionConfig:
-        """Return the settings of a command line and a configuration; the command line wins.
+        """Return the settings of `args`, from `parse_args`, and of `ft_cfg`; those of `args` win.
 
-        Args:
-            args: What `parse_args` returned.
-            base_log_file: `--ft-per-cycle-applog-prefix`.
-            ft_cfg: The configuration.
+        `base_log_file` is `--ft-per-cycle-applog-prefix`.
 
         Raises:
             ValueError: A value is unusable, or something that it needs is missing.

@@ -121,11 +121,9 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class LogFunnelPorts:
-    """The ports of the log servers: one server, or several of a first level and one above them.
+    """The ports of the log servers, from `base_port` on.
 
-    Args:
-        base_port: The first port.
-        first_level_count: Servers that nodes send to.
+    Nodes send to `first_level_count` servers; above several of them there is one more.
     """
 
     base_port: int
@@ -162,11 +160,7 @@ class LogFunnelPorts:
         return self.base_port + self.first_level_count if self.uses_two_level else self.base_port
 
     def leaf_listen_port(self, index: int) -> int:
-        """Return the port of the leaf server with an `index`, from 0.
-
-        Raises:
-            ValueError: The index is out of range.
-        """
+        """Return the port of the leaf server `index`, from 0; ValueError: it is out of range."""
         if not 0 <= index < self.first_level_count:
             raise ValueError(f"server {index} is not one of {self.first_level_count}")
         return self.base_port + index

@@ -149,11 +149,9 @@ class FaultToleranceConfig:
     def from_yaml_file(
         cfg_path: str | os.PathLike[str], ignore_not_recognized: bool = True
     ) -> FaultToleranceConfig:
-        """Return the config of the first `fault_tolerance` mapping in a YAML file.
+        """Return the config of the first `fault_tolerance` mapping, at any depth, in `cfg_path`.
 
-        Args:
-            cfg_path: The file; the mapping may stand at any depth.
-            ignore_not_recognized: Log unknown keys once instead of raising.
+        With `ignore_not_recognized` unknown keys are logged once instead of being an error.
 
         Raises:
             FileNotFoundError: There is no such file.

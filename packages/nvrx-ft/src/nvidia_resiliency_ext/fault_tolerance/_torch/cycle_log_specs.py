@@ -34,13 +34,11 @@ class PipeSubprocessHandler:
         entrypoint: The program.
         args: Its arguments.
         env: Variables beside our own.
-        stdout: Not used: there is one pipe.
-        stderr: Not used.
-        local_rank_id: The worker's local rank.
+        stdout, stderr: Not used: there is one pipe.
+        local_rank_id: The worker's local rank; an attribute, too.
         numa_options: Not used.
 
     Attributes:
-        local_rank_id: The worker's local rank.
         rank: Its global rank.
         proc: The process.
         pipe_fd: The pipe's reading end, until somebody reads it.
