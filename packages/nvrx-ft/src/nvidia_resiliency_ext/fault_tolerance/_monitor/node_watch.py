@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.health_check import (
-        GPUHealthCheck,
-        HealthResult,
-        NicHealthCheck,
-    )
+    from nvidia_resiliency_ext.shared_utils import health_check
 
 
 logger = logging.getLogger("nvrx")
@@ -74,25 +70,27 @@ class NodeWatch:
             if self._stopped.wait(self._interval_s):
                 return
 
-    def _gpu_checks(self) -> dict[int, GPUHealthCheck]:
-        from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
+    def _gpu_checks(self) -> dict[int, health_check.GPUHealthCheck]:
+        from nvidia_resiliency_ext.shared_utils import health_check
 
-        first = GPUHealthCheck(device_index=self._local_ranks[0])
+        first = health_check.GPUHealthCheck(device_index=self._local_ranks[0])
         if not first.enabled:
             return {}
-        rest = {rank: GPUHealthCheck(device_index=rank) for rank in self._local_ranks[1:]}
+        rest = {
+            rank: health_check.GPUHealthCheck(device_index=rank) for rank in self._local_ranks[1:]
+        }
         return {self._local_ranks[0]: first, **rest}
 
-    def _nic_checks(self) -> dict[int, NicHealthCheck]:
+    def _nic_checks(self) -> dict[int, health_check.NicHealthCheck]:
         template = self._config["link_down_path_template"]
         has_any = bool(template) or has_adapters(self._sysfs_root)
         if not self._config["enable_nic_monitor"] or not has_any:
             return {}
-        from nvidia_resiliency_ext.shared_utils.health_check import NicHealthCheck
+        from nvidia_resiliency_ext.shared_utils import health_check
 
         checks = {}
         for rank in self._local_ranks:
-            check = NicHealthCheck(
+            check = health_check.NicHealthCheck(
                 pci_topo_file=self._config["pci_topo_file"],
                 link_down_path_template=template,
                 sysfs_root=self._sysfs_root,
@@ -102,6 +100,6 @@ class NodeWatch:
                 checks[rank] = check
         return checks
 
-    def _evaluate(self, local_rank: int, rule: str, result: HealthResult) -> None:
+    def _evaluate(self, local_rank: int, rule: str, result: health_check.HealthResult) -> None:
         if not result and not self._stopped.is_set():
             self._found(local_rank, rule, result.reason)

@@ -17,10 +17,7 @@ from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotVie
 from .timeout_rules import Verdict
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-        RankMonitorStateMachine,
-        RestarterEventLogger,
-    )
+    from nvidia_resiliency_ext.fault_tolerance import rank_monitor_state_machine
 
     from .server import MonitorServer
 
@@ -35,14 +32,14 @@ _NO_PIDFD_POLL_S = 0.1
 class RestartLines:
     """Writes a rank's layered-restart lines, one per `interval_s` in a restart, if anywhere."""
 
-    def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
-        self._machine: RankMonitorStateMachine | None = None
+    def __init__(
+        self, restarter: rank_monitor_state_machine.RestarterEventLogger | None, interval_s: float
+    ) -> None:
+        self._machine: rank_monitor_state_machine.RankMonitorStateMachine | None = None
         if restarter is not None:
-            from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-                RankMonitorStateMachine,
-            )
+            from nvidia_resiliency_ext.fault_tolerance import rank_monitor_state_machine
 
-            self._machine = RankMonitorStateMachine(restarter)
+            self._machine = rank_monitor_state_machine.RankMonitorStateMachine(restarter)
         self._interval_s = interval_s
         self.next_check: float | None = None  # When `check` is due (monotonic s).
 

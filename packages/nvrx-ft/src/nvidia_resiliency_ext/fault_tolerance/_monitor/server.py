@@ -24,9 +24,7 @@ from .port import RankPort, RestartLines
 from .session import RankSession
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-        RestarterEventLogger,
-    )
+    from nvidia_resiliency_ext.fault_tolerance import rank_monitor_state_machine
 
 logger = logging.getLogger("nvrx")
 
@@ -39,7 +37,7 @@ class MonitorServer:
         start: messages.Start,
         launcher: socket.socket | None,
         lines: SimpleQueue[messages.LogLine] | None = None,
-        restarter: RestarterEventLogger | None = None,
+        restarter: rank_monitor_state_machine.RestarterEventLogger | None = None,
     ) -> None:
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
@@ -235,7 +233,11 @@ class MonitorServer:
         self._node_watch.close()
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
-        if self._is_to_sweep():
+        # Not without an order: a monitor that fails must not take healthy ranks with it.
+        if self._start.run_id and (
+            self._is_told_to_leave
+            or (self._is_launcher_gone and self.config["orphan_workers"] != "keep")
+        ):
             self._sweep({os.getppid()} if self._is_told_to_leave else set())
         self._pass_on_lines()
         self.loop.unwatch(self.slow)
@@ -244,11 +246,3 @@ class MonitorServer:
             self.loop.unwatch(self._launcher)
             self._launcher.close()
         self.loop.close()
-
-    def _is_to_sweep(self) -> bool:
-        # Not without an order: a monitor that fails must not take healthy ranks with it.
-        if not self._start.run_id:
-            return False
-        if self._is_told_to_leave:
-            return True
-        return self._is_launcher_gone and self.config["orphan_workers"] != "keep"
