@@ -222,19 +222,19 @@ def _loaded_at_start(command: WorkerCommand) -> set[str]:
     return set(done.stdout.split())
 
 
-def find_program(name: str, environ: Mapping[str, str]) -> str | None:
+def find_program(
+    name: str, environ: Mapping[str, str], mode: int = os.F_OK | os.X_OK
+) -> str | None:
     import shutil
 
-    return shutil.which(name, path=environ.get("PATH") or os.defpath)
+    return shutil.which(name, mode, environ.get("PATH") or os.defpath)
 
 
 def missing_program(name: str, environ: Mapping[str, str]) -> str:
     """Return what keeps `name` from being executed, or an empty text."""
-    import shutil
-
     if find_program(name, environ) is not None:
         return ""
-    if shutil.which(name, os.F_OK, environ.get("PATH") or os.defpath) is not None:
+    if find_program(name, environ, os.F_OK) is not None:
         return f"program {name!r} is not executable; change its permissions"
     return f"program {name!r} does not exist or is not on PATH"
 

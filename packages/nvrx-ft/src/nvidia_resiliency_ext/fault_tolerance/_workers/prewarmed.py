@@ -106,9 +106,13 @@ class PrewarmedWorker:
                 on_failure.callback(ours.close)
                 always.callback(theirs.close)
                 if is_piped:
-                    reading, writing = _placeholder_pipe()
+                    from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
+
+                    reading, writing = open_pipe()
                     on_failure.callback(os.close, reading)
                     always.callback(os.close, writing)
+                    # Neither end ever waits: too much output fails the import.
+                    os.set_blocking(writing, False)
                     outputs += (writing, writing)
                     kept.append(reading)
                 else:
@@ -225,10 +229,12 @@ class PrewarmedWorker:
     def _log_output(self) -> None:
         for fd in self._outputs:
             try:
-                text = _read_start(fd).decode(errors="replace").strip()
+                is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+                size = _LARGEST_OUTPUT_BYTES
+                data = os.read(fd, size) if is_pipe else os.pread(fd, size, 0)
             except OSError:
                 continue  # Nothing is in the pipe; or a null device that cannot be read.
-            if text:
+            if text := data.decode(errors="replace").strip():
                 logger.info("standby %d wrote while it imported: %s", self.slot, text)
 
 
@@ -276,21 +282,6 @@ def _placeholder(path: str | None) -> int | None:
     if path == os.devnull:
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     return os.memfd_create("nvrx-standby", os.MFD_CLOEXEC)
-
-
-def _placeholder_pipe() -> tuple[int, int]:
-    """Return a pipe of which neither end ever waits: too much output fails the import."""
-    from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
-
-    reading, writing = open_pipe()
-    os.set_blocking(writing, False)
-    return reading, writing
-
-
-def _read_start(fd: int) -> bytes:
-    if stat.S_ISFIFO(os.fstat(fd).st_mode):
-        return os.read(fd, _LARGEST_OUTPUT_BYTES)
-    return os.pread(fd, _LARGEST_OUTPUT_BYTES, 0)
 
 
 def _send(
