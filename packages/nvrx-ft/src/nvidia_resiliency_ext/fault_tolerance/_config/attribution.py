@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import values
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .settings import FaultToleranceConfig
-
+from .settings import FaultToleranceConfig
 
 DEFAULT_ATTRIBUTION_PORT = 50050
 MANAGED = "localhost"

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
+from .settings import FaultToleranceConfig
 from .syntax import parse_min_max_nnodes
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .settings import FaultToleranceConfig
-
 
 # Settings of the rendezvous that stand for `--ft-rdzv-impl` and `--ft-use-infra-group-rank`.
 RDZV_IMPL = "rdzv_impl"

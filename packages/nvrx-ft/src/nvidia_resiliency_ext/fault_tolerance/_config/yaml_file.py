@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 SECTION = "fault_tolerance"
 SIZE_LIMIT_BYTES = 1 << 20

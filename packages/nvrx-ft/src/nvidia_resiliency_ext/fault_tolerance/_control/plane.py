@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
@@ -19,6 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, endpoint, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
@@ -29,9 +29,6 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 
 logger = logging.getLogger("nvrx")
 

@@ -6,19 +6,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, listen
-from nvidia_resiliency_ext.shared_utils.wire import require_same_user
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
-    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet, require_same_user
 
 logger = logging.getLogger("nvrx")
 

@@ -14,21 +14,13 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
-from .sinks import NotYetError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils.event_loop import Timer
-
-    from .sinks import LogFile
-
+from .sinks import LogFile, NotYetError
 
 logger = logging.getLogger("nvrx")
 

@@ -10,14 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
-if TYPE_CHECKING:
-    from .lines import LineAssembler
-    from .outlet import Outlet, Target
-
+from .lines import LineAssembler
+from .outlet import Outlet, Target
 
 LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16

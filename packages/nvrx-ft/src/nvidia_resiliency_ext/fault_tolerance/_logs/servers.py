@@ -12,19 +12,15 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 from .sinks import endpoint_of
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
-
 
 logger = logging.getLogger("nvrx")
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import values
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 OMP_WARNING = (
     "OMP_NUM_THREADS is not set: every worker gets 1, so that they do not overload this machine; "

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import launch_config
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
-
-if TYPE_CHECKING:
-    import argparse
-
 
 _AUTOMATIC = -1
 _SHORTEST_QUEUE = 64

@@ -6,13 +6,15 @@ Reads the configuration file and looks whether script and GPUs exist; starts and
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
@@ -24,7 +26,11 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     LaunchConfig,
     get_rdzv_endpoint,
 )
-from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
+from nvidia_resiliency_ext.fault_tolerance._config.settings import (
+    FaultToleranceConfig,
+    Layers,
+    layers_from_args,
+)
 from nvidia_resiliency_ext.fault_tolerance._config.values import noting
 from nvidia_resiliency_ext.fault_tolerance._core import local_world
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError, nearest
@@ -36,13 +42,6 @@ from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_
 
 from . import environment
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_plan, log_problems, stream_warnings
-
-if TYPE_CHECKING:
-    import argparse
-    import signal
-
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-
 
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 # Fields of a plan that are what the flag of their name says.

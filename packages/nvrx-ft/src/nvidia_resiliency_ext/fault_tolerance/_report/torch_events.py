@@ -13,15 +13,12 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
-
-    from .failures import Failure
-
+from .failures import Failure
 
 logger = logging.getLogger("nvrx")
 

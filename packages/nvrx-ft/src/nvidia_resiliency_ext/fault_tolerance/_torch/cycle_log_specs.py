@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -22,9 +22,6 @@ from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
-
-if TYPE_CHECKING:
-    from typing import Any
 
 
 class PipeSubprocessHandler:

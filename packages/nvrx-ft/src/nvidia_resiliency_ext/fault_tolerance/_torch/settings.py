@@ -8,7 +8,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import node_identity
@@ -28,10 +30,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_toke
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-
 
 # Restarts are counted by the agent that uses the handler.
 _NO_LIMIT = 1 << 30
