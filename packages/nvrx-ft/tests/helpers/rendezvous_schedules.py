@@ -37,10 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
-    Coordinator,
-    RoundFollower,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -314,11 +311,10 @@ class Schedule:
         host.seen = self.seen
         stop = threading.Event()
 
-        class Follower(RoundFollower):
-            def begins(_, cycle: int, active: Any, *_more: Any, **_how: Any) -> None:  # noqa: N805
-                names = [candidate.node for candidate in active]
-                if self.seen.placements.setdefault(cycle, names) is not names:
-                    raise ScheduleError(f"round {cycle} was closed twice")
+        def begins(cycle: int, active: Any, *_more: Any, **_how: Any) -> None:
+            names = [candidate.node for candidate in active]
+            if self.seen.placements.setdefault(cycle, names) is not names:
+                raise ScheduleError(f"round {cycle} was closed twice")
 
         host.__init__(  # type: ignore[misc]
             clean,
@@ -326,7 +322,7 @@ class Schedule:
             me="host",
             epoch="e",
             clock=SystemClock(),
-            follower=Follower(),
+            begins=begins,
             stop=stop,
         )
         failed: list[BaseException] = []

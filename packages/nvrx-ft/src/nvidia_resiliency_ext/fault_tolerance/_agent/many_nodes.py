@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
@@ -25,6 +26,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoi
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
@@ -216,11 +218,15 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
                 says=says,
             ),
             lambda *_: rules,
-            me=node,
-            clock=job.clock,
-            services=services,
-            on_bad_node=job.bad_node.report,
-            denylist=job.denylist,
+            partial(
+                Coordinator,
+                me=node,
+                clock=job.clock,
+                begins=services.begins,
+                ended=services.ended,
+                on_bad_node=job.bad_node.report,
+                denylist=job.denylist,
+            ),
         )
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
@@ -19,6 +20,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorS
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, endpoint, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
@@ -171,12 +173,16 @@ class ControlPlane:
                 says=says,
             ),
             _wait_for_rules,
-            me=PROGRAM,
-            clock=self._clock,
-            services=self._services,
-            is_controlled=True,
-            on_bad_node=self._bad_node.report,
-            denylist=self._denylist,
+            partial(
+                Coordinator,
+                me=PROGRAM,
+                clock=self._clock,
+                is_controlled=True,
+                begins=self._services.begins,
+                ended=self._services.ended,
+                on_bad_node=self._bad_node.report,
+                denylist=self._denylist,
+            ),
             on_end=lambda: self._loop.post(self._stop),
         )
         self._stack.callback(self._thread.join, STOP_S)

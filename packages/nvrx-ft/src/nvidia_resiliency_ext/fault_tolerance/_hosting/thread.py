@@ -10,23 +10,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Phase
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry
-    from nvidia_resiliency_ext.shared_utils.clock import Clock
-
-    from .services import CoordinatorServices
-
 
 logger = logging.getLogger("nvrx")
 
@@ -66,15 +57,8 @@ class CoordinatorThread(threading.Thread):
     store: Callable[[], AbstractContextManager[stores.JobStore]]
     # Returns what decisions go by, once that is known; None: nothing will be decided.
     rules: Callable[[stores.JobStore, threading.Event], CoordinatorRules | None]
-    _: KW_ONLY
-    me: str  # Signs the decisions.
-    clock: Clock
-    services: CoordinatorServices
-    is_controlled: bool = False  # Whether the store is in no launcher.
-    # Gets a node that is lost, named, or failed again and again.
-    on_bad_node: Callable[[Cause], None] = lambda _: None
-    # Hosts that are to have no place where that can be.
-    denylist: Denylist = field(default_factory=Denylist)
+    # Makes the `Coordinator` of a store and these rules; further fields of it are given here.
+    coordinator: Callable[..., Coordinator]
     on_end: Callable[[], None] = lambda: None  # Called in the thread.
 
     def __post_init__(self) -> None:
@@ -112,18 +96,8 @@ class CoordinatorThread(threading.Thread):
             rules = self.rules(store, self._end_asked)
             if rules is None:
                 return
-            self._host = Coordinator(
-                store,
-                rules,
-                me=self.me,
-                epoch=os.urandom(8).hex(),
-                clock=self.clock,
-                is_controlled=self.is_controlled,
-                follower=self.services,
-                on_bad_node=self.on_bad_node,
-                denylist=self.denylist,
-                stop=self._end_asked,
-            )
+            epoch = os.urandom(8).hex()
+            self._host = self.coordinator(store, rules, epoch=epoch, stop=self._end_asked)
             self._host.run()
             entry = self._host.entry
             self.outcome = entry if entry.phase is Phase.OVER else None

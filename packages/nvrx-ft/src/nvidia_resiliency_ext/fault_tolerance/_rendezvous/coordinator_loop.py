@@ -9,9 +9,8 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -20,7 +19,7 @@ from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 from . import agreement, coordinator, keys, records, restarts
 from .log import DecisionLog, ResumeState, resume_state_from
 from .placement import Placement, check_texts, summary
-from .records import Arrival, Entry, ForeignValueError, Kind, NodeMessage, Phase, RankAssignment
+from .records import Entry, ForeignValueError, Kind, NodeMessage, Phase, RankAssignment
 from .restarts import Denylist, is_named
 from .store import JobStore
 
@@ -30,23 +29,6 @@ GOODBYE_WAIT_S = 3.0
 # Nobody may still be about to read or write a decision as old as this: a node that was held up for
 # two leases has given up by then.
 KEEP_DECISIONS_S = 60.0
-
-
-class RoundFollower(Protocol):
-    """Who is notified of rounds, in the host's thread: it must not wait."""
-
-    def begins(
-        self,
-        cycle: int,
-        active: Sequence[Arrival],
-        waiting: Sequence[Arrival] = (),
-        *,
-        goes_on: bool = False,
-    ) -> None:
-        """Record a closed round, its nodes by rank; one that `goes_on` had another host before."""
-
-    def ended(self, cycle: int, cause: Cause | None = None) -> None:
-        """Record that nobody works in a round any more, and why; it may be repeated."""
 
 
 @dataclass(eq=False)
@@ -60,7 +42,10 @@ class Coordinator:
     epoch: str  # Which life of the store this is.
     clock: Clock
     is_controlled: bool = False  # Whether the store outlives the nodes.
-    follower: RoundFollower | None = None
+    # Get a closed round and when nobody works in it any more, as `CoordinatorServices` takes that,
+    # in the thread of the rounds: they must not wait. The second may be repeated.
+    begins: Callable[..., None] = lambda *_, **__: None
+    ended: Callable[[int, Cause | None], None] = lambda *_: None
     # Called with the cause when a node is lost, blamed, or has failed repeatedly.
     on_bad_node: Callable[[Cause], None] = lambda _: None
     # Hosts that get a place only if there are not enough others.
@@ -71,6 +56,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self._log = DecisionLog(self.store)
+        self._keep_s = max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(self.rules))
         self._memory = coordinator.Memory()
         self._messages: list[NodeMessage] = []
         self._read_to = 0
@@ -128,10 +114,10 @@ class Coordinator:
         now = self._entry_at = self.clock.monotonic()
         goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
         if before.phase is Phase.CLOSED and not goes_on:
-            self._report_end(before.round, entry.cause)
+            self.ended(before.round, entry.cause)
         self.store.put(keys.HEAD, str(entry.seq))
         self._adopted.append((entry.seq, now))
-        while now - self._adopted[1][1] > _keep_decisions_s(self.rules):
+        while now - self._adopted[1][1] > self._keep_s:
             self.store.delete(keys.log(self._adopted.popleft()[0]))
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
@@ -146,10 +132,6 @@ class Coordinator:
             if entry.round > 1:
                 for key in (keys.messages, keys.arrivals, keys.successes):
                     self.store.delete(key(entry.round - 2))
-
-    def _report_end(self, round_: int, cause: Cause | None) -> None:
-        if self.follower is not None:
-            self.follower.ended(round_, cause)
 
     def _record_blame(self, entry: Entry) -> None:
         cause, rules, now = entry.cause, self.rules.blame, self.clock.monotonic()
@@ -236,8 +218,8 @@ class Coordinator:
         return True
 
     def _reopen(self, round_: int, cause: Cause) -> None:
-        # Followers that know the begin of the round before may not know its end.
-        self._report_end(round_ - 1, cause)
+        # Who knows the begin of the round before may not know its end.
+        self.ended(round_ - 1, cause)
         self._create(self.entry.next(self.me, Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
@@ -277,8 +259,7 @@ class Coordinator:
             self._messages[:0] = [*spares, *state.gone]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
-            if self.follower is not None:
-                self.follower.begins(closed.round, members, goes_on=True)
+            self.begins(closed.round, members, goes_on=True)
 
     def _decide(self) -> coordinator.Decision:
         now = self.clock.monotonic()
@@ -363,9 +344,8 @@ class Coordinator:
             self._is_last_call = False
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            if self.follower is not None:
-                waiting = (*placement.standby, *placement.excluded)
-                self.follower.begins(closed.round, placement.active, waiting)
+            waiting = (*placement.standby, *placement.excluded)
+            self.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
         """Log named nodes that work all the same, and report each named node once."""
@@ -410,10 +390,6 @@ class Coordinator:
                     self.store.delete(keys.NOTIFY)
             except (StoreLostError, ForeignValueError):
                 return
-
-
-def _keep_decisions_s(rules: coordinator.CoordinatorRules) -> float:
-    return max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(rules))
 
 
 def _read_message(line: str) -> NodeMessage:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -36,7 +37,10 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThr
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
+    GOODBYE_WAIT_S,
+    Coordinator,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind, Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
@@ -124,9 +128,13 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._coordinator = CoordinatorThread(
                 lambda: _guest_store(connect),
                 decides,
-                me=self._me.node,
-                clock=self._clock,
-                services=self._services,
+                partial(
+                    Coordinator,
+                    me=self._me.node,
+                    clock=self._clock,
+                    begins=self._services.begins,
+                    ended=self._services.ended,
+                ),
             )
             self._coordinator.start()
         self._client = NodeClient(self._node, lambda _refused: connect(), self._take, self._clock)
