@@ -194,15 +194,13 @@ class CoordinatorServices:
             return
         from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
 
-        report = reporter.report_cycle_goes_on if goes_on else reporter.report_cycle_start
-        report(
-            CycleInfoRoundSnapshot(
-                cycle,
-                [one.host or one.addr for one in active],
-                [one.host or one.addr for one in waiting],
-                [one.infra_rank if one.infra_rank >= 0 else at for at, one in enumerate(active)],
-            )
+        snapshot = CycleInfoRoundSnapshot(
+            cycle,
+            [one.host or one.addr for one in active],
+            [one.host or one.addr for one in waiting],
+            [one.infra_rank if one.infra_rank >= 0 else at for at, one in enumerate(active)],
         )
+        reporter.report_cycle_start(snapshot, goes_on=goes_on)
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that a cycle is over, also one that began before; it may be repeated."""
@@ -210,7 +208,7 @@ class CoordinatorServices:
         if watch is not None:
             watch.ended(evidence_of(cause))
         if reporter is not None:
-            reporter.report_end_of(cycle)
+            reporter.report_cycle_end(cycle)
 
     def end_attribution(self, *, job_goes_on: bool = False) -> None:
         """End the service and what asks it; a job that goes on is not asked about."""
