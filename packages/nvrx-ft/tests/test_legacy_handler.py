@@ -17,8 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import (
     RendezvousTimeout,
     create_handler,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import read_messages
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import read_messages
 
 DEADLINE_S = handler_nodes.DEADLINE_S
 

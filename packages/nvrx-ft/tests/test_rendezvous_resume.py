@@ -697,7 +697,7 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         plane = control.restart()
         may_connect.set()
         plane.wait_until(lambda: resume_state_from(tuple(plane.host._messages)) is not None)
-        threads.submit_last_words(lambda session: session.send(Kind.LEFT, cause=GOES))
+        threads.submit(lambda session: session.send(Kind.LEFT, cause=GOES), is_urgent=True)
         threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)

@@ -17,10 +17,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from ._rendezvous import records
 from ._rendezvous.keys import NodeIdentity
+from ._rendezvous.log import FINAL
 from ._rendezvous.records import Kind
 from ._rendezvous.session import NodeSession
 from ._torch.handler import StoreRendezvousHandler
-from ._torch.membership import FINAL
 from ._torch.settings import NodeOptions, Timeouts, job_settings, node_options
 from .rdzv_utils import rdzv_config_get_as_bool, rdzv_config_get_as_int
 

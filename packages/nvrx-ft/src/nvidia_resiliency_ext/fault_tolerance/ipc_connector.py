@@ -16,8 +16,7 @@ from nvidia_resiliency_ext.shared_utils.wire import (
     send_message,
 )
 
-from ._core.mailbox import Mailbox
-from ._core.messages import MESSAGES
+from ._core.messages import MESSAGES, Mailbox
 from .data import ErrorMsg, OkMsg
 
 __all__ = ["IpcConnector"]

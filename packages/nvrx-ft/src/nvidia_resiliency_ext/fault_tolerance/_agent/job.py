@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._core.messages import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
@@ -39,12 +39,18 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
 from .agent import NodeAgent, Result
-from .environment import cycle_variables, rank_variables, shared_variables
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous
-from .run_files import CycleRecords, RunPaths, cycle_info_environment
+from .run_files import (
+    CycleRecords,
+    RunPaths,
+    cycle_info_environment,
+    cycle_variables,
+    rank_variables,
+    shared_variables,
+)
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint

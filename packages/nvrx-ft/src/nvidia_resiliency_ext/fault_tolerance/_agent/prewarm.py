@@ -123,7 +123,6 @@ class PrewarmStarter(workers.Starter):
     def _tick(self) -> None:
         """Look again: often while prewarmed workers are missing, later less and less often."""
         self._look()
-        self._pool.tick()
         if self._pool.may_fill and self._pool.unheld:
             self._arm(FILL_LOOK_INTERVAL_S)
             return

@@ -106,7 +106,7 @@ class StoreRendezvous:
             finally:
                 is_said.set()
 
-        self._client.submit_last_words(say)
+        self._client.submit(say, is_urgent=True)
         # This node's ranks are ended next, and those of others fail by that: what comes first in
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
@@ -132,7 +132,7 @@ class StoreRendezvous:
             if timer is not None:
                 timer.cancel()
         if not self._is_lost:
-            self._client.say_goodbye()
+            self._client.submit(sessions.NodeSession.say_goodbye, is_urgent=True)
         self._client.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self.host is not None:
             self.host.join(LAST_WORDS_S + 1.0)

@@ -9,6 +9,7 @@ import enum
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,6 +26,7 @@ from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import few
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_LINE_BYTES
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
@@ -229,16 +231,13 @@ def _same(name: str, reported: Sequence[tuple[str, Mapping[str, str]]]) -> Findi
         for host, values in reported:
             by_value.setdefault(values.get(key, "missing"), []).append(host)
         if len(by_value) > 1:
-            said = [f"{value} on {_hosts(hosts)}" for value, hosts in sorted(by_value.items())]
+            said = [
+                f"{value} on {few(sorted(hosts), 3)}" for value, hosts in sorted(by_value.items())
+            ]
             different.append(f"{key} is {' and '.join(said)}")
     if different:
         return failed(name, "; ".join(different[:MAX_SHOWN]))
     return passed(name, f"{len(keys)} compared, all alike")
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    shown = ", ".join(sorted(hosts)[:3])
-    return shown if len(hosts) <= 3 else f"{shown} and {len(hosts) - 3} more"  # noqa: PLR2004
 
 
 def _clocks(reports: Sequence[NodeReport]) -> Finding:
@@ -272,8 +271,6 @@ def compare_nodes(
     clock: Clock,
 ) -> list[Finding]:
     """Return what all nodes together found, the same on each; they meet in a store of their own."""
-    import threading
-
     prefix = keys.prefix(f"{plan.run_id}:check")
     server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts, format_runs
 
 _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -65,8 +66,6 @@ _MOST_NODES: Final = 100_000
 
 def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
     """Return `hostnames` as Slurm writes them, such as `node[001-004,007]`, each name once."""
-    from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
-
     return format_hosts(list(hostnames))
 
 
@@ -99,16 +98,18 @@ def _numbers(text: str) -> list[str]:
     return found
 
 
+def short_host(name: str) -> str:
+    """Return the first part of a host's name; an address in numbers stays whole."""
+    is_address = ":" in name or not name.strip("0123456789.")
+    return name if is_address else name.partition(".")[0]
+
+
 def compact_nodes(addrs: Iterable[str]) -> str:
     """Return addresses in short form, for people: `node[001-004].cluster,10.0.0.[1-3]`."""
-    from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
-
     names_by_domain: dict[str, list[str]] = {}
     for addr in addrs:
-        name, dot, domain = addr.partition(".")
-        if ":" in addr or not addr.strip("0123456789."):  # an IP address
-            name, dot, domain = addr, "", ""
-        names_by_domain.setdefault(dot + domain, []).append(name)
+        name = short_host(addr)
+        names_by_domain.setdefault(addr.removeprefix(name), []).append(name)
     parts: list[str] = []
     for domain, names in sorted(names_by_domain.items()):
         parts += [part + domain for part in _BETWEEN_HOSTS.split(format_hosts(names)) if part]
@@ -122,8 +123,6 @@ def slurm_sort_addrs(addrs: Iterable[str]) -> list[str]:
 
 def ranks_to_range_str(ranks: Iterable[int]) -> str:
     """Return `ranks` in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`."""
-    from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
-
     return format_runs(ranks)
 
 

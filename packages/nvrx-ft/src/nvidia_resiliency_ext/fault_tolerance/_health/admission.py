@@ -16,6 +16,7 @@ import enum
 import json
 import logging
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
@@ -33,7 +35,6 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WorkerThread
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
     from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
@@ -164,10 +165,6 @@ def ensure_node_is_healthy(
     Raises:
         UnhealthyNodeException: One of them failed; the message says which and why.
     """
-    import os
-
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-
     wanted = FaultToleranceConfig() if config is None else config
     results = NodeChecks(wanted, endpoint, os.environ).run()
     cause = unfit(results, os.uname().nodename.split(".", 1)[0])

@@ -51,11 +51,6 @@ def token_file(environ: Mapping[str, str], job_token_file: str | None, run_dir: 
     return TokenFile(given, True) if given else TokenFile(os.path.join(run_dir, _NAME), False)
 
 
-def write_token(path: str, token: str) -> None:
-    """Put a token into a file that only we may read."""
-    atomic_write(path, token.encode())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
     """What the host of a job runs beside the store; a launch plan says that, too."""
@@ -116,7 +111,7 @@ class CoordinatorServices:
         self.log_token = IN_A_FILE
         if not token.is_given:
             self.log_token = os.urandom(_TOKEN_BYTES).hex()
-            write_token(token.path, self.log_token)
+            atomic_write(token.path, self.log_token.encode())
         if self.is_shared and not token.is_given:
             logger.info(
                 "the log server's token goes through the rendezvous, which guards against mistakes "

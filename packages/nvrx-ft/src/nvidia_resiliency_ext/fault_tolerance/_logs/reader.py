@@ -93,8 +93,6 @@ class MultiplexingReaderThread(threading.Thread):
         self._read_bytes = 0
         self._waiting_bytes = 0
 
-    # Orders ----------------------------------------------------------------------------------
-
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
         """Read the pipe `fd`, non-blocking and ours now, by `lines` into `target`, to its end."""
         if not self._order(lambda: self._add(fd, lines, target)):

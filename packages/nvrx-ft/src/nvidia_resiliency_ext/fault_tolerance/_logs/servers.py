@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,6 @@ _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _KILL_MARGIN_S = 5.0
 _NODES_COME_BACK_S = 5.0  # within which a node that lost its server tries again
-
-
-class LogServerError(NvrxError):
-    """A log server cannot run here."""
 
 
 @dataclass(eq=False)
@@ -95,7 +92,7 @@ class LogServers:
                 self._start(server)
         except (OSError, ChildStartError) as error:
             self.stop()
-            raise LogServerError(f"the log server cannot be started: {error}") from error
+            raise NvrxError(f"the log server cannot be started: {error}") from error
 
     def expect_nodes(self) -> None:
         """Record that nodes have lines for these servers and have still to find them."""
@@ -163,8 +160,6 @@ class LogServers:
 
 def _end_together(servers: Sequence[tuple[LogServer, Child]], grace_s: float | None = None) -> None:
     """End servers, which have their own time to do so, or no more than `grace_s`."""
-    import signal
-
     for _, child in servers:
         child.signal(signal.SIGTERM)
     if not servers:
@@ -189,7 +184,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
     except OSError as error:
-        raise LogServerError(
+        raise NvrxError(
             f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
             "choose another --ft-log-server-port"
         ) from error

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher's own environment variables mean for a launch. Pure.
 
-Workers' variables are in `_agent/environment.py`; the parser reads `PET_` variables.
+Workers' variables are in `_agent/run_files.py`; the parser reads `PET_` variables.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TypeVar
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from .coordinator import CoordinatorRules
-from .placement import PlacementRules
+from .placement import PlacementRules, few
 from .records import ForeignValueError
 from .restarts import BlameRules, Budget
 
@@ -169,7 +169,7 @@ def sentence(off: Iterable[tuple[str, float]]) -> str:
         return ""
     offsets = [
         f"{name} is {abs(off_s):.1f} s {'ahead' if off_s > 0 else 'behind'}"
-        for name, off_s in worst[:MAX_SHOWN]
+        for name, off_s in worst
     ]
-    more = f" and {len(worst) - MAX_SHOWN} more" if len(worst) > MAX_SHOWN else ""
-    return f"clocks are off, by the others' time: {', '.join(offsets)}{more}; synchronise them"
+    shown = few(offsets, MAX_SHOWN)
+    return f"clocks are off, by the others' time: {shown}; synchronise them"

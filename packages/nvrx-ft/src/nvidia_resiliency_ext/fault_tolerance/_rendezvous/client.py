@@ -120,17 +120,12 @@ class NodeClient:
         confirmed = self.confirmed_at
         return None if confirmed is None else confirmed + LEASES_TO_FENCE * self._settings.lease_s
 
-    def submit(self, command: _Command) -> None:
-        """Do `command` in the session's thread, after those before it."""
-        self._commands.put(_Order(command))
+    def submit(self, command: _Command, *, is_urgent: bool = False) -> None:
+        """Do `command` in the session's thread, after those before it.
 
-    def submit_last_words(self, command: _Command) -> None:
-        """Do `command` as `submit`, but also before a new host has said how the job goes on."""
-        self._commands.put(_Order(command, is_urgent=True))
-
-    def say_goodbye(self) -> None:
-        """Tell the others that this node goes, unless they know."""
-        self.submit_last_words(NodeSession.say_goodbye)
+        What `is_urgent` is also done before a new host has said how the job goes on: last words.
+        """
+        self._commands.put(_Order(command, is_urgent=is_urgent))
 
     def close(self, timeout_s: float) -> None:
         """End the session; what was submitted before is still done, `timeout_s` long."""

@@ -244,13 +244,10 @@ def _refuse_shared(
     )
 
 
-_FEW: Final = 8
-
-
-def few(texts: Sequence[str], *, separator: str = ", ") -> str:
+def few(texts: Sequence[str], most: int = 8, *, separator: str = ", ") -> str:
     """Return the first texts in one, and how many more there are."""
-    more = len(texts) - _FEW
-    return separator.join(texts[:_FEW]) + (f" and {more} more" if more > 0 else "")
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def summary(placement: Placement) -> str:

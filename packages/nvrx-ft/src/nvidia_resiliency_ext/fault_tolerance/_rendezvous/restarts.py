@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.fault_tolerance._core.infra import short_host
+
 from .records import Entry
 
 
@@ -103,11 +105,5 @@ class Denylist:
 
 
 def is_named(host: str, addr: str, named: Iterable[str]) -> bool:
-    own = {_key(host), _key(addr)}
-    return any(_key(name) in own for name in named)
-
-
-def _key(name: str) -> str:
-    lowered = name.lower()
-    is_address = ":" in lowered or lowered.replace(".", "").isdecimal()
-    return lowered if is_address else lowered.partition(".")[0]
+    own = {short_host(host.lower()), short_host(addr.lower())}
+    return any(short_host(name.lower()) in own for name in named)

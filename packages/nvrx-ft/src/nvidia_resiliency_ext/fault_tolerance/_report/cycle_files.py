@@ -347,7 +347,7 @@ class CycleInfoReporter:
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        standby = [_short(address) for address in snapshot.standby_node_addrs or ()]
+        standby = [infra.short_host(address) for address in snapshot.standby_node_addrs or ()]
         return self._writer.write_cycle_start(
             job_id=self._job_id,
             attempt_index=self._attempt_index,
@@ -392,16 +392,10 @@ def _if_set(**flags: bool) -> dict[str, bool]:
 
 def _in_order(snapshot: CycleInfoRoundSnapshot) -> tuple[list[str], list[int]]:
     """Return nodes in Slurm's order, and each one's rank at the same place."""
-    nodes = [_short(address) for address in snapshot.active_node_addrs or ()]
+    nodes = [infra.short_host(address) for address in snapshot.active_node_addrs or ()]
     ranks = list(snapshot.active_ranks or ())
     if len(nodes) != len(ranks) or len(set(nodes)) != len(nodes):
         return nodes, ranks
     rank_of = dict(zip(nodes, ranks, strict=True))
     ordered = infra.slurm_sort_addrs(nodes)
     return ordered, [rank_of[node] for node in ordered]
-
-
-def _short(address: str) -> str:
-    """Return the first part of a host name; an address in numbers stays whole."""
-    is_numeric = ":" in address or all(part.isdecimal() for part in address.split("."))
-    return address if is_numeric else address.partition(".")[0]

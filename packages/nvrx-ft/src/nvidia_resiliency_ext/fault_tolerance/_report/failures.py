@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +105,6 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
 def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = None) -> str:
     """Report a job that failed for good; files in `run_dir`, which is removed, are not named."""
-    import time
 
     def is_kept(path: str) -> bool:
         return os.path.exists(path) and not (run_dir and path.startswith(run_dir + os.sep))

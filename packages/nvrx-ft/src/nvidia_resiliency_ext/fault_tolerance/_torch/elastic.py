@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
@@ -37,9 +37,6 @@ from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import Funct
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import Specs
 
 _KINDS: Mapping[str, v.Kind] = {
     "nproc_per_node": v.integer_in(1, MOST_WORKERS),
@@ -133,7 +130,7 @@ def _log_settings(specs: object) -> plans.LogSettings:
     if isinstance(plan, LogPlan):
         return plans.LogSettings(logs=plan)
     if callable(getattr(specs, "reify", None)):
-        return plans.LogSettings(output_specs=OutputSpecs(cast("Specs", specs), {}))
+        return plans.LogSettings(output_specs=OutputSpecs(specs, {}))
     raise ValueError("logs_specs: takes what config_from_args returns, or a LogsSpecs of torch")
 
 

@@ -41,6 +41,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
     GOODBYE_WAIT_S,
     Coordinator,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import RoundMember, read_members
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind, Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Lost,
@@ -60,7 +61,6 @@ from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .membership import RoundMember, read_members
 from .settings import NodeOptions, rules_and_node
 
 logger = logging.getLogger("nvrx")
@@ -138,8 +138,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             )
             self._coordinator.start()
         self._client = NodeClient(self._node, lambda _refused: connect(), self._take, self._clock)
-
-    # What torch's agent calls ----------------------------------------------------------------
 
     def get_backend(self) -> str:
         """Return `c10d`: the rounds are kept in a store of torch's c10d."""
@@ -251,8 +249,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         if self._coordinator is not None and self.is_closed():
             self._coordinator.join(GOODBYE_WAIT_S + LAST_WORDS_S)
         return is_reported
-
-    # What our agents call --------------------------------------------------------------------
 
     def set_node_check(self, check: Callable[[], None]) -> None:
         """Let `check` decide before each arrival: it raises where this node must not join."""
@@ -414,7 +410,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._is_let_go = True
             self._changed.notify_all()
         if not self._lost:
-            self._client.say_goodbye()
+            self._client.submit(NodeSession.say_goodbye, is_urgent=True)
         # Before the job is there the thread still waits for it, and ends by itself.
         self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         self._ports.close()
@@ -513,8 +509,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._placed is None:
             return api.RendezvousGracefulExitError(text)
         return api.RendezvousClosedError(text)
-
-    # What the threads bring ------------------------------------------------------------------
 
     def _take(self, event: SessionEvent) -> None:
         with self._changed:

@@ -102,9 +102,6 @@ class Pool:
         """Start standbys for the first cycle, all at once: the launcher has just started."""
         self._fill(self.unheld)
 
-    def tick(self) -> None:
-        self._fill()
-
     def idle(self, cores: float) -> None:
         """Take how many processors had nothing to do since the last look."""
         # Each that warms up has one processor, and would leave it idle, too.
