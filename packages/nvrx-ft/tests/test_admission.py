@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck, GpuMemory
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop

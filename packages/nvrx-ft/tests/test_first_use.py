@@ -18,9 +18,8 @@ from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import (
     longest_limit_s,
     needs_heartbeats,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Cause, Outcome
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter

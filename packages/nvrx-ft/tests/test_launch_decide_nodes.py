@@ -8,10 +8,10 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     BarrierTimedOut,
+    Cause,
     CloseRendezvous,
     Finish,
     GroupStopped,

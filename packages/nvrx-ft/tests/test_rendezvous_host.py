@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, coordinator_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import (
     CoordinatorRules,

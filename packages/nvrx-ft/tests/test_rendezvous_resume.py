@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from rendezvous_store import Served, arrival, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules

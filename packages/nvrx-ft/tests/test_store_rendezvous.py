@@ -13,8 +13,8 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import store_rendezvous
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Cause,
     Event,
     LeaveRendezvous,
     NextRoundOpened,

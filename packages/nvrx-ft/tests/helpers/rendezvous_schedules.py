@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
     coordinator,
     coordinator_loop,

@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from nvidia_resiliency_ext.shared_utils import events
 
-from ._core.cause import Cause
 from ._core.errors import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
+from ._core.machine import Cause
 from ._rendezvous.records import Kind
 from ._rendezvous.session import Opened, Over, Placed, SessionEvent
 from ._torch.settings import NodeOptions

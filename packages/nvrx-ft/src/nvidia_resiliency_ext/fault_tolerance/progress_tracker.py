@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import logging
-
-from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
+import os
 
 __all__ = ["TrainingProgressTracker"]
 
@@ -43,8 +42,11 @@ class IterationFile:
         return None
 
     def _read(self) -> str:
-        content = read_regular_file(self.path, _READ_LIMIT_BYTES, follows_symlink=True)
-        return content.decode("ascii", "replace").strip()
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, _READ_LIMIT_BYTES).decode("ascii", "replace").strip()
+        finally:
+            os.close(descriptor)
 
 
 class TrainingProgressTracker:

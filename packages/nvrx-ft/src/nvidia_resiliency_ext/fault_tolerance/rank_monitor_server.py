@@ -206,7 +206,7 @@ class RankMonitorServer:
         is_restarter_logger: bool,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Be a monitor, as the body of a process, with `env` added to the environment."""
+        """Be a monitor: the body of a process. `env` is added to the environment; see the class."""
         os.environ.update(env or {})
         configure_logging(cfg.log_level, None)
         logger = RankMonitorLogger(level=cfg.log_level, is_restarter_logger=is_restarter_logger)
@@ -224,8 +224,8 @@ class RankMonitorServer:
     ) -> MonitorProcess:
         """Start a monitor in a process, which ends with this one, and wait until it listens.
 
-        `env` is added to the environment. `mp_ctx` is not used: it is always an exec of an
-        interpreter without torch.
+        `env` is added to the environment; `mp_ctx` is not used: it is always an exec of an
+        interpreter without torch. The others are those of the class.
 
         Raises:
             RuntimeError: It was not ready in time.

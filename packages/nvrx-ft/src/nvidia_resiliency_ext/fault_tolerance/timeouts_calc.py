@@ -83,7 +83,7 @@ class TimeoutsCalc:
     def update_on_section_event(
         self, section: str | None, action: SectionAction, event_time: float | None = None
     ) -> None:
-        """Add the `action` on a `section`, not used with CLOSE_ALL, to the measurements.
+        """Add an OPEN or CLOSE `action` of a `section`, or CLOSE_ALL of all, to the measurements.
 
         It was at `event_time`, monotonic time in seconds; None: now.
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
+    OTHERS_MAY_TAKE_S,
     Failure,
+    StartFailures,
     cause_of,
     hang_cause,
     root_cause,
@@ -30,7 +32,6 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
 from . import decide
-from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
 if TYPE_CHECKING:
     from .job import Job
@@ -52,11 +53,6 @@ class Result:
     stop_signal: int | None = None
     is_unfit: bool = field(default=False, kw_only=True)
     no_restart: str = field(default="", kw_only=True)  # Why the job must not be started again.
-
-    @property
-    def root_cause(self) -> Failure:
-        """The failure that came first; there must be one."""
-        return root_cause(self.failures)
 
 
 class NodeAgent:

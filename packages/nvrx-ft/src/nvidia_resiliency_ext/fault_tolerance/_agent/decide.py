@@ -14,8 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import errors, machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Effect, Finish, Node, Outcome, Phase
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    ATTRIBUTION,
+    Cause,
+    Effect,
+    Finish,
+    Node,
+    Outcome,
+    Phase,
+)
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 
 Decision = tuple[Node, tuple[Effect, ...]]

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
+from nvidia_resiliency_ext.fault_tolerance._core.machine import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.messages import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
-from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, timer_file
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._report import failures
@@ -38,19 +37,12 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
+from . import run_files
 from .agent import NodeAgent, Result
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
 from .rendezvous import LocalRendezvous
-from .run_files import (
-    CycleRecords,
-    RunPaths,
-    cycle_info_environment,
-    cycle_variables,
-    rank_variables,
-    shared_variables,
-)
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
@@ -109,9 +101,9 @@ class Job:
         endpoint = self._find_endpoint()
         address = "127.0.0.1" if endpoint is None else endpoint.host
         self._is_store_host = endpoint is None or endpoint.is_here
-        self.paths = RunPaths(plan, self.environ, stack)
+        self.paths = run_files.RunPaths(plan, self.environ, stack)
         self.services = self._build_services(address)
-        self.cycles = CycleRecords(self, address, is_host=self._is_store_host)
+        self.cycles = run_files.CycleRecords(self, address, is_host=self._is_store_host)
         stack.callback(self.cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
@@ -242,9 +234,9 @@ class Job:
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         store = None if endpoint is None else endpoint.address
         self.base_env = {
-            **shared_variables(self.plan, self.paths, self.environ, store),
+            **run_files.shared_variables(self.plan, self.paths, self.environ, store),
             **self._event_log.environment(),
-            **cycle_info_environment(self.plan),
+            **run_files.cycle_info_environment(self.plan),
         }
         timer_path = timer_file(self.environ, self.paths.run_dir.path)
         if timer_path is not None:
@@ -359,7 +351,7 @@ class Job:
         if self._torch_events is not None:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
-            error = result.root_cause.error
+            error = failures.root_cause(result.failures).error
             failures.hand_up_error_file((error.path or None) if error else None, self.environ)
         if self.reporter.faults and self.paths.record_is_temporary:
             self._log_summary(has_failed=result.exit_code != 0)
@@ -390,7 +382,7 @@ class Job:
         if self.plan.max_nodes == 1 and self.services is not None:
             here = Arrival("", self.paths.host, infra_rank=0)
             self.services.begins(assignment.cycle, [here])
-        times = cycle_variables(self.clock.wall(), cycle_start_time, self.infra_rank)
+        times = run_files.cycle_variables(self.clock.wall(), cycle_start_time, self.infra_rank)
         env = {**self.base_env, **times}
         has_space = self._has_space(assignment.cycle)
         specs = [
@@ -436,7 +428,7 @@ class Job:
         if paths.output.writes_files and not has_space:
             output = outputs.console_output(directory)
         output = self.cycles.output(output, rank)
-        variables = rank_variables(plan, paths, assignment, local_rank, output.error_file)
+        variables = run_files.rank_variables(plan, paths, assignment, local_rank, output.error_file)
         return WorkerSpec(
             local_rank=local_rank,
             rank=rank,

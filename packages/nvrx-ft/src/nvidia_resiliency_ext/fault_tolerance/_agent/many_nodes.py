@@ -18,9 +18,8 @@ from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, allows_many_launchers
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
@@ -131,7 +130,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
             max_nodes=plan.max_nodes,
             segment=segment,
             group_size=group_size,
-            one_launcher_per_addr=not environment.allows_many_launchers(environ),
+            one_launcher_per_addr=not allows_many_launchers(environ),
             elastic=elastic,
             use_infra_rank=plan.use_infra_group_rank,
         )

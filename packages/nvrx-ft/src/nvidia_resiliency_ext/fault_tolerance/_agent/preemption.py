@@ -16,8 +16,12 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import GraceOver, Preempted, RanksHeld
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Cause,
+    GraceOver,
+    Preempted,
+    RanksHeld,
+)
 from nvidia_resiliency_ext.fault_tolerance._env import SLURM_JOB_END_TIME
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 

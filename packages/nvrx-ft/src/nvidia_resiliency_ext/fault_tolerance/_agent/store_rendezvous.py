@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import session as sessions

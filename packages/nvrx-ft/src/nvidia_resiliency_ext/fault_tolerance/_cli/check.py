@@ -21,8 +21,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.flags import DEPRECATED, FLAG
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, log_level
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
@@ -74,7 +73,7 @@ def _listing(
             if flag.group == DEPRECATED and source == DEFAULT:
                 continue
         elif field == "log_level" and field not in layers.given and environ.get(_env.LOG_DEBUG):
-            value, source = environment.log_level(environ), _env.LOG_DEBUG
+            value, source = log_level(environ), _env.LOG_DEBUG
         else:
             given = layers.given.get(field)
             value, source = getattr(config, field), given.where if given else DEFAULT

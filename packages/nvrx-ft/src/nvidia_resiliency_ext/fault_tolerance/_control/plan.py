@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.fault_tolerance._config.attribution import Attributio
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
-from nvidia_resiliency_ext.fault_tolerance._plan import environment, log_plan, plan
+from nvidia_resiliency_ext.fault_tolerance._plan import log_plan, plan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance.cli_args import FlagParser
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -126,9 +126,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
         run_id=args.rdzv_id,
         address=args.local_addr or host,
         settings=_settings(args, config, "lease" in layers.given) | log_plan.agreed_on_logs(logs),
-        log_level=(
-            config.log_level if "log_level" in layers.given else environment.log_level(environ)
-        ),
+        log_level=(config.log_level if "log_level" in layers.given else plan.log_level(environ)),
         services=ServicesPlan(
             fault_tol_cfg=config,
             logs=logs,

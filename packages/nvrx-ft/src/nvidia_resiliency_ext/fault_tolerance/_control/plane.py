@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+from nvidia_resiliency_ext.fault_tolerance._core.machine import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store

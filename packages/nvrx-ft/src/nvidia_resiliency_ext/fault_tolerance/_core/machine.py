@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
-from .cause import Cause
-
 EXIT_OK = 0
 EXIT_FAILURE = 1
+ATTRIBUTION = "attribution"  # The kind of a cause that the attribution service names.
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a cycle ended: machine-readable, and said to every node."""
+
+    kind: str
+    what: str
+    rank: int | None = None
+    local_rank: int | None = None
+    host: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    detected_by: str = "launcher"
+    detail: Mapping[str, object] = field(default_factory=dict)
 
 
 class Phase(enum.Enum):
@@ -168,7 +182,7 @@ class WorkerExited:
     status: ExitStatus
     cause: Cause | None = None
     no_progress: bool = False  # The tracker says so.
-    is_hopeless: bool = False  # See `start_failures.py`.
+    is_hopeless: bool = False  # See `StartFailures`.
 
 
 class WorkerStuck(_Caused):

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus, count_visible
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WorkerThread

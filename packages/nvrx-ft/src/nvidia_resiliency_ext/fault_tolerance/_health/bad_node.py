@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import IO, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError

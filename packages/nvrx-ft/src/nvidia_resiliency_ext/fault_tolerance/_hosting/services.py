@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.children import signal_name
 from nvidia_resiliency_ext.shared_utils.clock import Clock

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator

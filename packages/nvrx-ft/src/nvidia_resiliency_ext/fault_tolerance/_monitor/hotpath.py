@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,6 +62,12 @@ class HotPath:
     Sections may be used from several threads: `_lock` guards `_open` and all figures of sections.
     A heartbeat takes no lock; beats of several threads at once can at worst miscount an interval.
     """
+
+    # A subclass has them: let the monitor look and wait for that, whether to save in this of
+    # `calls` while somebody asks for it, and send a message without an answer.
+    _ask: Callable[[], None]
+    _should_save: Callable[[int], bool]
+    _post: Callable[[object], None]
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -225,15 +231,6 @@ class HotPath:
 
     def _refuse(self) -> NoReturn:
         raise RankMonitorClientError("the rank monitor client is not initialised")
-
-    def _ask(self) -> None:
-        raise NotImplementedError
-
-    def _should_save(self, calls: int) -> bool:
-        raise NotImplementedError
-
-    def _post(self, message: object) -> None:
-        raise NotImplementedError
 
     def _show(self) -> None:
         """Let the monitor look: the slot has the session's first section, heartbeat or step."""

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import signal
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,9 +41,13 @@ from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
-from . import environment
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_plan, log_problems, stream_warnings
 
+OMP_WARNING = (
+    "OMP_NUM_THREADS is not set: every worker gets 1, so that they do not overload this machine; "
+    "set it to what suits the program"
+)
+MONITOR_WARNING = f"{_env.DISABLE_RANK_MONITORS} is set: hangs are not found, no rank has a monitor"
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 # Fields of a plan that are what the flag of their name says.
 _AS_GIVEN = (
@@ -113,7 +118,7 @@ def plan_from_args(
     With `looks_for_script` script, program and interpreter must exist, here and now.
     FaultToleranceConfigError names everything wrong; OSError: the configuration file is unreadable.
     """
-    environment.check_one_launcher_per_node(environ)
+    check_one_launcher_per_node(environ)
     layers = _layers(args)
     problems = layers.problems + log_problems(args, environ)
     command = _command(args, environ, problems)
@@ -152,20 +157,20 @@ def plan_from_args(
     if problems:
         raise FaultToleranceConfigError(problems)
     if "log_level" not in layers.given:
-        config.log_level = environment.log_level(environ)
+        config.log_level = log_level(environ)
     if _env.FT_LAUNCHER_LOGLEVEL in environ:
         text = (
             f"{_env.FT_LAUNCHER_LOGLEVEL} is deprecated; use --ft-log-level or {_env.LOG_DEBUG}=1"
         )
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-    threads = environment.omp_num_threads(environ, nproc)
+    threads = omp_num_threads(environ, nproc)
     monitors_enabled = not environ.get(_env.DISABLE_RANK_MONITORS)
     endpoint = get_rdzv_endpoint(args)
     messages = [
         *getattr(args, "warnings", ()),
         *layers.warnings,
-        *([environment.OMP_WARNING] if threads else []),
-        *([] if monitors_enabled else [environment.MONITOR_WARNING]),
+        *([OMP_WARNING] if threads else []),
+        *([] if monitors_enabled else [MONITOR_WARNING]),
         *(commands.hidden_packages(command) if looks_for_script else []),
         *stream_warnings(logs, args),
         *(_unreachable(endpoint) if max_nodes > 1 else []),
@@ -411,3 +416,48 @@ def job_name(args: argparse.Namespace) -> str | None:
 def random_id() -> str:
     """Return a name for a job that nobody named."""
     return os.urandom(16).hex()
+
+
+def omp_num_threads(environ: Mapping[str, str], nproc: int) -> str | None:
+    """Return OMP_NUM_THREADS of workers as torchrun sets it, or None: it is left alone."""
+    return None if nproc == 1 or _env.OMP_NUM_THREADS in environ else "1"
+
+
+def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
+    """Refuse a Slurm step that starts several launchers on a node, which nobody said is wanted."""
+    tasks = environ.get(_env.SLURM_TASKS_PER_NODE, "")
+    if not environ.get(_env.SLURM_JOB_ID) or not tasks or allows_many_launchers(environ):
+        return
+    if all(re.fullmatch(r"1(\(x[0-9]+\))?", entry.strip()) for entry in tasks.split(",")):
+        return
+    problem = (
+        f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start it "
+        "with srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 (in a batch job the second alone "
+        f"does nothing), or set {_env.MULTI_LAUNCHERS}=1 if several are meant"
+    )
+    raise FaultToleranceConfigError([problem])
+
+
+def allows_many_launchers(environ: Mapping[str, str]) -> bool:
+    """Return whether several launchers of a job may run on one node."""
+    raw = environ.get(_env.MULTI_LAUNCHERS, "")
+    try:
+        return bool(raw and values.read(values.BOOL, raw, _env.MULTI_LAUNCHERS))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+
+
+def log_level(environ: Mapping[str, str]) -> int:
+    """Return the level of the log where no option names one."""
+    from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
+
+    return LogConfig.get_log_level(environ)
+
+
+def timer_file(environ: Mapping[str, str], run_dir: str) -> str | None:
+    """Return where programs send their deadlines: the user's path, or one in `run_dir`."""
+    if environ.get(_env.ENABLE_FILE_TIMER) != "1":
+        return None
+    # What a launcher inherits as a rank's child is the outer launcher's.
+    named = "" if _env.RUN_ID in environ else environ.get(_env.TIMER_FILE, "")
+    return named or os.path.join(run_dir, "timers.pipe")

@@ -25,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance._core import errors
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import agreed_call
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause, agreed_call
 from nvidia_resiliency_ext.shared_utils import hang_culprit
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 

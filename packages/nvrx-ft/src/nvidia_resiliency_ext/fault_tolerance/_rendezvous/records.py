@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.errors import FrameTooLargeError, NvrxError, WireError
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity

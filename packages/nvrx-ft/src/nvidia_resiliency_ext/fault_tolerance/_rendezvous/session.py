@@ -7,8 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 
 from . import keys, records
 from .log import DecisionLog

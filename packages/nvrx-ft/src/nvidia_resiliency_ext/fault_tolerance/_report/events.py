@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    ATTRIBUTION,
+    Assignment,
+    Cause,
+    Outcome,
+)
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import STILL_IMPORTING, Started
 from nvidia_resiliency_ext.shared_utils import events

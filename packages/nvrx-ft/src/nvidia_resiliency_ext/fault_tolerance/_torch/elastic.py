@@ -28,7 +28,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.values import noting
 from nvidia_resiliency_ext.fault_tolerance._core import errors
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS, devices_of_ranks
 from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_OK
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan import plan as plans
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import check_handler
@@ -62,11 +61,11 @@ def plan_from_config(
 
     Raises ValueError, which names all that this version does not offer or that cannot be.
     """
-    environment.check_one_launcher_per_node(environ)
+    plans.check_one_launcher_per_node(environ)
     given: FaultToleranceConfig | None = config.fault_tol_cfg
     fault_tolerance = FaultToleranceConfig() if given is None else given
     if given is None:
-        fault_tolerance.log_level = environment.log_level(environ)
+        fault_tolerance.log_level = plans.log_level(environ)
     logs, attribution = plans.LogSettings(), AttributionConfig()
     devices: tuple[str, ...] | None = None
     problems = _problems(config) + plans.missing_hook(fault_tolerance.bad_node_hook, environ)
@@ -83,7 +82,7 @@ def plan_from_config(
             devices = devices_of_ranks(environ, config.nproc_per_node)
     if problems:
         raise errors.FaultToleranceConfigError(problems)
-    threads = environment.omp_num_threads(environ, config.nproc_per_node)
+    threads = plans.omp_num_threads(environ, config.nproc_per_node)
     filters = {
         Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
         Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
@@ -114,7 +113,7 @@ def plan_from_config(
         virtual_devices=devices,
         omp_num_threads=threads,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        warnings=(environment.OMP_WARNING,) if threads else (),
+        warnings=(plans.OMP_WARNING,) if threads else (),
     )
 
 

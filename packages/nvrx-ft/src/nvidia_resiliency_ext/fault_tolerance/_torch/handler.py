@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import MethodType
@@ -23,7 +23,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import api
 
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundPorts
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
@@ -31,31 +30,16 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     UnhealthyNodeException,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause, request_event
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator_loop, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import session as sessions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
-    GOODBYE_WAIT_S,
-    Coordinator,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import RoundMember, read_members
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind, Phase
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
-    Lost,
-    NodeSession,
-    Opened,
-    Over,
-    Placed,
-    SessionEvent,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    JobStore,
-    agree_on_secret,
-    another_client,
-)
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -97,7 +81,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._clock = SystemClock()
         self._changed = threading.Condition()  # guards what follows
         self._entry: Entry | None = None  # the last known decision; None: not at the store yet
-        self._placed: Placed | None = None
+        self._placed: sessions.Placed | None = None
         self._joined_round: int | None = None
         self._lost = ""
         self._has_left = False
@@ -105,11 +89,13 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._ports = RoundPorts()
         prefix = keys.prefix(self._run_id)
 
-        def connect() -> JobStore:
-            own = another_client(store)
-            return JobStore(own, prefix, options.secret or agree_on_secret(own, prefix))
+        def connect() -> stores.JobStore:
+            own = stores.another_client(store)
+            return stores.JobStore(
+                own, prefix, options.secret or stores.agree_on_secret(own, prefix)
+            )
 
-        def decides(job: JobStore, _stop: threading.Event) -> CoordinatorRules | None:
+        def decides(job: stores.JobStore, _stop: threading.Event) -> CoordinatorRules | None:
             first = job.create(keys.HOST, self._me.node)
             if first == self._me.node:
                 return decided_by
@@ -126,10 +112,10 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             )  # fmt: skip
             self._services.follow_attribution(lambda _: self._stop_requested.set(), lambda *_: None)
             self._coordinator = CoordinatorThread(
-                lambda: _guest_store(connect),
+                lambda: contextlib.closing(connect()),  # The store stays its owner's.
                 decides,
                 partial(
-                    Coordinator,
+                    coordinator_loop.Coordinator,
                     me=self._me.node,
                     clock=self._clock,
                     begins=self._services.begins,
@@ -247,7 +233,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         if self._services is not None:
             self._services.close()
         if self._coordinator is not None and self.is_closed():
-            self._coordinator.join(GOODBYE_WAIT_S + LAST_WORDS_S)
+            self._coordinator.join(coordinator_loop.GOODBYE_WAIT_S + LAST_WORDS_S)
         return is_reported
 
     def set_node_check(self, check: Callable[[], None]) -> None:
@@ -339,14 +325,16 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         """Set the agent's `worker_group`, the workers that this node runs."""
         self._worker_group = worker_group
 
-    def _ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
+    def _ask(
+        self, command: Callable[[sessions.NodeSession], _T], timeout_s: float | None = None
+    ) -> _T:
         """Do `command` with the session, in its thread, and return what it returned.
 
         Raises RendezvousConnectionError where the store is gone, or gives no answer in time.
         """
         answers: list[Future[_T]] = []
 
-        def run(session: NodeSession) -> None:
+        def run(session: sessions.NodeSession) -> None:
             answer: Future[_T] = Future()
             try:
                 answer.set_result(command(session))
@@ -376,7 +364,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         except NvrxError as error:
             raise api.RendezvousConnectionError(str(error)) from None
 
-    def _read(self, reader: Callable[[JobStore], _T]) -> _T:
+    def _read(self, reader: Callable[[stores.JobStore], _T]) -> _T:
         return self._ask(lambda session: reader(session.store))
 
     def _members(self) -> list[RoundMember]:
@@ -410,7 +398,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._is_let_go = True
             self._changed.notify_all()
         if not self._lost:
-            self._client.submit(NodeSession.say_goodbye, is_urgent=True)
+            self._client.submit(sessions.NodeSession.say_goodbye, is_urgent=True)
         # Before the job is there the thread still waits for it, and ends by itself.
         self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         self._ports.close()
@@ -433,7 +421,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._me, master_port=self._ports.offered, previous_rank=previous
         )
 
-        def arrive(session: NodeSession) -> tuple[int, bool]:
+        def arrive(session: sessions.NodeSession) -> tuple[int, bool]:
             entry = session.entry
             if entry.phase is Phase.OVER:
                 raise self._over(entry)
@@ -457,7 +445,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
                 " is_store_host must be true on one node"
             ) from None
 
-    def _outcome(self, round_: int, is_in_time: bool) -> Placed | None:
+    def _outcome(self, round_: int, is_in_time: bool) -> sessions.Placed | None:
         """Wait for a place in the round of an arrival; None when another round is open."""
         deadline = self._clock.monotonic() + self._node.join_timeout_s
         with self._changed:
@@ -510,30 +498,20 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             return api.RendezvousGracefulExitError(text)
         return api.RendezvousClosedError(text)
 
-    def _take(self, event: SessionEvent) -> None:
+    def _take(self, event: sessions.SessionEvent) -> None:
         with self._changed:
-            if isinstance(event, Lost):
+            if isinstance(event, sessions.Lost):
                 self._lost = event.what
             else:
                 self._record(event.entry)
-            if isinstance(event, Placed):
+            if isinstance(event, sessions.Placed):
                 self._placed = event
                 if event.assignment.group_rank == 0:
                     self._ports.take()
-            elif not isinstance(event, (Opened, Over, Lost)):
+            elif not isinstance(event, (sessions.Opened, sessions.Over, sessions.Lost)):
                 self._placed = None
             self._changed.notify_all()
 
     def _record(self, entry: Entry | None) -> None:
         if entry is not None and (self._entry is None or entry.seq >= self._entry.seq):
             self._entry = entry
-
-
-@contextlib.contextmanager
-def _guest_store(connect: Callable[[], JobStore]) -> Iterator[JobStore]:
-    """Give a connection to the job's store, which stays its owner's."""
-    store = connect()
-    try:
-        yield store
-    finally:
-        store.cut()

@@ -20,8 +20,8 @@ from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import allows_many_launchers
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
@@ -213,7 +213,7 @@ def rules_and_node(
     placed_by = PlacementRules(
         settings.min_nodes,
         settings.max_nodes,
-        one_launcher_per_addr=not environment.allows_many_launchers(os.environ),
+        one_launcher_per_addr=not allows_many_launchers(os.environ),
         **placement,
     )
     rules = CoordinatorRules(

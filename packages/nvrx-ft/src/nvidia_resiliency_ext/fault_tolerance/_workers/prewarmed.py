@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.children import Child, start_child
+from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import rights
 
@@ -205,17 +205,13 @@ class PrewarmedWorker:
     def stale_file(self) -> str | None:
         return next((stamp[0] for stamp in self._files if file_stamp(stamp[0]) != stamp), None)
 
-    def release(self) -> Child:
-        """Hand the process over: it is a worker now. The socket is closed."""
-        self._close()
-        return self.child
-
     def end(self) -> None:
         """Kill and reap the process; it holds nothing that could be lost."""
-        self._close()
+        self.release()
         self.child.close()
 
-    def _close(self) -> None:
+    def release(self) -> None:
+        """Close the socket, and leave the process alone: it is a worker now."""
         self._control_socket.close()
         outputs, self._outputs = self._outputs, ()
         for fd in outputs:
