@@ -18,14 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._report.failures import (
-    OTHERS_MAY_TAKE_S,
-    Failure,
-    StartFailures,
-    cause_of,
-    hang_cause,
-    root_cause,
-)
+from nvidia_resiliency_ext.fault_tolerance._report import failures as faults
 from nvidia_resiliency_ext.fault_tolerance._workers import workers
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -49,7 +42,7 @@ class Result:
 
     exit_code: int
     reason: str
-    failures: Sequence[Failure]
+    failures: Sequence[faults.Failure]
     stop_signal: int | None = None
     is_unfit: bool = field(default=False, kw_only=True)
     no_restart: str = field(default="", kw_only=True)  # Why the job must not be started again.
@@ -64,7 +57,7 @@ class NodeAgent:
         self.loop, self.clock, self.reporter = job.loop, job.clock, job.reporter
         self.rendezvous, self.admission, self.monitor = rendezvous, job.admission, job.monitor
         self._node = machine.Node(policy)
-        self._start_failures = StartFailures(config.start_failure_limit)
+        self._start_failures = faults.StartFailures(config.start_failure_limit)
         window_s = config.restart_budget_window
         self._budget = None if window_s is None else RefillingBudget(policy.max_restarts, window_s)
         self.workers = workers.WorkerGroup(
@@ -79,7 +72,7 @@ class NodeAgent:
         self._events: collections.deque[machine.Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
         self._ranks_in_hang: list[dict[str, Any]] = []
-        self._failures: list[Failure] = []
+        self._failures: list[faults.Failure] = []
         self._assignment: machine.Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._error_outputs: dict[int, tuple[str, int]] = {}
@@ -138,7 +131,7 @@ class NodeAgent:
         complaint = None
         if report:
             complaint = dataclasses.replace(
-                hang_cause(report), detail={"limit_words": limit_in_words(report)}
+                faults.hang_cause(report), detail={"limit_words": limit_in_words(report)}
             )
         self.rendezvous.hung(states_of(ranks), complaint)
 
@@ -236,7 +229,7 @@ class NodeAgent:
                 self._lived_s(),
                 stepped=self._has_stepped(),
             )
-            self._others_until = now + OTHERS_MAY_TAKE_S if may_fail else now
+            self._others_until = now + faults.OTHERS_MAY_TAKE_S if may_fail else now
             if may_fail:
                 self.loop.call_at(self._others_until, lambda: None)
         return now < self._others_until and len(self._exits) < len(self._node.running)
@@ -267,7 +260,7 @@ class NodeAgent:
         no_progress = is_hopeless = False
         if failures:
             self._failures = failures
-            cause = cause_of(root_cause(failures))
+            cause = faults.cause_of(faults.root_cause(failures))
             no_progress = self._makes_no_progress()
             is_hopeless = not self._node.policy.many_nodes and self._start_failures.is_hopeless(
                 [_message_of(failure.error) for failure in failures],
@@ -286,7 +279,9 @@ class NodeAgent:
         if self._node.phase is machine.Phase.RUNNING:
             self._update_monitor()
 
-    def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
+    def _with_culprit(
+        self, failures: list[faults.Failure], hang: dict[str, Any]
+    ) -> list[faults.Failure]:
         """Return the failures with that of the rank waited for, which may be seen to fail last."""
         local_rank = hang["local_rank"]
         seen = {failure.local_rank: failure for failure in failures}
@@ -295,10 +290,10 @@ class NodeAgent:
         seen[local_rank] = dataclasses.replace(culprit, hang=hang)
         return list(seen.values())
 
-    def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
+    def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> faults.Failure:
         assert self._assignment is not None
         started = self.workers.started[local_rank]
-        return Failure(
+        return faults.Failure(
             rank=self._assignment.rank_offset + local_rank,
             local_rank=local_rank,
             pid=started.child.pid,

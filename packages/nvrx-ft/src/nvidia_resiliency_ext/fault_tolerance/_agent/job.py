@@ -57,10 +57,8 @@ class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
     Parts read other parts from its attributes, also parts that are made later: when they are used.
-
-    Raises:
-        ConfigError: The plan asks for what cannot be done on this machine.
-        NvrxError: The machine cannot run the job: a port in use, a full disk, no descriptors.
+    Raises ConfigError where the plan asks for what cannot be done on this machine, NvrxError where
+    the machine cannot run the job: a port in use, a full disk, no descriptors.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -107,13 +105,8 @@ class Job:
         stack.callback(self.cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
-        self.bad_node = BadNodeHook(
-            plan.fault_tol_cfg.bad_node_hook,
-            self.environ,
-            job=plan.run_id,
-            host=self.paths.host,
-            clock=self.clock,
-        )
+        hook = plan.fault_tol_cfg.bad_node_hook
+        self.bad_node = BadNodeHook(hook, self.environ, job=plan.run_id, host=self.paths.host)
         stack.callback(self.bad_node.close)
         self.admission = AdmissionCheck(
             plan,

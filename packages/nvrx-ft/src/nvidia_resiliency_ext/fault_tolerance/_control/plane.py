@@ -108,13 +108,8 @@ class ControlPlane:
         self._services = self._build_services()
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
         self._capture_streams()
-        self._bad_node = BadNodeHook(
-            config.bad_node_hook,
-            self._environ,
-            job=plan.run_id,
-            host=self._host_name,
-            clock=self._clock,
-        )
+        hook, environ = config.bad_node_hook, self._environ
+        self._bad_node = BadNodeHook(hook, environ, job=plan.run_id, host=self._host_name)
         stack.callback(self._bad_node.close)
         self._services.follow_attribution(self._attribution_stops, self._denylist.add)
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))

@@ -14,12 +14,12 @@ import shlex
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import IO, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.children import start_child
-from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
 
@@ -65,7 +65,7 @@ class BadNodeHook:
     _: KW_ONLY
     job: str
     host: str
-    clock: Clock
+    clock: Clock = field(default_factory=SystemClock)
     deadline_s: float = HOOK_DEADLINE_S
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
+from nvidia_resiliency_ext.fault_tolerance._config import settings, syntax, values
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
@@ -26,11 +26,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     USE_INFRA_GROUP_RANK,
     LaunchConfig,
     get_rdzv_endpoint,
-)
-from nvidia_resiliency_ext.fault_tolerance._config.settings import (
-    FaultToleranceConfig,
-    Layers,
-    layers_from_args,
 )
 from nvidia_resiliency_ext.fault_tolerance._config.values import noting
 from nvidia_resiliency_ext.fault_tolerance._core import local_world
@@ -274,7 +269,7 @@ def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpe
     return OutputSpecs(specs, output.filters)
 
 
-def _rdzv_configs(args: argparse.Namespace, layers: Layers) -> dict[str, Any]:
+def _rdzv_configs(args: argparse.Namespace, layers: settings.Layers) -> dict[str, Any]:
     """Return the settings of the rendezvous, with flags that a `LaunchConfig` has no field for."""
     flags = {RDZV_IMPL: args.ft_rdzv_impl, USE_INFRA_GROUP_RANK: args.ft_use_infra_group_rank}
     # The key that earlier releases had in the file.
@@ -306,9 +301,9 @@ def check_job_id(job_id: str | None) -> None:
         raise FaultToleranceConfigError([f"--ft-cycle-info-job-id: {error}"]) from None
 
 
-def _layers(args: argparse.Namespace) -> Layers:
+def _layers(args: argparse.Namespace) -> settings.Layers:
     try:
-        return layers_from_args(args)
+        return settings.layers_from_args(args)
     except FileNotFoundError:
         where = _given(args).get("ft_cfg_path", "--ft-cfg-path")
         problem = (
@@ -352,7 +347,10 @@ def _missing(command: commands.WorkerCommand, environ: Mapping[str, str]) -> lis
 
 
 def _numa(
-    args: argparse.Namespace, nproc: int, config: FaultToleranceConfig, environ: Mapping[str, str]
+    args: argparse.Namespace,
+    nproc: int,
+    config: settings.FaultToleranceConfig,
+    environ: Mapping[str, str],
 ) -> Sequence[tuple[str, ...]]:
     if args.numa_binding is not None:
         return commands.cpu_binding(
