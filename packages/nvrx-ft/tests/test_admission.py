@@ -49,7 +49,7 @@ class Bench:
         self.recorded = []
         reporter = SimpleNamespace(
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
-            memory_reclaimed=self.recorded.append,
+            record_phase=lambda _, seconds: self.recorded.append(seconds),
         )
         self.admission = AdmissionCheck(
             plan,

@@ -57,7 +57,7 @@ def states(handler: FtRendezvousHandler) -> list[str]:
 
 def has_arrived(handler: FtRendezvousHandler, node: str, round_: int) -> bool:
     """Return whether a node has offered itself in a round."""
-    messages = handler._read(lambda store: read_messages(store, round_))
+    messages = handler._ask(lambda session: read_messages(session.store, round_))
     return any(message.node == node and message.kind is Kind.ARRIVED for message in messages)
 
 

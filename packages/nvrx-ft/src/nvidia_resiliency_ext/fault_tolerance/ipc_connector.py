@@ -5,16 +5,12 @@ import logging
 import threading
 from collections import deque
 
+from nvidia_resiliency_ext.shared_utils import wire
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.unix_sockets import connect
-from nvidia_resiliency_ext.shared_utils.wire import (
-    MessageSet,
-    receive_message,
-    require_same_user,
-    send_message,
-)
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 from ._core.messages import MESSAGES, Mailbox
 from .data import ErrorMsg, OkMsg
@@ -131,10 +127,10 @@ class IpcConnector:
         self._messages.encode(message)  # what cannot be sent is the caller's fault, not the peer's
         deadline = Deadline.after(self.SEND_TIMEOUT_S if timeout_s is None else timeout_s)
         with connect(self.socket_path, deadline.remaining()) as sock:
-            require_same_user(sock)
+            wire.require_same_user(sock)
             try:
-                send_message(sock, self._messages, message, deadline.remaining())
-                answer = receive_message(sock, self._messages, deadline.remaining())
+                wire.send_message(sock, self._messages, message, deadline.remaining())
+                answer = wire.receive_message(sock, self._messages, deadline.remaining())
             except PeerClosedError as error:
                 raise RuntimeError(f"{self.socket_path}: closed without an answer") from error
             except WireError as error:

@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,8 +23,6 @@ from ._monitor.messages import LAUNCHER_MESSAGES, LogLine, Start
 from ._monitor.server import MonitorServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from .config import FaultToleranceConfig
 
 __all__ = ["RankMonitorLogger", "RankMonitorServer"]

@@ -17,15 +17,13 @@ from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, allows_many_launchers
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, coordinator_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
@@ -191,7 +189,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     secret = endpoints.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
     node, prefix = node_identity(addr), keys.prefix(plan.run_id)
-    host: CoordinatorThread | None = None
+    host: coordinator_loop.CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -205,8 +203,8 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
         listener, says = endpoint.listener, {keys.LOG_TOKEN: services.log_token}
-        host = CoordinatorThread(
-            lambda: served_store(
+        host = coordinator_loop.CoordinatorThread(
+            lambda: coordinator_loop.served_store(
                 listener,
                 endpoint.host,
                 endpoint.port,
@@ -218,7 +216,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
             ),
             lambda *_: rules,
             partial(
-                Coordinator,
+                coordinator_loop.Coordinator,
                 me=node,
                 clock=job.clock,
                 begins=services.begins,

@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from .rendezvous import RoundPorts
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import CoordinatorThread
 
     from .job import Job
 

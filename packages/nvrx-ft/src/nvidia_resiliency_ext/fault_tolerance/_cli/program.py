@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance.cli_args import PROGRAM, parse_args, usage_error
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 
 

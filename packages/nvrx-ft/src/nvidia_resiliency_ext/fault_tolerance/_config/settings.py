@@ -7,6 +7,7 @@ Where a value came from is kept: complaints name it, and a default differs from 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -231,8 +232,6 @@ class Layers:
     def logged_config(self) -> FaultToleranceConfig:
         """Return the merged config and log the warnings."""
         if self.warnings:
-            import logging
-
             for text in self.warnings:
                 logging.getLogger("nvrx").warning("%s", text)
         return self.config()

@@ -17,10 +17,13 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REA
 from nvidia_resiliency_ext.fault_tolerance._core.machine import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, endpoint, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
+    agreement,
+    coordinator_loop,
+    endpoint,
+    keys,
+)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
@@ -53,7 +56,7 @@ class ControlPlane:
         self._stack = contextlib.ExitStack()
         self._denylist = Denylist()
         self._is_stopped = False
-        self._thread: CoordinatorThread | None = None
+        self._thread: coordinator_loop.CoordinatorThread | None = None
         self._host_name = socket.gethostname()
 
     def __enter__(self) -> ControlPlane:  # noqa: PYI034  # Self is not in Python 3.10
@@ -156,8 +159,8 @@ class ControlPlane:
             keys.LOG_TOKEN: self._services.log_token,
             keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings),
         }
-        self._thread = CoordinatorThread(
-            lambda: served_store(
+        self._thread = coordinator_loop.CoordinatorThread(
+            lambda: coordinator_loop.served_store(
                 listener,
                 plan.address,
                 plan.port,
@@ -169,7 +172,7 @@ class ControlPlane:
             ),
             _wait_for_rules,
             partial(
-                Coordinator,
+                coordinator_loop.Coordinator,
                 me=PROGRAM,
                 clock=self._clock,
                 is_controlled=True,

@@ -360,7 +360,7 @@ class AdmissionCheck:
     def _reclaimed(self, seconds: float | None) -> None:
         self._reclaiming = False
         if seconds is not None:
-            self.reporter.memory_reclaimed(seconds)
+            self.reporter.record_phase("reclaim", round(seconds, 6))
         self._let_start()
 
     def start(self, begin: Callable[[], None]) -> None:

@@ -371,9 +371,9 @@ class CycleInfoReporter:
                 self._open_cycle = None
         if ended is None:
             return False
-        of_cycle = (self._job_id, self._attempt_index, ended)
+        job_id, attempt_index = self._job_id, self._attempt_index
         once = _if_set(once=cycle is not None)
-        return self._writer.update_cycle_end(*of_cycle, utc_iso_now(), **once)
+        return self._writer.update_cycle_end(job_id, attempt_index, ended, utc_iso_now(), **once)
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
         """Write what is queued, for 2 s at most; with `ends_cycle` also the open cycle's end."""

@@ -11,7 +11,6 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     ATTRIBUTION,
@@ -21,15 +20,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import STILL_IMPORTING, Started
-from nvidia_resiliency_ext.shared_utils import events
+from nvidia_resiliency_ext.shared_utils import events, health_check
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 from .failures import HOW_TO_SEE_IT, Failure, FailureLog
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 logger = logging.getLogger("nvrx")
 
@@ -114,8 +110,8 @@ class EventReporter:
         if self._fault is not None:
             self.restarts += 1
             durations = self._durations()
-            self._record_phase("rendezvous", durations["rendezvous_s"])
-            self._record_phase("start", durations["start_s"])
+            self.record_phase("rendezvous", durations["rendezvous_s"])
+            self.record_phase("start", durations["start_s"])
             self._write_failure(self._cycle - 1)
 
     def worker_started(self, local_rank: int, started: Started) -> None:
@@ -251,9 +247,9 @@ class EventReporter:
 
     def workers_stopped(self) -> None:
         self._times["stopped"] = self.clock.monotonic()
-        self._record_phase("stop", self._durations()["stop_s"])
+        self.record_phase("stop", self._durations()["stop_s"])
 
-    def node_checked(self, results: Iterable[HealthResult]) -> None:
+    def node_checked(self, results: Iterable[health_check.HealthResult]) -> None:
         """Record what health checks found: failures, and what differs from the time before."""
         for result in results:
             word = _HEALTH_WORDS[result.status]
@@ -262,10 +258,6 @@ class EventReporter:
             self._health[result.name] = word
             said = result.reason or None
             self._record(events.Health(check=result.name, result=word, evidence=said))
-
-    def memory_reclaimed(self, seconds: float) -> None:
-        """Record how long GPU memory was waited for."""
-        self._record_phase("reclaim", round(seconds, 6))
 
     def cycle_ended(self, result: str) -> None:
         self._record(events.CycleEnd(result=result))
@@ -299,7 +291,8 @@ class EventReporter:
         restarts = _counted(self.restarts, "restart")
         log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
 
-    def _record_phase(self, name: str, seconds: float | None) -> None:
+    def record_phase(self, name: str, seconds: float | None) -> None:
+        """Record how long a part of a restart took; nothing where it did not happen."""
         if seconds is not None:
             self._record(events.Phase(name=name, dur_s=seconds))
 

@@ -32,7 +32,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
 )
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause, request_event
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import session as sessions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
@@ -102,7 +101,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             logger.info("another node decides this job's rounds: %s", first)
             return None
 
-        self._coordinator: CoordinatorThread | None = None
+        self._coordinator: coordinator_loop.CoordinatorThread | None = None
         self._services: CoordinatorServices | None = None
         self._stop_requested = threading.Event()
         if options.is_store_host:
@@ -111,7 +110,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
                 address="", host=self._me.host, run_dir="", is_shared=True,
             )  # fmt: skip
             self._services.follow_attribution(lambda _: self._stop_requested.set(), lambda *_: None)
-            self._coordinator = CoordinatorThread(
+            self._coordinator = coordinator_loop.CoordinatorThread(
                 lambda: contextlib.closing(connect()),  # The store stays its owner's.
                 decides,
                 partial(
@@ -193,7 +192,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             return 0
         entry = self._entry
         assert entry is not None
-        counted = self._read(lambda store: store.count(keys.arrivals(entry.round), 0))
+        counted = self._ask(lambda session: session.store.count(keys.arrivals(entry.round), 0))
         return max(1, counted)
 
     def is_next_round_open(self) -> bool:
@@ -364,15 +363,12 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         except NvrxError as error:
             raise api.RendezvousConnectionError(str(error)) from None
 
-    def _read(self, reader: Callable[[stores.JobStore], _T]) -> _T:
-        return self._ask(lambda session: reader(session.store))
-
     def _members(self) -> list[RoundMember]:
         """Return the nodes of the present round; none while one is open."""
         entry = self._entry
         if entry is None or not entry.active:
             return []
-        return self._read(lambda store: read_members(store, entry.round))
+        return self._ask(lambda session: read_members(session.store, entry.round))
 
     def _cause(self, kind: str, what: str) -> Cause:
         return Cause(kind, what, host=self._me.host)
