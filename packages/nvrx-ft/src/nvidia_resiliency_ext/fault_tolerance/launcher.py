@@ -49,7 +49,11 @@ _NAMES_OF = {
     "_workers.run_path": ("run_script_path",),
     "cli_args": ("get_args_parser", "parse_args"),
 }  # fmt: skip
-__getattr__, __dir__ = lazy_names(globals(), _NAMES_OF)
+__getattr__, _ = lazy_names(globals(), _NAMES_OF)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ __all__ = [
     "ReaderConfig",
 ]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, _ = lazy_names(
     globals(),
     {
         "_logs.reader": ("MultiplexingReaderThread", "ReaderConfig"),
@@ -24,3 +24,7 @@ __getattr__, __dir__ = lazy_names(
         "_torch.cycle_log_specs": ("PipeBasedLogsSpecs", "PipeSubprocessHandler"),
     },
 )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
