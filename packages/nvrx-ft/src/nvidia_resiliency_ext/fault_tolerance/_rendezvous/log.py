@@ -9,6 +9,7 @@ else a new one is opened.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from . import keys, records
 from .coordinator import arrived
@@ -149,8 +150,5 @@ def read_members(store: JobStore, round_: int) -> list[RoundMember]:
 
 def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ...]:
     """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
-
-    def read(line: str) -> records.NodeMessage:
-        return records.decode(records.NodeMessage, line)
-
+    read = partial(records.decode, records.NodeMessage)
     return tuple(store.lines(keys.messages(round_), 0, read)[0])
