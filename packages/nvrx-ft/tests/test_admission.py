@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
-from nvidia_resiliency_ext.fault_tolerance._health.memory import GpuMemory
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
+from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck, GpuMemory
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
@@ -50,7 +49,7 @@ class Bench:
         self.recorded = []
         reporter = SimpleNamespace(
             node_checked=lambda results: self.recorded.append([r.status for r in results]),
-            memory_reclaimed=self.recorded.append,
+            record_phase=lambda _, seconds: self.recorded.append(seconds),
         )
         self.admission = AdmissionCheck(
             plan,

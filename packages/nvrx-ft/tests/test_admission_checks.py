@@ -10,7 +10,6 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import launcher
 from nvidia_resiliency_ext.fault_tolerance._health import admission
-from nvidia_resiliency_ext.fault_tolerance._health import memory as reclaim
 from nvidia_resiliency_ext.fault_tolerance._health.admission import (
     NodeChecks,
     injected_failure,
@@ -30,8 +29,7 @@ def gpus(monkeypatch):
     """Give two GPUs whose driver says what a test wants."""
     answers = {"count": 2, "field.0.230": 0, RECOVERY: 0}
     nvml = FakeNvml(answers)
-    for room in (admission, reclaim):
-        monkeypatch.setattr(room, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(admission, "has_gpu_driver", lambda: True)
     health_check.set_nvml(nvml)
     yield nvml
     health_check.set_nvml(None)
@@ -174,17 +172,17 @@ def test_a_failure_may_be_injected(monkeypatch):
 def test_only_the_gpus_of_this_nodes_workers_are_watched(gpus):
     """The device of each local rank is looked at, as far as there are devices that it sees."""
     gpus.answers |= {"count": 4, "memory.2.used": 3 << 30, "memory.2.total": 8 << 30}
-    assert list(reclaim.GpuMemory(2, {}, CONFIG).ranks()) == [0, 1]
-    assert list(reclaim.GpuMemory(8, {}, CONFIG).ranks()) == [0, 1, 2, 3]
-    assert list(reclaim.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": "2,3"}, CONFIG).ranks()) == [0, 1]
-    assert list(reclaim.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": ""}, CONFIG).ranks()) == []
-    assert reclaim.GpuMemory(4, {}, CONFIG).used_mb([1, 2]) == {1: 0.0, 2: 3072.0}
+    assert list(admission.GpuMemory(2, {}, CONFIG).ranks()) == [0, 1]
+    assert list(admission.GpuMemory(8, {}, CONFIG).ranks()) == [0, 1, 2, 3]
+    assert list(admission.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": "2,3"}, CONFIG).ranks()) == [0, 1]
+    assert list(admission.GpuMemory(8, {"CUDA_VISIBLE_DEVICES": ""}, CONFIG).ranks()) == []
+    assert admission.GpuMemory(4, {}, CONFIG).used_mb([1, 2]) == {1: 0.0, 2: 3072.0}
 
 
 def test_memory_that_cannot_be_read_is_unknown_and_said_once(gpus, caplog):
     """An unreadable GPU ends the wait, with one line and not one for each GPU or restart."""
     gpus.answers["return.nvmlDeviceGetMemoryInfo"] = 999
-    memory = reclaim.GpuMemory(2, {}, CONFIG)
+    memory = admission.GpuMemory(2, {}, CONFIG)
     assert [memory.used_mb([0, 1]) for _ in range(3)] == [None] * 3
     said = [r for r in caplog.records if "it is unknown" in r.getMessage()]
     assert len(said) == 1

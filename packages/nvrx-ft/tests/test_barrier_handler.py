@@ -13,7 +13,6 @@ from typing import Any
 import handler_nodes
 import pytest
 from torch.distributed import FileStore
-from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -87,18 +86,6 @@ def test_the_store_of_a_round_is_apart(job: Callable[..., handler_nodes.Nodes]) 
     (info,) = nodes.join(nodes.add(host=True))
     info.store.set("key", "value")
     assert nodes.store().get("torch.rendezvous.job.0/key") == b"value"
-
-
-def test_old_torch_gets_a_tuple(
-    job: Callable[..., handler_nodes.Nodes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where torch has no `RendezvousInfo` the answer is store, rank and world size."""
-    monkeypatch.delattr(api, "RendezvousInfo")
-    nodes = job(1, 1)
-    (answer,) = nodes.join(nodes.add(host=True))
-    store, rank, world_size = answer
-    store.set("key", "value")
-    assert (rank, world_size) == (0, 1)
 
 
 def test_a_prefixed_store_will_do(job: Callable[..., handler_nodes.Nodes]) -> None:

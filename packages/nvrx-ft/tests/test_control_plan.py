@@ -249,16 +249,16 @@ def test_it_ends_with_its_store_though_the_thread_of_that_takes_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever is woken by the thread's last call finds the thread alive, and is woken once only."""
-    released, real = threading.Event(), program.CoordinatorThread.run
+    released, real = threading.Event(), program.coordinator_loop.CoordinatorThread.run
 
-    def lingers(thread: program.CoordinatorThread) -> None:
+    def lingers(thread: program.coordinator_loop.CoordinatorThread) -> None:
         real(thread)
         released.wait(60)
 
-    monkeypatch.setattr(program.CoordinatorThread, "_serve", lambda _thread: None)
-    monkeypatch.setattr(program.CoordinatorThread, "run", lingers)
+    monkeypatch.setattr(program.coordinator_loop.CoordinatorThread, "_serve", lambda _thread: None)
+    monkeypatch.setattr(program.coordinator_loop.CoordinatorThread, "run", lingers)
     listener = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(program, "claim", lambda *_, **__: listener)
+    monkeypatch.setattr(program.endpoint, "claim", lambda *_, **__: listener)
     late = threading.Event()
 
     def give_up() -> None:

@@ -288,7 +288,7 @@ def test_an_open_cycle_ends_though_its_file_is_damaged(tmp_path: Path) -> None:
     writer = info.CycleInfoWriter(str(tmp_path))
     writer.write_cycle_start("a", 0, 0, START, "", "n1")
     writer._hand_over(lambda: (tmp_path / "cycle_info.a.0.0").write_text("{") and None)
-    writer.end_cycle_once("a", 0, 0, END)
+    writer.update_cycle_end("a", 0, 0, END, once=True)
     writer.shutdown()
     assert content(tmp_path / "cycle_info.a.0.0")["cycle_end_time"] == END
 

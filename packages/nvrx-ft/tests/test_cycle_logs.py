@@ -37,13 +37,12 @@ from nvidia_resiliency_ext.fault_tolerance._logs.outlet import Backlog
 from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.servers import (
     LogServer,
-    LogServerError,
     LogServers,
     _end_together,
     servers_of,
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
-from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
+from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 DEADLINE_S = 60.0
@@ -526,7 +525,7 @@ def test_a_taken_port_is_an_error_in_one_sentence(tmp_path: Path) -> None:
         plan = server_plan(tmp_path, 1, other.getsockname()[1])
         clock = SystemClock()
         loop = EventLoop(clock)
-        with pytest.raises(LogServerError, match="--ft-log-server-port"):
+        with pytest.raises(NvrxError, match="--ft-log-server-port"):
             LogServers(plan, "127.0.0.1", "", os.environ, loop, clock).start()
         loop.close()
 

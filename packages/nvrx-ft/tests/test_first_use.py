@@ -18,9 +18,8 @@ from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import (
     longest_limit_s,
     needs_heartbeats,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Cause, Outcome
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
@@ -114,17 +113,18 @@ def test_torch_gets_no_longer_than_the_job_may_wait_for_its_store(monkeypatch):
         stop.set()
         raise StoreLostError("it does not answer")
 
-    monkeypatch.setattr(many_nodes, "connect", connect)
+    monkeypatch.setattr(many_nodes.stores, "connect", connect)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         host, port = mute.getsockname()
         endpoint = many_nodes.StoreEndpoint(host, port, None)
         for wait_s in (5.0, 120.0):
             stop.clear()
-            way = many_nodes.StoreConnector(endpoint, "job/", None, wait_s, 5.0, clock, stop)
+            settings = Mock(connect_timeout_s=wait_s, lease_s=5.0)
+            way = many_nodes.StoreConnector(endpoint, "j/", None, settings, Mock(), clock, stop)
             with pytest.raises(StoreLostError, match=f"{port}, tried for {wait_s:g} s: it does"):
                 way(lambda: None)
     short_s, long_s = given
-    assert 0 < short_s <= 5.0 < long_s == many_nodes.CALL_TIMEOUT_S
+    assert 0 < short_s <= 5.0 < long_s == many_nodes.stores.CALL_TIMEOUT_S
 
 
 def test_a_mistyped_key_of_the_rendezvous_is_told_of(folder):

@@ -2,13 +2,13 @@
 """A node's place in the cluster, from the variables of schedulers."""
 
 import hashlib
+import os
 
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import utils
 from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     infrastructure_rank,
-    log_aggregator_shard_index,
 )
 
 JOB = {"SLURM_JOB_ID": "1"}
@@ -86,18 +86,23 @@ def test_public_function_reads_the_environment(clean_environment):
     assert utils.get_infrastructure_rank(skip_nodename_logic=True) == 5
 
 
+BY_NAME = int(hashlib.md5(os.uname().nodename.encode()).hexdigest(), 16) % 4
+
+
 @pytest.mark.parametrize(
     ("environ", "shard"),
     [
         (ARRAY, 21 % 4),
         (PROC, 5 % 4),
-        ({}, int(hashlib.md5(b"host").hexdigest(), 16) % 4),
-        (GROUP, int(hashlib.md5(b"host").hexdigest(), 16) % 4),
+        ({}, BY_NAME),
+        (GROUP, BY_NAME),
     ],
 )
-def test_log_server_of_a_node(environ, shard):
+def test_log_server_of_a_node(environ, shard, clean_environment):
     """Nodes spread over log servers by their place in the job, else by name."""
-    assert log_aggregator_shard_index(4, environ, "host") == shard
+    for name, value in environ.items():
+        clean_environment.setenv(name, value)
+    assert utils.get_log_aggregator_shard_index(4) == shard
 
 
 def test_log_server_number_must_be_positive(clean_environment):

@@ -16,8 +16,7 @@ import time
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
-from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES
+from nvidia_resiliency_ext.fault_tolerance._core.messages import MESSAGES, Mailbox
 from nvidia_resiliency_ext.fault_tolerance.data import (
     ErrorMsg,
     WorkloadAction,
@@ -371,7 +370,7 @@ def test_mailbox_serves_from_its_owners_loop(path, loop, mailbox):
 
 def test_mailbox_drops_the_oldest_of_too_many_clients(path, loop, monkeypatch):
     """The number of clients is bounded; new ones get in at the cost of the oldest."""
-    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._core.mailbox._MOST_CLIENTS", 2)
+    monkeypatch.setattr("nvidia_resiliency_ext.fault_tolerance._core.messages._MOST_CLIENTS", 2)
     received = []
     mailbox = Mailbox(path, loop, received.append)
     with contextlib.closing(mailbox), contextlib.ExitStack() as stack:

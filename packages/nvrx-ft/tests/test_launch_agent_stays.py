@@ -4,8 +4,8 @@
 import types
 
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Cause,
     CloseRendezvous,
     Event,
     LeaveRendezvous,

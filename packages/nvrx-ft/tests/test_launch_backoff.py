@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._health.admission import crashes_after, delay_s
 
 

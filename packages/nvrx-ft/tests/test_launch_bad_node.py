@@ -12,7 +12,7 @@ import time
 import monitored_ranks
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import (
     MAX_REPORT_BYTES,
     BadNodeHook,

@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.fault_tolerance._config.syntax import (
     streams_by_rank,
 )
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
-    count_cpus,
     count_gpus,
     determine_local_world_size,
     local_world_size,
@@ -92,7 +91,9 @@ def test_gpus_are_counted_as_a_worker_sees_them(
         (gpus / f"0000:0{number}:00.0").mkdir()
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert count_gpus(environ, str(tmp_path)) == count
-    assert local_world_size("auto", environ, str(tmp_path)) == (count or count_cpus())
+    assert local_world_size("auto", environ, str(tmp_path)) == (
+        count or len(os.sched_getaffinity(0))
+    )
     if count:
         assert local_world_size("gpu", environ, str(tmp_path)) == count
     else:

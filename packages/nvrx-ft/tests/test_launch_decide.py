@@ -9,9 +9,9 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
+    Cause,
     CloseRendezvous,
     Finish,
     GroupStopped,
@@ -29,7 +29,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     RoundReady,
     Signalled,
     StartFailed,
-    StartWorkers,
     StopRequested,
     StopWorkers,
     WorkerExited,
@@ -49,8 +48,9 @@ def assignment(cycle=0):
 
 
 def running(cycle=0, policy=POLICY):
-    node, effects = decide.decide(Node(policy), RoundReady(assignment(cycle), (0, 1)))
-    assert effects == (StartWorkers(assignment(cycle)),)
+    ready = RoundReady(assignment(cycle), (0, 1))
+    node, effects = decide.decide(Node(policy), ready)
+    assert effects == (ready,)
     return node
 
 
@@ -253,7 +253,7 @@ def test_any_order_of_events_ends_once_and_stays_ended():
                 event = RoundReady(assignment(node.cycle + (starts > 0)), (0, 1))
             node, effects = decide.decide(node, event)
             finishes += sum(isinstance(effect, Finish) for effect in effects)
-            starts += sum(isinstance(effect, StartWorkers) for effect in effects)
+            starts += sum(isinstance(effect, RoundReady) for effect in effects)
             joins += sum(isinstance(effect, Join) for effect in effects)
             assert finishes <= 1
             assert starts <= joins

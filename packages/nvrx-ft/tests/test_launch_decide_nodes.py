@@ -8,10 +8,10 @@ import signal
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
     BarrierTimedOut,
+    Cause,
     CloseRendezvous,
     Finish,
     GroupStopped,
@@ -34,7 +34,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     RoundReady,
     Signalled,
     StartFailed,
-    StartWorkers,
     StopRequested,
     StopWorkers,
     StoreLost,
@@ -63,8 +62,9 @@ LOST = StoreLost("the store is gone", 2.5)
 
 def running(cycle=0, policy=POLICY, nodes=2):
     assignment = Assignment(cycle, 1, nodes, 2, 2 * nodes, "10.0.0.1", 29500)
-    node, effects = decide.decide(Node(policy), RoundReady(assignment, (0, 1)))
-    assert effects == (StartWorkers(assignment),)
+    ready = RoundReady(assignment, (0, 1))
+    node, effects = decide.decide(Node(policy), ready)
+    assert effects == (ready,)
     return node
 
 
@@ -293,8 +293,8 @@ def test_any_order_of_events_ends_once_and_stays_ended():
                 # One whose own part is over still ends the job of those whose store it serves.
                 assert finishes == 0 or isinstance(effect, (CloseRendezvous, Preempted)), effect
                 finishes += isinstance(effect, Finish)
-                assert not (started and isinstance(effect, StartWorkers)), (seed, event)
-                started = isinstance(effect, StartWorkers) or (
+                assert not (started and isinstance(effect, RoundReady)), (seed, event)
+                started = isinstance(effect, RoundReady) or (
                     started
                     and not isinstance(effect, (StopWorkers, Join, ReportSuccess, ReportBroken))
                 )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._agent.environment import shared_variables
 from nvidia_resiliency_ext.fault_tolerance._agent.many_nodes import StoreEndpoint
+from nvidia_resiliency_ext.fault_tolerance._agent.run_files import shared_variables
 
 PLAN: Any = types.SimpleNamespace(
     nproc_per_node=2,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import timer_file
 from nvidia_resiliency_ext.fault_tolerance._workers.file_timers import (
     LONGEST_LINE,
     FileTimers,

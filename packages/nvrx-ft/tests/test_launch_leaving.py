@@ -9,9 +9,9 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
     Assignment,
+    Cause,
     CloseRendezvous,
     Finish,
     GraceOver,

@@ -16,13 +16,13 @@ from nvidia_resiliency_ext.fault_tolerance._config.syntax import Std
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._torch.elastic import launch_agent
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import (
-    LogSpecsError,
     OutputSpecs,
     load_specs,
 )
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Filter, Stream, Target
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.launcher import LaunchConfig
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 ENVIRON = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
 MODULE = """
@@ -150,13 +150,13 @@ def test_it_may_change_environments() -> None:
 def test_a_console_copy_of_another_file_is_refused() -> None:
     """The one thing that has no place here is named with both files."""
     specs = specs_of(stdouts={0: "/l/a", 1: "/l/b"}, tee_stdouts={0: "/l/a", 1: "/l/c"})
-    with pytest.raises(LogSpecsError, match="stdout of local rank 1 goes to '/l/b' and '/l/c' is"):
+    with pytest.raises(NvrxError, match="stdout of local rank 1 goes to '/l/b' and '/l/c' is"):
         outputs(specs)
 
 
 def test_words_about_too_few_workers_are_refused() -> None:
     """A rank without a word on a stream is named."""
-    with pytest.raises(LogSpecsError, match="no 1 for local rank 1"):
+    with pytest.raises(NvrxError, match="no 1 for local rank 1"):
         outputs(specs_of(stderrs={0: ""}))
 
 
@@ -166,7 +166,7 @@ def test_a_specification_that_fails_is_named() -> None:
     def reify(_: object) -> None:
         raise RuntimeError("no room")
 
-    with pytest.raises(LogSpecsError, match="log specification SimpleNamespace: RuntimeError: no"):
+    with pytest.raises(NvrxError, match="log specification SimpleNamespace: RuntimeError: no"):
         outputs(SimpleNamespace(reify=reify))
 
 

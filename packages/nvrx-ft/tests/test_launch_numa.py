@@ -233,7 +233,7 @@ def test_a_program_asks_by_torchs_options(
 ) -> None:
     """`LaunchConfig.numa_options` is an object of torch or the name of a mode."""
     machine = Machine(tmp_path)
-    monkeypatch.setattr(elastic, "visible_gpus", lambda _: machine.gpus)
+    monkeypatch.setattr(command, "visible_gpus", lambda _: machine.gpus)
     monkeypatch.setattr(command, "MachineTopology", machine.topology)
     monkeypatch.setenv("PATH", os.path.dirname(numactl))
     mode = types.SimpleNamespace(affinity_mode=types.SimpleNamespace(value="exclusive"))

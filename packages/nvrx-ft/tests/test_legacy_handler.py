@@ -17,8 +17,8 @@ from nvidia_resiliency_ext.fault_tolerance._ft_rendezvous import (
     RendezvousTimeout,
     create_handler,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import read_messages
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Kind
-from nvidia_resiliency_ext.fault_tolerance._torch.membership import read_messages
 
 DEADLINE_S = handler_nodes.DEADLINE_S
 
@@ -57,7 +57,7 @@ def states(handler: FtRendezvousHandler) -> list[str]:
 
 def has_arrived(handler: FtRendezvousHandler, node: str, round_: int) -> bool:
     """Return whether a node has offered itself in a round."""
-    messages = handler._read(lambda store: read_messages(store, round_))
+    messages = handler._ask(lambda session: read_messages(session.store, round_))
     return any(message.node == node and message.kind is Kind.ARRIVED for message in messages)
 
 

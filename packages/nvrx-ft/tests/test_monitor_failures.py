@@ -304,7 +304,7 @@ def test_messages_that_come_with_ready_are_kept(tmp_path):
     memory = SlotMemory.create(layout, directory=str(tmp_path), name="slot")
     messages = control.LAUNCHER_MESSAGES
     first, step = control.RankJoined(0, 0, 1), control.FirstStep(0, 1.0)
-    data = messages.encode(first) + messages.encode(control.Ready(1)) + messages.encode(step)
+    data = messages.encode(first) + messages.encode(control.Ready()) + messages.encode(step)
     send_with_fds(theirs, data, [memory.fd])
     child = start_child([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     handle = MonitorHandle(child, Channel(ours, messages), layout, [0])

@@ -8,8 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import GraceOver, Preempted, RanksHeld
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Cause,
+    GraceOver,
+    Preempted,
+    RanksHeld,
+)
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 

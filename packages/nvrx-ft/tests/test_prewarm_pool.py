@@ -75,7 +75,7 @@ def event_of(method):
     return lambda *args: Event(method, *args)
 
 
-PREPARE, TICK = Event("prepare"), Event("tick")
+PREPARE, TICK = Event("prepare"), Event("want", True)
 RANKS_STARTING = Event("start_ranks")
 RANKS_STARTED, GOOD_STEP = Event("ranks_started"), Event("good_step")
 PrewarmReady, PrewarmFailed, Gone = event_of("ready"), event_of("fail"), event_of("activate")

@@ -73,7 +73,8 @@ def run_to_end(standby, tmp_path, **env):
     while isinstance(event, Ready):
         event = conformance.receive(standby)
     assert isinstance(event, Begun), event
-    status = standby.release().wait(20.0)
+    standby.release()
+    status = standby.child.wait(20.0)
     return status.describe(), *(path.read_text() for path in paths)
 
 
@@ -109,7 +110,8 @@ def test_go_during_imports_skips_the_rest(tmp_path, held):
         standby.go(standby.env)
     assert isinstance(conformance.receive(standby), Begun)
     out = os.dup(standby._outputs[0])
-    assert standby.release().wait(20.0).describe() == "exit code 0"
+    standby.release()
+    assert standby.child.wait(20.0).describe() == "exit code 0"
     text = os.pread(out, 100, 0)
     os.close(out)
     assert text == b"False ran\n"
@@ -167,7 +169,8 @@ def test_leaves_silently_when_the_launcher_is_gone(tmp_path, held):
     standby = held(script(tmp_path, "print('ran')"))
     conformance.receive(standby)
     outputs = [os.dup(fd) for fd in standby._outputs]
-    child = standby.release()
+    standby.release()
+    child = standby.child
     assert child.wait(10.0).describe() == "exit code 0"
     written = [os.fstat(fd).st_size for fd in outputs]
     for fd in outputs:

@@ -3,7 +3,7 @@
 
 import dataclasses
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules, summary
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (

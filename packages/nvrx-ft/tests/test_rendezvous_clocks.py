@@ -14,9 +14,8 @@ import pytest
 from rendezvous_store import Served, arrival, hosted, rules
 
 from nvidia_resiliency_ext.fault_tolerance._agent.preemption import PreemptionController
-from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Preempted, RoundReady
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Event, Preempted, RoundReady
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import Reading, off_by, read
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
@@ -92,7 +91,7 @@ def test_a_line_names_the_worst_and_stays_short() -> None:
 
 
 def joined(
-    served: Served, index: int, clock: SystemClock, loop: EventLoop, posted: list[RoundEvent]
+    served: Served, index: int, clock: SystemClock, loop: EventLoop, posted: list[Event]
 ) -> StoreRendezvous:
     """Let a node with this clock join."""
     settings = NodeSettings(
@@ -110,7 +109,7 @@ def joined(
     return made
 
 
-def placed(posted: list[RoundEvent], loop: EventLoop) -> RoundReady:
+def placed(posted: list[Event], loop: EventLoop) -> RoundReady:
     """Wait until a node has its place; anything else is wrong."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
@@ -139,7 +138,7 @@ def test_a_node_whose_clock_is_off_is_named_on_all_and_works(
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosted(served, rules(3, lease_s=LEASE_S), clock=host_clock))
         loop = stack.enter_context(contextlib.closing(EventLoop(SystemClock())))
-        posted: list[list[RoundEvent]] = [[], [], []]
+        posted: list[list[Event]] = [[], [], []]
         for index in range(3):
             clock = ShiftedClock(off_s.get(index, 0.0))
             stack.callback(joined(served, index, clock, loop, posted[index]).shutdown)

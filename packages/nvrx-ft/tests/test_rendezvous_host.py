@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, coordinator_loop, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import (
     CoordinatorRules,
@@ -452,12 +452,12 @@ def test_a_round_needs_few_operations_of_a_node(
 
 
 def test_the_store_does_not_grow_with_the_rounds(
-    served: Served, crew: Callable[[int], Crew], monkeypatch: pytest.MonkeyPatch
+    served: Served, crew: Callable[[int], Crew]
 ) -> None:
     """After 500 rounds the store holds as many keys as after 50."""
-    monkeypatch.setattr(coordinator_loop, "_keep_decisions_s", lambda _: 0.0)
     counts = {}
-    with hosted(served, rules(2, lease_s=60.0)):
+    with hosted(served, rules(2, lease_s=60.0)) as host:
+        host._keep_s = 0.0
         nodes = crew(2)
         for round_ in range(501):
             nodes.arrive()

@@ -13,9 +13,8 @@ from unittest.mock import Mock
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
-from nvidia_resiliency_ext.fault_tolerance._core.machine import StoreLost
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Event, StoreLost
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import client, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import (
     LeaseExpiredError,
@@ -386,7 +385,7 @@ class Launched:
 
     def __init__(self, served: Served, index: int, **fields: Any) -> None:
         self.loop = EventLoop(SystemClock())
-        self.posted: list[RoundEvent] = []
+        self.posted: list[Event] = []
         self.rendezvous = StoreRendezvous(
             Mock(loop=self.loop, clock=SystemClock(), post=self.posted.append),
             settings(index, **fields),
@@ -397,7 +396,7 @@ class Launched:
         """Return the name of the next event's type."""
         return type(self.event(within_s)).__name__
 
-    def event(self, within_s: float = DEADLINE_S) -> RoundEvent:
+    def event(self, within_s: float = DEADLINE_S) -> Event:
         """Return the next event."""
         deadline = time.monotonic() + within_s
         while not self.posted:

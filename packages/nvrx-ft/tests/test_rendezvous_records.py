@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     MAX_TEXT,
     MAX_VALUE_BYTES,

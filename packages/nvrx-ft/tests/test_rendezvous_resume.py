@@ -16,14 +16,11 @@ from unittest import mock
 import pytest
 from rendezvous_store import Served, arrival, name, rules
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator, keys
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
-    Coordinator,
-    RoundFollower,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import DecisionLog, resume_state_from
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
@@ -86,7 +83,7 @@ def libuv() -> None:
 # With real stores -----------------------------------------------------------------------------
 
 
-class Followed(RoundFollower):
+class Followed:
     """What a host told of rounds."""
 
     def __init__(self) -> None:
@@ -129,7 +126,8 @@ class Plane:
             epoch=os.urandom(8).hex(),
             clock=SystemClock(),
             is_controlled=True,
-            follower=self.followed,
+            begins=self.followed.begins,
+            ended=self.followed.ended,
             stop=self._stop,
         )
         self._thread = threading.Thread(target=self._run)
@@ -155,7 +153,7 @@ class Plane:
         return entry
 
     def wait_until_reported(self, *notified: Any) -> None:
-        """Wait until the follower was told exactly this; it is told after a decision is seen."""
+        """Wait until exactly this was told of rounds; that follows when a decision is seen."""
         self.wait_until(lambda: self.followed.notified == [*notified])
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
@@ -699,7 +697,7 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         plane = control.restart()
         may_connect.set()
         plane.wait_until(lambda: resume_state_from(tuple(plane.host._messages)) is not None)
-        threads.submit_last_words(lambda session: session.send(Kind.LEFT, cause=GOES))
+        threads.submit(lambda session: session.send(Kind.LEFT, cause=GOES), is_urgent=True)
         threads.close(DEADLINE_S)
         for node in (first, second):
             node.resume(plane)

@@ -12,11 +12,6 @@ import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import agent as agents
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import NodeAgent
-from nvidia_resiliency_ext.fault_tolerance._agent.start_failures import (
-    OTHERS_MAY_TAKE_S,
-    StartFailures,
-    is_program_error,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import (
     ErrorFile,
     last_exception,
@@ -30,9 +25,12 @@ from nvidia_resiliency_ext.fault_tolerance._core.machine import (
 )
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.fault_tolerance._report.failures import (
+    OTHERS_MAY_TAKE_S,
     Failure,
+    StartFailures,
     cause_of,
     failure_table,
+    is_program_error,
 )
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance._agent import store_rendezvous
-from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundEvent
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import StoreRendezvous
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Cause,
+    Event,
     LeaveRendezvous,
     NextRoundOpened,
     OpenNextRound,
@@ -56,7 +56,7 @@ class LeapingClock(SystemClock):
 @contextlib.contextmanager
 def a_job(
     clock: SystemClock | None = None,
-) -> Iterator[tuple[StoreRendezvous, JobStore, list[RoundEvent]]]:
+) -> Iterator[tuple[StoreRendezvous, JobStore, list[Event]]]:
     """Give the rendezvous of one node of a job that begins, the store of its host, and events."""
     listener = socket.create_server(("127.0.0.1", 0))
     at = listener.getsockname()
@@ -74,7 +74,7 @@ def a_job(
         domain=lambda: "none",
         must_agree={},
     )
-    posted: list[RoundEvent] = []
+    posted: list[Event] = []
     with contextlib.closing(EventLoop(SystemClock())) as loop:
         rendezvous = StoreRendezvous(
             Mock(loop=loop, clock=clock, post=posted.append),
@@ -94,7 +94,7 @@ def decide(store: JobStore, entry: Entry) -> None:
     store.create(keys.log(entry.seq), encode(entry))
 
 
-def wait_for(rendezvous: StoreRendezvous, posted: list[RoundEvent], kind: type) -> RoundEvent:
+def wait_for(rendezvous: StoreRendezvous, posted: list[Event], kind: type) -> Event:
     """Wait for an event of a kind."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def wait_for(rendezvous: StoreRendezvous, posted: list[RoundEvent], kind: type) 
 
 
 def wait_until_spare(
-    rendezvous: StoreRendezvous, posted: list[RoundEvent], caplog: pytest.LogCaptureFixture
+    rendezvous: StoreRendezvous, posted: list[Event], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wait until the rendezvous has read that a round goes on without its node."""
     deadline = time.monotonic() + LIMIT_S

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
     coordinator,
     coordinator_loop,
@@ -38,10 +38,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import (
-    Coordinator,
-    RoundFollower,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import Coordinator
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import (
     Arrival,
@@ -365,14 +362,13 @@ class Schedule:
         host.seen = self.seen
         stop = threading.Event()
 
-        class Follower(RoundFollower):
-            def begins(_, cycle: int, active: Any, *_more: Any, **_how: Any) -> None:  # noqa: N805
-                names = [candidate.node for candidate in active]
-                if self.seen.placements.setdefault(cycle, names) is not names:
-                    raise ScheduleError(f"round {cycle} was closed twice")
-                beside = [node.name for node in nodes if node.may_train_beside(cycle)]
-                if beside:
-                    raise ScheduleError(f"round {cycle} begins while {beside} train on")
+        def begins(cycle: int, active: Any, *_more: Any, **_how: Any) -> None:
+            names = [candidate.node for candidate in active]
+            if self.seen.placements.setdefault(cycle, names) is not names:
+                raise ScheduleError(f"round {cycle} was closed twice")
+            beside = [node.name for node in nodes if node.may_train_beside(cycle)]
+            if beside:
+                raise ScheduleError(f"round {cycle} begins while {beside} train on")
 
         host.__init__(  # type: ignore[misc]
             clean,
@@ -380,7 +376,7 @@ class Schedule:
             me="host",
             epoch="e",
             clock=SystemClock(),
-            follower=Follower(),
+            begins=begins,
             stop=stop,
         )
         nodes = [Node(plan, self.seed, self) for plan in self.plans]

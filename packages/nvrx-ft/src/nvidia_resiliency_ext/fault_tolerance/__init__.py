@@ -17,16 +17,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "FaultToleranceConfig",
-    "InvalidStateTransitionException",
-    "RankMonitorClient",
-    "RankMonitorClientError",
-    "RankMonitorServer",
-    "RankMonitorState",
-    "RankMonitorStateMachine",
-    "WorkloadAction",
-    "WorkloadControlRequest",
-]
+    "FaultToleranceConfig", "InvalidStateTransitionException", "RankMonitorClient",
+    "RankMonitorClientError", "RankMonitorServer", "RankMonitorState", "RankMonitorStateMachine",
+    "WorkloadAction", "WorkloadControlRequest",
+]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(
     globals(),

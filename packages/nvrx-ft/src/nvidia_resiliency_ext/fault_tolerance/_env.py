@@ -2,30 +2,23 @@
 """The names of the environment variables of nvrx-ft; what they mean stands in the reference.
 
 Variables are read at the edges (programs, public functions), which hand the environment on as a
-mapping; code further inside takes its names from here. What only workers are given is listed
-where it is made, in `_workers/command.py`; the start-up hook of standbys can import nothing and
-has two names of its own; logging and the record of events are nvrx-common's.
-
-| group | who sets them | who reads them |
-| --- | --- | --- |
-| workers | the launcher | ranks and what they start |
-| torch's | the launcher, as torchrun does | ranks, `@record` |
-| launcher | users | the launcher, before anything starts |
-| scheduler | Slurm and whoever wraps it | the launcher, for the order of nodes |
+mapping. What only workers are given is listed where it is made, in `_workers/command.py`; the
+start-up hook of standbys, which can import nothing, has two names of its own, and logging and
+events have nvrx-common's.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# Workers.
+# Workers: set by the launcher for ranks and what they start.
 CURRENT_CYCLE_INFO: Final = "NVRX_CURRENT_CYCLE_INFO"
 FT_LAUNCHER_IPC_SOCKET: Final = "FT_LAUNCHER_IPC_SOCKET"
 FT_RANK_MONITOR_IPC_SOCKET: Final = "FT_RANK_MONITOR_IPC_SOCKET"
 INPROCESS_STORE: Final = "NVRX_INPROCESS_STORE"
 RUN_ID: Final = "NVRX_RUN_ID"
 
-# torch's.
+# torch's: set by the launcher, as by torchrun, for ranks and `@record`.
 ENABLE_FILE_TIMER: Final = "TORCHELASTIC_ENABLE_FILE_TIMER"
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 GROUP_RANK: Final = "GROUP_RANK"
@@ -37,7 +30,7 @@ RANK: Final = "RANK"
 SHUTDOWN_TIMEOUT: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 TIMER_FILE: Final = "TORCHELASTIC_TIMER_FILE"
 
-# Launcher.
+# Launcher: set by users, read before anything starts.
 CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 DISABLE_RANK_MONITORS: Final = "NVRX_DISABLE_RANK_MONITORS"
 EXPECTED_GPUS: Final = "NVRX_EXPECTED_GPUS"
@@ -49,7 +42,7 @@ LOG_FUNNEL_TOKEN_FILE: Final = "NVRX_LOG_FUNNEL_TOKEN_FILE"  # noqa: S105  # a n
 MULTI_LAUNCHERS: Final = "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE"
 NODE_LOCAL_TMPDIR: Final = "NVRX_NODE_LOCAL_TMPDIR"
 
-# Scheduler.
+# Scheduler: set by Slurm and whoever wraps it, for the order of nodes.
 CROSS_SLURM_PROCID: Final = "CROSS_SLURM_PROCID"
 INFRA_RANK_FROM_NODENAME: Final = "NVRX_INFRA_RANK_FROM_NODENAME"
 REPLACEMENT_GROUP_ID: Final = "NVRX_REPLACEMENT_GROUP_ID"

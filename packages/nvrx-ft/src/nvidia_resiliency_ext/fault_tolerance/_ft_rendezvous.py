@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The older rendezvous (`--ft-rdzv-impl legacy`) as torch's elastic agent uses one.
 
-All nodes work that come, from `min_nodes` to `max_nodes`, and each publishes the state of its
-workers. It is served by the rounds of the barrier; nothing in the store is pickled.
+All nodes work that come, up to `max_nodes`; each publishes the state of its workers. The rounds
+are the barrier's; nothing in the store is pickled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from ._rendezvous import records
 from ._rendezvous.keys import NodeIdentity
+from ._rendezvous.log import FINAL
 from ._rendezvous.records import Kind
 from ._rendezvous.session import NodeSession
 from ._torch.handler import StoreRendezvousHandler
-from ._torch.membership import FINAL
 from ._torch.settings import NodeOptions, Timeouts, job_settings, node_options
 from .rdzv_utils import rdzv_config_get_as_bool, rdzv_config_get_as_int
 
@@ -109,9 +109,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
         self._leave(Kind.LEFT, self._cause("left", f"host {self._me.host} leaves"))
 
     def get_worker_states(self) -> dict[NodeIdentity, WorkerState]:
-        """Return the state of the workers of each node of the present round.
-
-        `UNKNOWN` is said of a node that is lost or has left.
+        """Return each node's worker state in the present round; `UNKNOWN`: it is lost or has left.
 
         Raises:
             RendezvousConnectionError: the store is gone.
@@ -157,29 +155,18 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
 
 def create_handler(store: Store, backend: Any, params: RendezvousParameters) -> FtRendezvousHandler:
-    """Return a handler over `store`.
+    """Return a handler over `store`, as `ft_rendezvous_barrier.create_handler`, with its errors.
 
-    Settings in `params.config`: `join_timeout`, `last_call_timeout`, `close_timeout` and
-    `heartbeat_timeout` (seconds), `upscaling_enabled`, `use_infra_group_rank`, `nproc_per_node`,
-    `is_store_host` or `is_host`, `rdzv_token_file`, and for the health checks before each round
-    `enable_nic_healthcheck`, `link_state_path_template`, `enable_dist_storage_healthcheck` and
-    `storage_healthcheck_paths`, `segment_health_check_dir`. Others are for other parts.
-
-    Args:
-        store: A TCPStore that all nodes reach, or PrefixStores over one; it stays the caller's.
-        backend: Not used: the rounds are kept in `store`.
-        params: Job, nodes, endpoint, and settings.
-
-    Raises:
-        ValueError: a setting has an unusable value, or the store is of another kind.
+    The settings in `params.config` are the same but for `segment` and `replacement_group_size`; two
+    more are the switches `upscaling_enabled` and `use_infra_group_rank`, true unless given.
+    `backend` is not used.
     """
     del backend
     conf = params.config
     settings = RendezvousSettings(
         **job_settings(params, RendezvousTimeout),
-        upscaling_enabled=rdzv_config_get_as_bool(conf, "upscaling_enabled", True) is not False,
-        use_infra_group_rank=rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)
-        is not False,
+        upscaling_enabled=bool(rdzv_config_get_as_bool(conf, "upscaling_enabled", True)),
+        use_infra_group_rank=bool(rdzv_config_get_as_bool(conf, "use_infra_group_rank", True)),
     )
     nproc = rdzv_config_get_as_int(conf, "nproc_per_node", 1) or 1
     return FtRendezvousHandler(store, settings, node_options(params), nproc)

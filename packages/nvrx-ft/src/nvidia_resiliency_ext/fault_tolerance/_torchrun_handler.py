@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our rounds under plain torchrun: spares, leases, denylist, and the record of the job.
 
-torch's agent starts and watches the workers, counts restarts and decides when the job has failed;
-who takes part in which round is ours. What torch tells no handler (why a rank failed, what a rank
-does) is not here.
+Workers, restarts and failure are torch's agent's, which tells no handler why a rank failed; who
+takes part in which round is ours.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from nvidia_resiliency_ext.shared_utils import events
 
-from ._core.cause import Cause
 from ._core.errors import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
+from ._core.machine import Cause
 from ._rendezvous.records import Kind
 from ._rendezvous.session import Opened, Over, Placed, SessionEvent
 from ._torch.settings import NodeOptions
@@ -63,10 +62,9 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         return info
 
     def shutdown(self, reason: str = "") -> bool:
-        """Let go of everything; end the job for everybody only with its outcome.
+        """Let go of everything; an error of this launcher alone does not end the job for others.
 
-        torch calls this without a word when its agent has ended, well or not. Workers that failed
-        for good end the job; an error of this launcher is its own, and the others go on.
+        torch calls this without a word when its agent has ended, well or not.
         """
         error = sys.exc_info()[1]
         is_alone = not reason and error is not None and not isinstance(error, ChildFailedError)
@@ -80,11 +78,9 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         with self._lock:
             self._end_cycle("over")
         result = "success" if error is None else str(error) or type(error).__name__
-        restarts = max(0, self.round())
         code = 0 if error is None else 1
-        self._log.record(
-            events.JobEnd(result=result[:2000], exit_code=code, restarts=restarts), cycle=None
-        )
+        end = events.JobEnd(result=result[:2000], exit_code=code, restarts=self.round())
+        self._log.record(end, cycle=None)
         self._log.close()
         return is_reported
 
@@ -114,11 +110,9 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
 
 
 def create_torchrun_handler(params: RendezvousParameters) -> TorchrunHandler:
-    """Return the handler of a `torchrun --rdzv-backend=nvrx`.
+    """Return the handler of a `torchrun --rdzv-backend=nvrx`, which records in NVRX_EVENT_DIR.
 
-    The node whose name or address is in the endpoint serves the store. With NVRX_EVENT_DIR in the
-    environment the job is recorded there, also by the packages that workers use. Raises what
-    `create_tcp_store` and `create_handler` do.
+    The node whose name or address is in the endpoint serves the store.
     """
     return make_handler(TorchrunHandler, create_tcp_store(params), params)
 

@@ -11,10 +11,6 @@ from ._config.attribution import (
 from ._hosting.attribution import AttributionManager
 
 __all__ = [
-    "ATTRIBUTION_STOP_ACTIONS",
-    "DEFAULT_ATTRIBUTION_PORT",
-    "DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT",
-    "AttributionConfig",
-    "AttributionEndpoint",
-    "AttributionManager",
-]
+    "ATTRIBUTION_STOP_ACTIONS", "DEFAULT_ATTRIBUTION_PORT", "DEFAULT_ATTRIBUTION_STARTUP_TIMEOUT",
+    "AttributionConfig", "AttributionEndpoint", "AttributionManager",
+]  # fmt: skip

@@ -35,10 +35,8 @@ _CONNECT_WAIT_S = 120.0
 def apply_c10d_patch() -> None:
     """Let torch's c10d backend make its store through this module, in this process; repeatable.
 
-    It then knows these settings of the rendezvous besides torch's own:
-
-    - `use_libuv` (default true): which server torch's store uses.
-    - `store_connect_wait_seconds` (default 120): the longest wait for the store to start.
+    It then knows the settings `use_libuv` (default true), which server torch's store uses, and
+    `store_connect_wait_seconds` (default 120), the longest wait for the store to start.
     """
     c10d_rendezvous_backend._create_tcp_store = create_tcp_store  # noqa: SLF001 - the patch
 
@@ -97,21 +95,12 @@ def _wait_for_tcp_store_server(
     probe_interval_seconds: float = 2,
     probe_interval_jitter_fraction: float = 0.5,
 ) -> None:
-    """Wait until somebody listens at an address.
+    """Wait until somebody listens at an address; TimeoutError: nobody did in time.
 
-    Args:
-        host: Name or address.
-        port: Port.
-        max_wait_seconds: How long to wait in all.
-        probe_timeout_seconds: How long one attempt to connect may take.
-        probe_interval_seconds: Longest pause between two attempts; the first pause is 50 ms.
-        probe_interval_jitter_fraction: By how much pauses vary at random, from 0 to 1.
-
-    Raises:
-        TimeoutError: nobody did in time.
+    One attempt takes `probe_timeout_seconds` at most. Pauses grow from 50 ms to
+    `probe_interval_seconds` and vary at random by the fraction, from 0 to 1.
     """
     jitter = min(1.0, max(0.0, probe_interval_jitter_fraction))
-    longest_s = max(endpoint.FIRST_PAUSE_S, probe_interval_seconds)
     stop = threading.Event()
     # Thousands of nodes start in the same instant: the first attempts are spread too.
     first_s = min(endpoint.FIRST_PAUSE_S, max_wait_seconds) * jitter
@@ -124,7 +113,7 @@ def _wait_for_tcp_store_server(
             SystemClock(),
             stop,
             try_s=probe_timeout_seconds,
-            longest_pause_s=longest_s,
+            longest_pause_s=max(endpoint.FIRST_PAUSE_S, probe_interval_seconds),
             spread=jitter,
         )
     except endpoint.EndpointError as error:

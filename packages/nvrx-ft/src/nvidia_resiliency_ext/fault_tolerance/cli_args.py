@@ -67,10 +67,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line of `ft_launcher`.
-
-    `args` are the arguments without the program's name; None: those of the process.
-    """
+    """Return `ft_launcher`'s command line, parsed from `args` (None: the process's arguments)."""
     return get_args_parser().parse_args(args)
 
 

@@ -10,9 +10,6 @@ from ._report.cycle_files import (
 )
 
 __all__ = [
-    "CycleInfoReporter",
-    "CycleInfoRoundSnapshot",
-    "CycleInfoWriter",
-    "cycle_log_file",
+    "CycleInfoReporter", "CycleInfoRoundSnapshot", "CycleInfoWriter", "cycle_log_file",
     "utc_iso_now",
-]
+]  # fmt: skip

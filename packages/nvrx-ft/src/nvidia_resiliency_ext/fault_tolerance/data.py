@@ -23,8 +23,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def current_global_rank() -> int:
-    """Return the rank of the process group, else `RANK`; raise RuntimeError without either."""
+def get_rank() -> int:
+    """Return this process's global rank: the process group's, else `RANK`'s.
+
+    Raises:
+        RuntimeError: neither knows a rank.
+    """
     # torch is asked only when the program has already imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -50,13 +54,9 @@ class RankInfo:
 
     @staticmethod
     def get_for_current_rank() -> "RankInfo":
-        """Describe this process.
-
-        Raises:
-            RuntimeError: the global rank is unknown.
-        """
+        """Describe this process; RuntimeError: the global rank is unknown."""
         return RankInfo(
-            global_rank=current_global_rank(),
+            global_rank=get_rank(),
             local_rank=int(os.environ.get(_env.LOCAL_RANK, "-1")),
             host=os.uname().nodename.split(".", 1)[0],
             pid=os.getpid(),
@@ -152,12 +152,9 @@ class AuthkeyMsg:
 
 @dataclass
 class InitMsg:
-    """First message of a rank to its monitor.
+    """First message of a rank, `rank_info`, to its monitor.
 
-    Args:
-        rank_info: The rank's identity.
-        iteration: The iteration at which the rank begins.
-        num_warmup_iters: Iterations with the timeout of section `warmup`.
+    It begins at `iteration`; `num_warmup_iters` iterations have the timeout of section `warmup`.
     """
 
     rank_info: RankInfo | None = None
@@ -175,13 +172,9 @@ class HeartbeatMsg:
 
 @dataclass
 class SectionMsg:
-    """A rank opened or closed a section.
+    """The global `rank` opened or closed a section, at its `iteration`, if known.
 
-    Args:
-        rank: The global rank.
-        section: Name of the section; None with CLOSE_ALL.
-        action: OPEN, CLOSE or CLOSE_ALL.
-        iteration: The rank's iteration, if known.
+    `section` is its name, None with the `action` CLOSE_ALL.
     """
 
     rank: int
@@ -192,12 +185,9 @@ class SectionMsg:
 
 @dataclass
 class UpdateConfigMsg:
-    """New timeouts from a rank, or a new cycle number from the launcher; None = unchanged.
+    """New `hb_timeouts` and `section_timeouts` from a rank, or the launcher's `current_cycle`.
 
-    Args:
-        hb_timeouts: Timeouts of heartbeats.
-        section_timeouts: Timeouts of sections.
-        current_cycle: Number of the cycle.
+    None = unchanged.
     """
 
     hb_timeouts: HeartbeatTimeouts | None = None
@@ -206,24 +196,20 @@ class UpdateConfigMsg:
 
 
 class OkMsg:
-    """A request was accepted; keyword arguments of the answer become attributes."""
+    """A request was accepted; `attrs` of the answer, for example `cfg`, become attributes."""
 
     def __init__(self, /, **attrs: Any) -> None:
-        """Take the attributes of the answer (`attrs`), for example `cfg`."""
         self.__dict__.update(attrs)
 
     def __getattr__(self, name: str) -> Any:
-        """Explain an attribute that the answer does not carry."""
         raise AttributeError(f"this answer carries no {name!r}, only {sorted(self.__dict__)}")
 
     def __eq__(self, other: object) -> bool:
-        """Compare by attributes."""
         return isinstance(other, OkMsg) and self.__dict__ == other.__dict__
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Show the attributes."""
         attributes = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
         return f"OkMsg({attributes})"
 

@@ -89,12 +89,9 @@ def diff(
 
 
 def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
-    """Print the tree of keys and the types of leaves.
+    """Print the tree of keys of `x` and the types of leaves, with `indent` blanks per level.
 
-    Args:
-        x: The structure.
-        prefix: Path of `x` in a larger structure; decides how far lines are indented.
-        indent: Blanks per level. Default 4.
+    `prefix`, the path of `x` in a larger structure, decides how far lines are indented.
     """
     if not isinstance(x, (dict, list)):
         print(_describe(x))  # noqa: T201 - printing is what it is for
@@ -154,14 +151,10 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
-    """Merge `x2` into `x1` and return it; both may have the same branches but no common leaf.
+    """Merge `x2` into `x1`, in place, and return `x1`; they may share branches, but no leaf.
 
-    Lists are merged by position and must have the same length.
-
-    Args:
-        x1: Changed in place.
-        x2: Merged into `x1`.
-        key: Path of both in a larger structure, for error messages.
+    Lists are merged by position and must have the same length. `key` is the path of both in a
+    larger structure, for error messages.
 
     Raises:
         ValueError: a leaf is in both, or lists differ in length; the message names the path.

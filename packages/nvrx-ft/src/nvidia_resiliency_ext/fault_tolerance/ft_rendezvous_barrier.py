@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The barrier rendezvous as torch's elastic agent uses one, over a store that the caller brings.
 
-`ft_launcher` uses the same rounds without this module. Exactly `min_nodes` nodes work; the
-    others are spare nodes.
+`ft_launcher` uses the same rounds without this module.
 """
 
 from __future__ import annotations
@@ -93,22 +92,13 @@ class RendezvousParticipantInfo:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousParticipantInfo:
-        """Return the value of a `text` that `pack` made.
-
-        Raises:
-            ValueError: The text has another form.
-        """
+        """Return the value of a `text` that `pack` made; ValueError: it has another form."""
         return cls(**_object(text, cls.__name__, set(cls.__dataclass_fields__)))
 
 
 @dataclass(frozen=True)
 class RendezvousStoreValue:
-    """A value of one round, as data for tools.
-
-    Args:
-        round: Number of the round.
-        payload: The value.
-    """
+    """A value of one `round`, as data for tools: `payload`."""
 
     round: int
     payload: Mapping[str, Any]
@@ -119,11 +109,7 @@ class RendezvousStoreValue:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> RendezvousStoreValue:
-        """Return the value of a `text` that `pack` made.
-
-        Raises:
-            ValueError: The text has another form.
-        """
+        """Return the value of a `text` that `pack` made; ValueError: it has another form."""
         return cls(**_object(text, cls.__name__, {"round", "payload"}))
 
 
@@ -156,8 +142,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         """Settings of the rendezvous."""
         return self._settings
 
-    # How the job ends ------------------------------------------------------------------------
-
     def shutdown_due_to_failure(self) -> bool:
         """End the job on all nodes as failed; see `shutdown`."""
         return self.shutdown(RDZV_SHUTDOWN_REASON_FAILURE)
@@ -165,8 +149,6 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
     def is_shutdown_due_to_failure(self) -> bool:
         """Return whether the job ended as failed."""
         return self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_FAILURE
-
-    # Who is in the round ---------------------------------------------------------------------
 
     def get_active_node_addrs(self) -> list[str]:
         """Return the addresses of the nodes that work, by rank; empty while a round is open."""

@@ -5,19 +5,14 @@ import logging
 import threading
 from collections import deque
 
+from nvidia_resiliency_ext.shared_utils import wire
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import PeerClosedError, WireError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 from nvidia_resiliency_ext.shared_utils.unix_sockets import connect
-from nvidia_resiliency_ext.shared_utils.wire import (
-    MessageSet,
-    receive_message,
-    require_same_user,
-    send_message,
-)
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
-from ._core.mailbox import Mailbox
-from ._core.messages import MESSAGES
+from ._core.messages import MESSAGES, Mailbox
 from .data import ErrorMsg, OkMsg
 
 __all__ = ["IpcConnector"]
@@ -118,11 +113,9 @@ class IpcConnector:
         self._received.clear()
 
     def send(self, message: object, timeout_s: float | None = None) -> None:
-        """Send a message and wait until the receiver has it.
+        """Send a `message` of the closed set in `data`, and wait until the receiver has it.
 
-        Args:
-            message: A message of the closed set in `data`.
-            timeout_s: Seconds to wait for the acknowledgement; None: `SEND_TIMEOUT_S`.
+        The acknowledgement may take `timeout_s` seconds; None: `SEND_TIMEOUT_S`.
 
         Raises:
             FileNotFoundError: there is no receiver: no socket at the path.
@@ -134,10 +127,10 @@ class IpcConnector:
         self._messages.encode(message)  # what cannot be sent is the caller's fault, not the peer's
         deadline = Deadline.after(self.SEND_TIMEOUT_S if timeout_s is None else timeout_s)
         with connect(self.socket_path, deadline.remaining()) as sock:
-            require_same_user(sock)
+            wire.require_same_user(sock)
             try:
-                send_message(sock, self._messages, message, deadline.remaining())
-                answer = receive_message(sock, self._messages, deadline.remaining())
+                wire.send_message(sock, self._messages, message, deadline.remaining())
+                answer = wire.receive_message(sock, self._messages, deadline.remaining())
             except PeerClosedError as error:
                 raise RuntimeError(f"{self.socket_path}: closed without an answer") from error
             except WireError as error:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's public API for `ft_launcher` and for programs that import it. No logic here.
 
-Names are loaded when they are first used, so that `ft_launcher --help` and the launcher itself
-import neither torch nor what they do not need.
+Names are loaded when first used: the launcher itself does not import torch.
 """
 
 from __future__ import annotations

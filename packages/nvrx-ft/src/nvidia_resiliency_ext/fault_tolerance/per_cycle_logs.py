@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names of cycle logs: workers' output in one file per cycle. Loaded when first used.
-
-`ft_launcher --ft-per-cycle-applog-prefix` needs none of them.
-"""
+"""Public names of cycle logs: workers' output in one file per cycle. Loaded when first used."""
 
 from __future__ import annotations
 
@@ -15,12 +12,9 @@ if TYPE_CHECKING:
     from ._torch.cycle_log_specs import PipeBasedLogsSpecs, PipeSubprocessHandler
 
 __all__ = [
-    "GrpcWriterThread",
-    "MultiplexingReaderThread",
-    "PipeBasedLogsSpecs",
-    "PipeSubprocessHandler",
+    "GrpcWriterThread", "MultiplexingReaderThread", "PipeBasedLogsSpecs", "PipeSubprocessHandler",
     "ReaderConfig",
-]
+]  # fmt: skip
 
 __getattr__, _ = lazy_names(
     globals(),

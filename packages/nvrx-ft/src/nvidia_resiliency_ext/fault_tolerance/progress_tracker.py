@@ -16,7 +16,6 @@ class IterationFile:
     """A file that holds one integer; a hung file system blocks at most one read, in one thread."""
 
     def __init__(self, path: str, timeout_s: float = 2.0) -> None:
-        """Remember `path`; nothing is read yet."""
         from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller
 
         self.path = path
@@ -72,6 +71,13 @@ class TrainingProgressTracker:
         >>> tracker.analyze_previous_cycle()
         >>> tracker.should_terminate_early()
         True
+
+    Args:
+        min_progress_iterations: a cycle that gains fewer iterations made no progress.
+        max_no_progress_cycles: so many such cycles in a row are too many; <= 0 disables.
+        initial_cycle_number: number of the present cycle.
+        checkpoint_iteration_file: path of a file that holds the last saved iteration; it is read
+            at once, as the baseline.
     """
 
     def __init__(
@@ -81,14 +87,6 @@ class TrainingProgressTracker:
         initial_cycle_number: int = 0,
         checkpoint_iteration_file: str | None = None,
     ) -> None:
-        """Start counting; read the file, if any, as the baseline.
-
-        Args:
-            min_progress_iterations: a cycle that gains fewer iterations made no progress.
-            max_no_progress_cycles: the limit of such cycles in a row; <= 0 disables it.
-            initial_cycle_number: number of the current cycle.
-            checkpoint_iteration_file: path of a file that holds the last saved iteration.
-        """
         self.min_progress_iterations = min_progress_iterations
         self.max_no_progress_cycles = max_no_progress_cycles
         self.checkpoint_iteration_file = checkpoint_iteration_file
@@ -97,12 +95,9 @@ class TrainingProgressTracker:
         self.no_progress_count = 0
         self.cycle_number = initial_cycle_number
         self._unknown_cycles = 0
-        self._file = (
-            IterationFile(checkpoint_iteration_file)
-            if checkpoint_iteration_file and self.is_enabled
-            else None
-        )
-        if self._file is not None:
+        self._file: IterationFile | None = None
+        if checkpoint_iteration_file and self.is_enabled:
+            self._file = IterationFile(checkpoint_iteration_file)
             self.last_restart_iteration = self._file.read() or 0
 
     @property

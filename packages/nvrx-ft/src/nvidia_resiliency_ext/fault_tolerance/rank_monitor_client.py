@@ -12,18 +12,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from . import _env
 from ._core.errors import RankMonitorClientError
-from ._env import DISABLE_RANK_MONITORS
 from ._monitor import slot
 from ._monitor.hotpath import HotPath, training_iteration
-from .data import (
-    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
-    FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
-    HeartbeatTimeouts,
-    RankInfo,
-    SectionTimeouts,
-    WorkloadControlRequest,
-)
+from .data import HeartbeatTimeouts, RankInfo, SectionTimeouts, WorkloadControlRequest
 
 if TYPE_CHECKING:
     import socket
@@ -38,8 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RankMonitorClient", "RankMonitorClientError"]
 
 ANSWER_LIMIT_S = 30.0
-DUMP_SIGNAL = signal.SIGRTMIN + 5
-"""Makes the rank write the stacks of its threads into the monitor's pipe."""
+DUMP_SIGNAL = signal.SIGRTMIN + 5  # the rank writes its threads' stacks into the monitor's pipe
 
 
 class RankMonitorClient(HotPath):
@@ -48,7 +40,7 @@ class RankMonitorClient(HotPath):
     Heartbeats and sections are written to shared memory; the monitor reads them when a timeout may
     have passed. If the monitor dies, training continues, and the client connects to its replacement
     in the background, unless the configuration has `monitor_loss=fatal`. Calls from several threads
-    are safe; the two `calculate_and_set_*` calls are collective.
+    are safe.
 
     Example:
         >>> client = RankMonitorClient()
@@ -60,7 +52,6 @@ class RankMonitorClient(HotPath):
     CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
 
     def __init__(self) -> None:
-        """Create a client without a connection."""
         super().__init__()
         self.logger = logging.getLogger("nvrx")
         self.is_initialized = False
@@ -82,13 +73,13 @@ class RankMonitorClient(HotPath):
         self._monitor_path = ""
         self._refusal: str | None = None
         self._is_foreign = False
-        if launcher_path := os.environ.get(FT_LAUNCHER_IPC_SOCKET_ENV_VAR):
+        if launcher_path := os.environ.get(_env.FT_LAUNCHER_IPC_SOCKET):
             from .ipc_connector import IpcConnector
 
             self.launcher_connector: IpcConnector | None = IpcConnector(launcher_path)
         else:
             self.launcher_connector = None
-            self.logger.debug("%s is not set", FT_LAUNCHER_IPC_SOCKET_ENV_VAR)
+            self.logger.debug("%s is not set", _env.FT_LAUNCHER_IPC_SOCKET)
         _CLIENTS.add(self)
 
     @property
@@ -104,9 +95,8 @@ class RankMonitorClient(HotPath):
                 the configured number if None.
 
         Raises:
-            RankMonitorClientError: This process already has a session (of any client), the
-                environment names no monitor, or the monitor cannot be reached or refuses the
-                session.
+            RankMonitorClientError: This process already has a session, the environment names no
+                monitor, or the monitor cannot be reached or refuses the session.
             RuntimeError: This process's rank is unknown.
             TypeError: `num_warmup_iters` is not an integer.
         """
@@ -117,11 +107,11 @@ class RankMonitorClient(HotPath):
         self._check_process()
         if self.is_initialized:
             raise RankMonitorClientError("the rank monitor client is initialised already")
-        path = os.environ.get(FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR)
+        path = os.environ.get(_env.FT_RANK_MONITOR_IPC_SOCKET)
         if not path:
             raise RankMonitorClientError(
-                f"{FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR} is not set: start the program with"
-                f" ft_launcher, and without {DISABLE_RANK_MONITORS}"
+                f"{_env.FT_RANK_MONITOR_IPC_SOCKET} is not set: start the program with"
+                f" ft_launcher, and without {_env.DISABLE_RANK_MONITORS}"
             )
         if any(other._serves(path) for other in list(_CLIENTS)):  # noqa: SLF001 - the module's own class
             raise RankMonitorClientError(
@@ -179,7 +169,7 @@ class RankMonitorClient(HotPath):
         self._check_process()
         if self.launcher_connector is None:
             raise RuntimeError(
-                f"{FT_LAUNCHER_IPC_SOCKET_ENV_VAR} is not set: there is no launcher to ask"
+                f"{_env.FT_LAUNCHER_IPC_SOCKET} is not set: there is no launcher to ask"
             )
         info = self.rank_info or RankInfo.get_for_current_rank()
         self.launcher_connector.send((info.global_rank, req))
@@ -220,8 +210,7 @@ class RankMonitorClient(HotPath):
         """Set section timeouts from the longest durations of all ranks; collective.
 
         Args:
-            selected_sections: Sections to set; all if None. As in `start_section`, names that
-                the configuration does not have are ignored.
+            selected_sections: Sections to set; all if None. Names not configured are ignored.
             calc_out_of_section: Whether to set also the timeout of the time outside sections.
             skip_if_not_ready: Return False when a time was not measured, instead of raising.
 

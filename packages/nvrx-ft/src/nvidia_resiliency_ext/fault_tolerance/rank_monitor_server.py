@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,31 +23,20 @@ from ._monitor.messages import LAUNCHER_MESSAGES, LogLine, Start
 from ._monitor.server import MonitorServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from .config import FaultToleranceConfig
 
 __all__ = ["RankMonitorLogger", "RankMonitorServer"]
 
 _START_LIMIT_S = 10.0
-_OTHERS_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGQUIT,
-)
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_OTHERS_SIGNALS = (*LEAVE_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _ATOMIC_WRITE_BYTES = 4096
-_MAX_LINE_CHARS = 1 << 16
-"""Longest log line that travels: far below a frame's limit, however its characters are written."""
+_MAX_LINE_CHARS = 1 << 16  # far below a frame's limit, however characters are written
 
 
 def main(fd: int) -> None:
     """Run a monitor: take the order from the launcher's socket `fd`, serve, clean up, exit."""
-    # Whatever is meant for the job reaches us too (a terminal's Ctrl-C, a scheduler's signal for
-    # the whole step); the launcher alone decides when the monitor leaves.
+    # A terminal's Ctrl-C or a scheduler's signal reaches us too; the launcher alone ends us.
     for sig in _OTHERS_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
     launcher = socket.socket(fileno=fd)
@@ -91,10 +81,9 @@ def leave_at_signals(server: MonitorServer) -> Iterator[None]:
 
 
 class LineHandler(logging.Handler):
-    """Hands log lines to the loop, or to standard error as long as that does not block."""
+    """Hands log lines to `lines`, or if None to standard error as long as that does not block."""
 
     def __init__(self, lines: SimpleQueue[LogLine] | None) -> None:
-        """Hand them to `lines`, or to standard error if None."""
         super().__init__()
         self._lines = lines
 
@@ -130,10 +119,7 @@ class _Settable(Protocol):
 
 
 class RankMonitorLogger(logging.Logger):
-    """The logger of a monitor: names the connected rank, and writes layered-restart lines.
-
-    Messages go on to the logger "nvrx".
-    """
+    """The logger of a monitor below "nvrx": names the rank, and writes layered-restart lines."""
 
     def __init__(
         self,
@@ -141,10 +127,7 @@ class RankMonitorLogger(logging.Logger):
         level: int = logging.INFO,
         is_restarter_logger: bool = False,
     ) -> None:
-        """Make the logger `name` under "nvrx" with a `level`.
-
-        With `is_restarter_logger` it writes layered-restart lines.
-        """
+        """Make the logger `name` with a `level`; `is_restarter_logger`: for layered restarts."""
         super().__init__(name, level)
         self.parent = logging.getLogger("nvrx")
         self.is_restarter_logger = is_restarter_logger
@@ -171,10 +154,18 @@ class RankMonitorLogger(logging.Logger):
 
 
 class RankMonitorServer:
-    """A monitor for one rank, without a launcher.
+    """A monitor for one rank, without a launcher; it judges and kills.
 
     It detects and kills hung ranks like the launcher's monitor, but does not clean up other
-    processes of the job. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it in order.
+    processes of the job. It listens once it is made. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it
+    in order.
+
+    Args:
+        cfg: The configuration.
+        ipc_socket_path: Path of the socket for the rank.
+        rank_monitor_ready_event: Set by `serve` when signal handlers are installed.
+        logger: Writes the layered-restart lines.
+        is_restarter_logger: Whether to write such lines.
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0
@@ -188,15 +179,6 @@ class RankMonitorServer:
         logger: RankMonitorLogger,
         is_restarter_logger: bool,
     ) -> None:
-        """Listen for the rank.
-
-        Args:
-            cfg: The configuration.
-            ipc_socket_path: Path of the socket.
-            rank_monitor_ready_event: Set by `serve` when signal handlers are installed.
-            logger: Writes the layered-restart lines.
-            is_restarter_logger: Whether to write such lines.
-        """
         start = Start(
             config=cfg.to_dict(),
             socket_paths=[ipc_socket_path],
@@ -224,14 +206,9 @@ class RankMonitorServer:
         is_restarter_logger: bool,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Run a monitor as the main function of a process.
+        """Run a monitor as the main function of a process; parameters as for the class.
 
-        Args:
-            cfg: The configuration.
-            ipc_socket_path: Where to listen.
-            rank_monitor_ready_event: Set when it listens.
-            is_restarter_logger: Whether to write layered-restart lines.
-            env: Added to the environment.
+        `env` is added to the environment.
         """
         os.environ.update(env or {})
         configure_logging(cfg.log_level, None)
@@ -250,15 +227,9 @@ class RankMonitorServer:
     ) -> MonitorProcess:
         """Start a monitor in a separate process and wait until it listens.
 
-        The monitor ends when this process ends for any reason.
-
-        Args:
-            cfg: The configuration.
-            ipc_socket_path: Where to listen.
-            is_restarter_logger: Whether to write layered-restart lines.
-            mp_ctx: Accepted for callers that choose a start method: it is always an exec of an
-                interpreter without torch.
-            env: Added to the environment.
+        The monitor ends when this process ends for any reason. `env` is added to the environment;
+        `mp_ctx` is not used: it is always an exec of an interpreter without torch. The other
+        parameters are those of the class.
 
         Raises:
             RuntimeError: It was not ready in time.
@@ -282,7 +253,6 @@ class MonitorProcess:
     """
 
     def __init__(self, handle: MonitorHandle) -> None:
-        """Take over a monitor that is ready."""
         self._handle = handle
         self._owner_pid = os.getpid()
         _PROCESSES.add(self)

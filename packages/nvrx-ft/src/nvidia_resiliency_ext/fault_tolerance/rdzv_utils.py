@@ -15,12 +15,9 @@ _Number = TypeVar("_Number", int, float)
 def rdzv_config_get_as_bool(
     configs: Mapping[str, Any], key: str, default: bool | None = None
 ) -> bool | None:
-    """Return a switch: a bool, 1 or 0, or one of `1 true t yes y` / `0 false f no n` in any case.
+    """Return the switch `key` of `configs`; `default` if it is absent or None.
 
-    Args:
-        configs: The settings of the rendezvous.
-        key: Name of the setting.
-        default: The value if the key is absent or None.
+    It is a bool, 1 or 0, or one of `1 true t yes y` / `0 false f no n` in any case.
 
     Raises:
         ValueError: The value is anything else.
@@ -41,12 +38,7 @@ def rdzv_config_get_as_bool(
 def rdzv_config_get_as_int(
     configs: Mapping[str, Any], key: str, default: int | None = None
 ) -> int | None:
-    """Return a setting as a whole number.
-
-    Args:
-        configs: The settings of the rendezvous.
-        key: Name of the setting.
-        default: The value if the key is absent or None.
+    """Return the whole number `key` of `configs`; `default` if it is absent or None.
 
     Raises:
         ValueError: The value is no whole number.
@@ -60,12 +52,7 @@ def rdzv_config_get_as_int(
 def rdzv_config_get_as_float(
     configs: Mapping[str, Any], key: str, default: float | None = None
 ) -> float | None:
-    """Return a setting as a number.
-
-    Args:
-        configs: The settings of the rendezvous.
-        key: Name of the setting.
-        default: The value if the key is absent or None.
+    """Return the number `key` of `configs`; `default` if it is absent or None.
 
     Raises:
         ValueError: The value is no number.

@@ -2,8 +2,8 @@
 """`nvrx-slurm-health`: writes which units of a Slurm job have nodes that Slurm calls unavailable.
 
 Run it in the batch script, or next to `nvrx-control`; launchers read its file with
-    `--ft-segment-health-check-dir`. Each run calls `sinfo` and `squeue` once. Owns the calls of
-    Slurm and the meaning of their output; `_health/segment_health.py` owns the file.
+`--ft-segment-health-check-dir`. Each run calls `sinfo` and `squeue` once. The format of the file
+is in `_health/segment_health.py`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class SlurmAnswerError(RuntimeError):
 
 
 def unavailable_nodes(sinfo: str) -> dict[str, str]:
-    """Return the problem of each node that must not work.
+    """Return the problem of each node that must not work, from the output of `sinfo`.
 
-    `sinfo` is the output of that command, lines of `NODE|STATE|REASON`.
+    Its lines are `NODE|STATE|REASON`.
 
     Raises:
         SlurmAnswerError: A line has another form.
@@ -65,12 +65,10 @@ def unavailable_nodes(sinfo: str) -> dict[str, str]:
 def excluded_units(
     squeue: str, job_id: str, unavailable: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the units that have unavailable nodes, with the problems of these nodes.
+    """Return the units of `job_id`, a job or an array, with the problems of their nodes.
 
-    Args:
-        squeue: Output of `squeue`, lines of `TASK|NODES`; the task of a plain job is `N/A`.
-        job_id: The job, or the array.
-        unavailable: From `unavailable_nodes`.
+    Units without `unavailable` nodes (from `unavailable_nodes`) are left out. `squeue` is the output
+    of that command, lines of `TASK|NODES`; the task of a plain job is `N/A`.
 
     Raises:
         SlurmAnswerError: A line has another form.
@@ -88,15 +86,10 @@ def excluded_units(
 
 
 def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Ask Slurm once and write the file of a job; without exclusions, remove the file.
+    """Ask Slurm once, write the file of a job, and return the excluded units with their problems.
 
-    Args:
-        directory: Directory of `--ft-segment-health-check-dir`; it must exist.
-        job_id: The job, or the array.
-        environ: The environment of Slurm's commands.
-
-    Returns:
-        The excluded units and the problems of their nodes.
+    Without exclusions the file is removed. `directory`, that of `--ft-segment-health-check-dir`, must
+    exist. `job_id` is the job, or the array; `environ` is the environment of Slurm's commands.
 
     Raises:
         SlurmAnswerError: Slurm did not answer; the file is unchanged.

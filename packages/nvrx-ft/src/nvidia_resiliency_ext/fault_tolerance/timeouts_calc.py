@@ -32,6 +32,12 @@ class TimeoutsCalc:
         >>> calc.update_on_section_event("step", SectionAction.CLOSE, 4.0)
         >>> calc.get_section_timeouts().section["step"]
         6.0
+
+    Args:
+        sections: names of the sections that are timed.
+        start_time: when the rank started; now if None.
+        safety_factor: a timeout is this many times the longest interval seen.
+        clock: source of the time wherever a method is not given one.
     """
 
     def __init__(
@@ -42,14 +48,6 @@ class TimeoutsCalc:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with nothing measured.
-
-        Args:
-            sections: names of the sections that are timed.
-            start_time: when the rank started; now if None.
-            safety_factor: a timeout is this many times the longest interval seen.
-            clock: source of the time for methods that get no time.
-        """
         self._clock = clock
         self.start_time: float = clock() if start_time is None else start_time
         self.safety_factor = safety_factor
@@ -85,12 +83,9 @@ class TimeoutsCalc:
     def update_on_section_event(
         self, section: str | None, action: SectionAction, event_time: float | None = None
     ) -> None:
-        """Add the opening or closing of a section to the measurements.
+        """Add an OPEN or CLOSE `action` of a `section`, or CLOSE_ALL of all, to the measurements.
 
-        Args:
-            section: Name of the section; not used with CLOSE_ALL.
-            action: OPEN, CLOSE or CLOSE_ALL.
-            event_time: Monotonic time in seconds; None: now.
+        It was at `event_time`, monotonic time in seconds; None: now.
 
         Raises:
             TimeoutsCalcError: The section is unknown, open already, or not open.
@@ -153,8 +148,7 @@ class TimeoutsCalc:
         """Return heartbeat timeouts; the mean with `current`'s when those were calculated too.
 
         Raises:
-            TimeoutsCalcError: not enough heartbeats were seen, or `current` says that its timeouts
-                were calculated and lacks one.
+            TimeoutsCalcError: too few heartbeats were seen, or calculated `current` lacks one.
         """
         if not self.can_get_hb_timeouts():
             raise TimeoutsCalcError(
@@ -174,9 +168,7 @@ class TimeoutsCalc:
     def can_get_section_timeouts(
         self, selected_sections: Collection[str] | None = None, calc_out_of_section: bool = True
     ) -> bool:
-        """Return whether `get_section_timeouts` of the same arguments has all that it needs.
-
-        `selected_sections` and `calc_out_of_section` are described there.
+        """Return if `get_section_timeouts(selected_sections, calc_out_of_section)` would succeed.
 
         Raises:
             TimeoutsCalcError: A selected section is unknown.
@@ -260,10 +252,9 @@ def reduction_device_type(backend_config: str) -> str:
 
 
 def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]:
-    """Return the element-wise maximum of `values` over the default process group.
+    """Return the maxima of `values`, called `names`, over the default process group.
 
-    `names` are what they stand for. Raises TimeoutsCalcError where ranks have different ones, or
-    torch.distributed is not initialised.
+    Raises TimeoutsCalcError where names differ by rank or torch.distributed is not initialised.
     """
     # A program that has not imported torch has no process group, and need not wait for the import.
     dist = sys.modules.get("torch.distributed")
@@ -271,6 +262,8 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
         raise TimeoutsCalcError(
             "timeouts of all ranks cannot be combined: torch.distributed is not initialised"
         )
+    import hashlib
+
     import torch
 
     device_type = reduction_device_type(dist.get_backend_config())
@@ -279,7 +272,9 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
         device = torch.device("cuda", torch.cuda.current_device())
 
     encoded_names = json.dumps(list(names)).encode()
-    fingerprint = float(_fingerprint(encoded_names))
+    # Six bytes: a float64 holds them exactly.
+    digest = hashlib.blake2b(encoded_names, digest_size=6).digest()
+    fingerprint = float(int.from_bytes(digest, "big"))
     padding = [_NO_DATA] * (_FIRST_VALUES - len(values))
     first = torch.tensor(
         [fingerprint, -fingerprint, float(len(encoded_names)), *values[:_FIRST_VALUES], *padding],
@@ -297,13 +292,6 @@ def max_over_ranks(values: Sequence[float], names: Sequence[str]) -> list[float]
     rest = torch.tensor(values[_FIRST_VALUES:], dtype=torch.float64, device=device)
     dist.all_reduce(rest, op=dist.ReduceOp.MAX)
     return maxima + [float(value) for value in rest.tolist()]
-
-
-def _fingerprint(encoded_names: bytes) -> int:
-    import hashlib
-
-    # Six bytes: a float64 holds them exactly.
-    return int.from_bytes(hashlib.blake2b(encoded_names, digest_size=6).digest(), "big")
 
 
 def _gather_names(

@@ -11,7 +11,7 @@ from ._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     RDZV_SHUTDOWN_REASON_NO_PROGRESS,
 )
-from ._core.exceptions import get_rank, install_exception_handler
+from ._core.exceptions import install_exception_handler
 from ._core.infra import (
     get_infrastructure_rank,
     get_log_aggregator_shard_index,
@@ -37,6 +37,7 @@ from ._core.processes import (
     wait_for_mp_events,
     wait_until_process_terminated,
 )
+from .data import get_rank
 
 __all__ = [
     "DEFAULT_NO_RESTART_EXIT_CODE", "RDZV_NO_RESTART_REASONS",

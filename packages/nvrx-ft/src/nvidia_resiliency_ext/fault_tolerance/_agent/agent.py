@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's loop on one node: hands what happens to `decide`, and does what it says.
-
-It owns the order of things, not the things: rendezvous, monitor and records are the job's. One
-thread; every wait is in the event loop.
-"""
+"""The launcher's loop on one node: hands what happens to `decide`, and does what it says."""
 
 from __future__ import annotations
 
@@ -17,24 +13,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import exceptions, machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._monitor.hang_report import limit_in_words, states_of
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import NO_STEPS, Steps
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import RefillingBudget
-from nvidia_resiliency_ext.fault_tolerance._report.failures import (
-    Failure,
-    cause_of,
-    hang_cause,
-    root_cause,
-)
+from nvidia_resiliency_ext.fault_tolerance._report import failures as faults
 from nvidia_resiliency_ext.fault_tolerance._workers import workers
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
 from . import decide
-from .start_failures import OTHERS_MAY_TAKE_S, StartFailures
 
 if TYPE_CHECKING:
     from .job import Job
@@ -43,8 +33,7 @@ logger = logging.getLogger("nvrx")
 
 PROGRESS_INTERVAL_S = 10.0
 BARRIER_S = 300.0
-UNCAUGHT_EXCEPTION = 1
-"""Python's exit code after an uncaught exception."""
+UNCAUGHT_EXCEPTION = 1  # Python's exit code after one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +42,14 @@ class Result:
 
     exit_code: int
     reason: str
-    failures: Sequence[Failure]
+    failures: Sequence[faults.Failure]
     stop_signal: int | None = None
     is_unfit: bool = field(default=False, kw_only=True)
     no_restart: str = field(default="", kw_only=True)  # Why the job must not be started again.
 
-    @property
-    def root_cause(self) -> Failure:
-        """The failure that came first; there must be one."""
-        return root_cause(self.failures)
-
 
 class NodeAgent:
-    """Runs the cycles of one node until `decide` says that it is over. It owns the worker group."""
+    """Runs the cycles of one node until `decide` says that it is over. The loop's thread only."""
 
     def __init__(self, job: Job, policy: machine.Policy) -> None:
         config, rendezvous, controller = job.plan.fault_tol_cfg, job.rendezvous, job.controller
@@ -73,7 +57,7 @@ class NodeAgent:
         self.loop, self.clock, self.reporter = job.loop, job.clock, job.reporter
         self.rendezvous, self.admission, self.monitor = rendezvous, job.admission, job.monitor
         self._node = machine.Node(policy)
-        self._start_failures = StartFailures(config.start_failure_limit)
+        self._start_failures = faults.StartFailures(config.start_failure_limit)
         window_s = config.restart_budget_window
         self._budget = None if window_s is None else RefillingBudget(policy.max_restarts, window_s)
         self.workers = workers.WorkerGroup(
@@ -88,7 +72,7 @@ class NodeAgent:
         self._events: collections.deque[machine.Event] = collections.deque()
         self._exits: list[tuple[int, ExitStatus, float]] = []
         self._ranks_in_hang: list[dict[str, Any]] = []
-        self._failures: list[Failure] = []
+        self._failures: list[faults.Failure] = []
         self._assignment: machine.Assignment | None = None
         self._error_files: dict[int, str] = {}
         self._error_outputs: dict[int, tuple[str, int]] = {}
@@ -104,7 +88,7 @@ class NodeAgent:
         self._is_unfit = False
         self._perform: dict[type, Callable[..., None]] = {
             machine.Join: self._join,
-            machine.StartWorkers: self._start_workers,
+            machine.RoundReady: self._start_workers,
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
@@ -127,8 +111,6 @@ class NodeAgent:
             return ()
         return tuple(self._assignment.rank_offset + local for local in sorted(self.workers.started))
 
-    # What happens, reported by the effects ------------------------------------------------------
-
     def post(self, event: machine.Event) -> None:
         """Hand in an event; it is decided in the order of arrival."""
         self._events.append(event)
@@ -138,7 +120,6 @@ class NodeAgent:
         self._exits.append((local_rank, status, self.clock.wall()))
 
     def rank_stuck(self, local_rank: int, why: str) -> None:
-        """Record that the monitor cannot end a hung rank."""
         rank = (self._assignment.rank_offset if self._assignment else 0) + local_rank
         what = f"rank {rank} on host {self.host} survived SIGKILL: {why}"
         cause = Cause("unhealthy", what, rank, local_rank, self.host, detected_by="monitor")
@@ -150,14 +131,11 @@ class NodeAgent:
         complaint = None
         if report:
             complaint = dataclasses.replace(
-                hang_cause(report), detail={"limit_words": limit_in_words(report)}
+                faults.hang_cause(report), detail={"limit_words": limit_in_words(report)}
             )
         self.rendezvous.hung(states_of(ranks), complaint)
 
-    # The loop ------------------------------------------------------------------------------
-
     def run(self) -> Result:
-        """Run cycles until the job is over here."""
         self.loop.call_at(self.clock.monotonic() + PROGRESS_INTERVAL_S, self._tick_progress)
         self._join(machine.Join(0, None))
         while self._finish is None:
@@ -234,14 +212,11 @@ class NodeAgent:
         return machine.HangEvaluated(cause, self._makes_no_progress())
 
     def _record_end(self) -> None:
-        """Record how the cycle ended, and report it to the admission check."""
         cause, lived_s, has_stepped = self._node.cause, self._lived_s(), self._has_stepped()
         self._start_failures.cycle_ended(lived_s, stepped=has_stepped)
         if cause is not None and self._started_at is not None:
             self.admission.cycle_failed(cause, lived_s, has_stepped=has_stepped)
         self._started_at = None
-
-    # Exits ---------------------------------------------------------------------------------
 
     def _others_may_fail(self) -> bool:
         """Return whether to wait for the other ranks, which may fail at their start like these."""
@@ -254,7 +229,7 @@ class NodeAgent:
                 self._lived_s(),
                 stepped=self._has_stepped(),
             )
-            self._others_until = now + OTHERS_MAY_TAKE_S if may_fail else now
+            self._others_until = now + faults.OTHERS_MAY_TAKE_S if may_fail else now
             if may_fail:
                 self.loop.call_at(self._others_until, lambda: None)
         return now < self._others_until and len(self._exits) < len(self._node.running)
@@ -265,14 +240,6 @@ class NodeAgent:
 
     def _lived_s(self) -> float:
         return 0.0 if self._started_at is None else self.clock.monotonic() - self._started_at
-
-    def _is_hopeless(self, failures: list[Failure]) -> bool:
-        return not self._node.policy.many_nodes and self._start_failures.is_hopeless(
-            [_message_of(failure.error) for failure in failures],
-            len(self.workers.started),
-            self._lived_s(),
-            stepped=self._has_stepped(),
-        )
 
     def _evaluate_exits(self) -> None:
         self.workers.reap_exited()
@@ -293,9 +260,14 @@ class NodeAgent:
         no_progress = is_hopeless = False
         if failures:
             self._failures = failures
-            cause = cause_of(root_cause(failures))
+            cause = faults.cause_of(faults.root_cause(failures))
             no_progress = self._makes_no_progress()
-            is_hopeless = self._is_hopeless(failures)
+            is_hopeless = not self._node.policy.many_nodes and self._start_failures.is_hopeless(
+                [_message_of(failure.error) for failure in failures],
+                len(self.workers.started),
+                self._lived_s(),
+                stepped=self._has_stepped(),
+            )
         for local_rank, status, _ in exits:
             self.reporter.worker_exited(local_rank, status)
             own = cause if local_rank in failed else None
@@ -307,11 +279,10 @@ class NodeAgent:
         if self._node.phase is machine.Phase.RUNNING:
             self._update_monitor()
 
-    def _with_culprit(self, failures: list[Failure], hang: dict[str, Any]) -> list[Failure]:
-        """Return the failures with that of the rank which the others waited for.
-
-        It is being ended, but those that waited for it may be seen to fail before.
-        """
+    def _with_culprit(
+        self, failures: list[faults.Failure], hang: dict[str, Any]
+    ) -> list[faults.Failure]:
+        """Return the failures with that of the rank waited for, which may be seen to fail last."""
         local_rank = hang["local_rank"]
         seen = {failure.local_rank: failure for failure in failures}
         status = ExitStatus(None, hang["signal"])
@@ -319,10 +290,10 @@ class NodeAgent:
         seen[local_rank] = dataclasses.replace(culprit, hang=hang)
         return list(seen.values())
 
-    def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> Failure:
+    def _failure(self, local_rank: int, status: ExitStatus, seen_at: float) -> faults.Failure:
         assert self._assignment is not None
         started = self.workers.started[local_rank]
-        return Failure(
+        return faults.Failure(
             rank=self._assignment.rank_offset + local_rank,
             local_rank=local_rank,
             pid=started.child.pid,
@@ -349,8 +320,6 @@ class NodeAgent:
         self.job.tracker.analyze_previous_cycle()
         return self.job.tracker.should_terminate_early()
 
-    # Effects -------------------------------------------------------------------------------
-
     def _join(self, effect: machine.Join) -> None:
         if self._barrier is not None:
             self._barrier.cancel()
@@ -370,7 +339,7 @@ class NodeAgent:
         elif self._node.phase is machine.Phase.JOINING:  # It may have ended meanwhile.
             self.rendezvous.join(cycle)
 
-    def _start_workers(self, effect: machine.StartWorkers) -> None:
+    def _start_workers(self, effect: machine.RoundReady) -> None:
         assignment = self._assignment = effect.assignment
         if self._budget is not None:
             now = self.clock.monotonic()

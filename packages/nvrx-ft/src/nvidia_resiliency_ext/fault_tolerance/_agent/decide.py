@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node does about what happens to it: the launcher's decisions, and no effects.
 
-`decide(node, event) -> (node, effects)` is a pure function. The loop in `agent.py` feeds it
-events and performs the effects; nothing here reads a clock, a file or a process. The tables at the
-end say which event matters in which phase.
+`decide` is a pure function: the loop in `agent.py` feeds it events and performs the effects. The
+tables at the end say which event matters in which phase; the functions stand in their order.
 """
 
 from __future__ import annotations
@@ -14,27 +13,15 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-    RDZV_SHUTDOWN_REASON_NO_PROGRESS,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import errors, machine
 from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    EXIT_FAILURE,
-    EXIT_OK,
-    CloseRendezvous,
+    ATTRIBUTION,
+    Cause,
     Effect,
     Finish,
-    LeaveRendezvous,
     Node,
     Outcome,
     Phase,
-    ReportFault,
-    StopWorkers,
-    restarts_left,
 )
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 
@@ -49,12 +36,9 @@ def decide(node: Node, event: machine.Event) -> Decision:
     return (node, ()) if handler is None else handler(node, event)
 
 
-# In any phase ---------------------------------------------------------------------------------
-
-
 def _no_restart(node: Node, event: machine.StopRequested) -> Decision:
     """End the job for everybody, whatever this node does at the moment."""
-    ends = CloseRendezvous(event.reason, event.cause)
+    ends = machine.CloseRendezvous(event.reason, event.cause)
     if node.phase in (Phase.JOINING, Phase.WAITING, Phase.FINISHED):
         reason = f"no restart: {event.cause.what}"
         finish = Finish(node.policy.no_restart_exit_code, reason, event.reason)
@@ -64,7 +48,7 @@ def _no_restart(node: Node, event: machine.StopRequested) -> Decision:
         return stopping, (ends,)
     if node.phase is Phase.RUNNING:
         node, stop = _stop(node, event.cause, Outcome.NO_RESTART)
-        return node, (ReportFault(event.cause, Outcome.NO_RESTART, 0), ends, *stop)
+        return node, (machine.ReportFault(event.cause, Outcome.NO_RESTART, 0), ends, *stop)
     return node, ()
 
 
@@ -84,9 +68,6 @@ def _pass_on(node: Node, event: machine.RanksHeld | machine.SaveAgreed) -> Decis
     return node, (event,)
 
 
-# Joining and waiting --------------------------------------------------------------------------
-
-
 def _start(node: Node, event: machine.RoundReady) -> Decision:
     started = dataclasses.replace(
         node,
@@ -99,7 +80,7 @@ def _start(node: Node, event: machine.RoundReady) -> Decision:
         group_world_size=event.assignment.group_world_size,
         leaving=node.leaving if node.must_go else None,
     )
-    return started, (machine.StartWorkers(event.assignment),)
+    return started, (event,)
 
 
 def _over_without_workers(node: Node, event: machine.RoundClosed) -> Decision:
@@ -114,8 +95,8 @@ def _finish_over(node: Node, over: machine.RoundClosed) -> Finish:
     what = over.cause.what if over.cause is not None else over.reason
     if over.no_restart:
         return Finish(node.policy.no_restart_exit_code, f"no restart: {what}", over.reason)
-    is_graceful = over.reason == RDZV_SHUTDOWN_REASON_GRACEFUL
-    return Finish(EXIT_OK if is_graceful else EXIT_FAILURE, what)
+    is_graceful = over.reason == errors.RDZV_SHUTDOWN_REASON_GRACEFUL
+    return Finish(machine.EXIT_OK if is_graceful else machine.EXIT_FAILURE, what)
 
 
 def _joins_another(node: Node, event: machine.NextRoundOpened) -> Decision:
@@ -123,21 +104,18 @@ def _joins_another(node: Node, event: machine.NextRoundOpened) -> Decision:
     if node.must_go and node.phase is Phase.WAITING:
         return _gone(node)
     if node.requests:
-        report = ReportFault(event.cause, Outcome.LEAVE, 0)
+        report = machine.ReportFault(event.cause, Outcome.LEAVE, 0)
         return _finished(node), (report, *_as_requested(node))
     if node.phase is Phase.JOINING:
         return node, _joins(node, event.cause)
     joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
-    report = ReportFault(event.cause, Outcome.RESTART, restarts_left(node))
+    report = machine.ReportFault(event.cause, Outcome.RESTART, machine.restarts_left(node))
     return joining, (report, machine.Join(node.cycle + 1, event.cause))
 
 
 def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
     """Return how this node joins the next round, which does not know yet that it must go."""
-    joins = machine.Join(node.cycle + 1, cause)
-    if node.leaving is not None and node.must_go:
-        return joins, machine.Preempted(node.leaving.cause)
-    return (joins,)
+    return machine.Join(node.cycle + 1, cause), *_tells_again(node)[1]
 
 
 def _alone(node: Node, event: machine.StoreLost | machine.JoinTimedOut) -> Decision:
@@ -145,66 +123,61 @@ def _alone(node: Node, event: machine.StoreLost | machine.JoinTimedOut) -> Decis
     ends: tuple[Effect, ...] = ()
     if isinstance(event, machine.JoinTimedOut) and node.policy.is_store_host:
         cause = Cause("join_timeout", event.what, host=node.policy.host, detected_by="rendezvous")
-        ends = (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
-    return _finished(node), (*ends, Finish(EXIT_FAILURE, event.what))
+        ends = (machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+    return _finished(node), (*ends, Finish(machine.EXIT_FAILURE, event.what))
 
 
 def _others_late(node: Node, event: machine.StoreLost | machine.BarrierTimedOut) -> Decision:
     late = "the other nodes did not end in time"
     what = event.what if isinstance(event, machine.StoreLost) else late
-    code = EXIT_FAILURE if node.unclean else EXIT_OK
+    code = machine.EXIT_FAILURE if node.unclean else machine.EXIT_OK
     return _finished(node), (Finish(code, f"all workers of this node ended; {what}"),)
 
 
 def _unfit(node: Node, event: machine.NodeUnfit) -> Decision:
     cause = event.cause
-    report = ReportFault(cause, Outcome.LEAVE, 0)
-    return _finished(node), (report, LeaveRendezvous(cause), Finish(EXIT_FAILURE, cause.what))
+    report = machine.ReportFault(cause, Outcome.LEAVE, 0)
+    finish = Finish(machine.EXIT_FAILURE, cause.what)
+    return _finished(node), (report, machine.LeaveRendezvous(cause), finish)
 
 
 def _ended_without_workers(node: Node, event: machine.Signalled) -> Decision:
     name = signal.Signals(event.signum).name
-    finish = Finish(EXIT_FAILURE if node.unclean else EXIT_OK, f"ended by {name}")
+    finish = Finish(machine.EXIT_FAILURE if node.unclean else machine.EXIT_OK, f"ended by {name}")
     if node.phase is Phase.JOINING:
-        finish = Finish(EXIT_FAILURE, name)
+        finish = Finish(machine.EXIT_FAILURE, name)
     return _finished(node), (*_goes(node, name), finish)
 
 
 def _goes(node: Node, name: str) -> tuple[Effect, ...]:
     """Return how the others learn that this launcher was asked to end."""
     if not node.policy.many_nodes:
-        return (CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),)
+        return (machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_GRACEFUL),)
     what = f"the launcher on host {node.policy.host} was ended by {name}"
     cause = Cause("drained", what, host=node.policy.host)
-    if node.leaving is not None and node.leaving.is_own:
-        cause = node.leaving.cause
+    if node.leaving is not None and node.must_go:
+        cause = node.leaving
     if node.policy.is_store_host:
-        return (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
-    return (LeaveRendezvous(cause),)
-
-
-# Preemption -----------------------------------------------------------------------------------
+        return (machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+    return (machine.LeaveRendezvous(cause),)
 
 
 def _preempted(node: Node, event: machine.Preempted) -> Decision:
-    """Preempt this node: its workers may save first."""
     if node.must_go:
         return node, ()
-    leaving = machine.Leaving(event.cause, is_own=True)
-    return dataclasses.replace(node, leaving=leaving), (event,)
+    return dataclasses.replace(node, leaving=event.cause, must_go=True), (event,)
 
 
 def _preempted_without_ranks(node: Node, event: machine.Preempted) -> Decision:
     """Leave at once, with nothing to save here; the host of the store lets the others save."""
     if node.policy.serves_others:
         return _preempted(node, event)
-    leaving = dataclasses.replace(node, leaving=machine.Leaving(event.cause, is_own=True))
+    leaving = dataclasses.replace(node, leaving=event.cause, must_go=True)
     return _out_of_time(leaving) if node.phase is Phase.STOPPING else _gone(leaving)
 
 
 def _round_leaves(node: Node, event: machine.RoundLeaves) -> Decision:
-    leaving = node.leaving or machine.Leaving(event.cause, is_own=False)
-    return dataclasses.replace(node, leaving=leaving), (event,)
+    return dataclasses.replace(node, leaving=node.leaving or event.cause), (event,)
 
 
 def _grace_over_without_ranks(node: Node, _event: machine.GraceOver) -> Decision:
@@ -214,7 +187,6 @@ def _grace_over_without_ranks(node: Node, _event: machine.GraceOver) -> Decision
 
 
 def _out_of_time(node: Node, _event: machine.GraceOver | None = None) -> Decision:
-    """Stop workers that are still there although this node must go."""
     stopping = dataclasses.replace(node, stop_signal=signal.SIGTERM)
     return _stop(stopping, node.cause, Outcome.SIGNALLED)
 
@@ -223,24 +195,21 @@ def _gone(node: Node) -> Decision:
     """Leave, after the last worker: the others hear of it, and may go on without this node."""
     assert node.leaving is not None
     fails = node.unclean or node.policy.serves_others
-    code = EXIT_FAILURE if fails else EXIT_OK
-    return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.cause.what))
-
-
-# While workers run ----------------------------------------------------------------------------
+    code = machine.EXIT_FAILURE if fails else machine.EXIT_OK
+    return _finished(node), (*_goes(node, ""), Finish(code, node.leaving.what))
 
 
 def _exited(node: Node, event: machine.WorkerExited) -> Decision:
-    node = _without(node, event)
+    node, _ = _record_exit(node, event)
     cause = event.cause
     if cause is not None and node.must_go:
         node, stop = _out_of_time(dataclasses.replace(node, cause=cause))
-        return node, (ReportFault(cause, Outcome.SIGNALLED, 0), *stop)
+        return node, (machine.ReportFault(cause, Outcome.SIGNALLED, 0), *stop)
     if cause is not None and node.policy.min_healthy and node.group_world_size > 1:
         return _tolerated(node, cause)
     if cause is not None and event.is_hopeless:
         node, stop = _stop(node, cause, Outcome.FAIL)
-        return node, (ReportFault(cause, Outcome.FAIL, restarts_left(node)), *stop)
+        return node, (machine.ReportFault(cause, Outcome.FAIL, machine.restarts_left(node)), *stop)
     if cause is not None:
         return _fault(node, cause, no_progress=event.no_progress, opens=True)
     if node.running:
@@ -250,27 +219,30 @@ def _exited(node: Node, event: machine.WorkerExited) -> Decision:
         if node.unclean and node.cause is not None:
             return waiting, (machine.ReportBroken(node.cause, all_gone=True),)
         return waiting, (machine.ReportSuccess(),)
-    why = f", after: {node.leaving.cause.what}" if node.leaving is not None else ""
+    why = f", after: {node.leaving.what}" if node.leaving is not None else ""
     return _finished(node), (
-        CloseRendezvous(RDZV_SHUTDOWN_REASON_GRACEFUL),
-        Finish(EXIT_OK, f"all workers succeeded{why}"),
+        machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_GRACEFUL),
+        Finish(machine.EXIT_OK, f"all workers succeeded{why}"),
     )
 
 
-def _without(node: Node, event: machine.WorkerExited) -> Node:
+def _record_exit(node: Node, event: machine.WorkerExited) -> Decision:
     clean = event.status.code == 0 and event.cause is None
-    return dataclasses.replace(
+    without = dataclasses.replace(
         node,
         running=node.running - {event.local_rank},
         unclean=node.unclean if clean else node.unclean | {event.local_rank},
     )
+    return without, ()
 
 
 def _tolerated(node: Node, cause: Cause) -> Decision:
     """Leave the survivors alone: the rendezvous host decides whether enough nodes are healthy."""
     first = node.cause is None
     node = dataclasses.replace(node, cause=node.cause or cause)
-    report: tuple[Effect, ...] = (ReportFault(cause, Outcome.TOLERATED, restarts_left(node)),)
+    report: tuple[Effect, ...] = (
+        machine.ReportFault(cause, Outcome.TOLERATED, machine.restarts_left(node)),
+    )
     if not node.running:
         waiting = dataclasses.replace(node, phase=Phase.WAITING)
         return waiting, (*report, machine.ReportBroken(cause, all_gone=True))
@@ -289,32 +261,31 @@ def _restarts(node: Node, event: machine.NextRoundOpened | machine.HangEvaluated
 def _machine_fails(node: Node, event: machine.WorkerStuck | machine.StartFailed) -> Decision:
     if node.policy.many_nodes:  # The others may restart without this one.
         node, stop = _stop(node, event.cause, Outcome.LEAVE)
-        report = ReportFault(event.cause, Outcome.LEAVE, 0)
-        return node, (report, LeaveRendezvous(event.cause), *stop)
+        report = machine.ReportFault(event.cause, Outcome.LEAVE, 0)
+        return node, (report, machine.LeaveRendezvous(event.cause), *stop)
     if isinstance(event, machine.WorkerStuck):
         return _fault(node, event.cause, no_progress=False, opens=True)
     # Starting failed for a reason of this machine; the same start would fail again.
     node, stop = _stop(node, event.cause, Outcome.FAIL)
-    return node, (ReportFault(event.cause, Outcome.FAIL, 0), *stop)
+    return node, (machine.ReportFault(event.cause, Outcome.FAIL, 0), *stop)
 
 
 def _over(node: Node, event: machine.RoundClosed) -> Decision:
-    """The job is over for everybody while workers still run here."""
     cause = event.cause or Cause("over", f"the job is over: {event.reason}")
     node, stop = _stop(dataclasses.replace(node, over=event), cause, Outcome.OVER)
-    if event.reason == RDZV_SHUTDOWN_REASON_GRACEFUL:
+    if event.reason == errors.RDZV_SHUTDOWN_REASON_GRACEFUL:
         return node, stop
-    return node, (ReportFault(cause, Outcome.OVER, 0), *stop)
+    return node, (machine.ReportFault(cause, Outcome.OVER, 0), *stop)
 
 
 def _lost(node: Node, event: machine.StoreLost) -> Decision:
     cause = Cause("store_lost", event.what, host=node.policy.host, detected_by="lease")
     node, stop = _stop(node, cause, Outcome.LEAVE, within_s=event.stop_within_s)
-    return node, (ReportFault(cause, Outcome.LEAVE, 0), *stop)
+    return node, (machine.ReportFault(cause, Outcome.LEAVE, 0), *stop)
 
 
 def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decision:
-    left = restarts_left(node)
+    left = machine.restarts_left(node)
     if no_progress:
         outcome = Outcome.NO_RESTART
     elif left > 0 or not opens:
@@ -322,13 +293,13 @@ def _fault(node: Node, cause: Cause, *, no_progress: bool, opens: bool) -> Decis
     else:
         outcome = Outcome.FAIL
     node, stop = _stop(node, cause, outcome)
-    before: tuple[Effect, ...] = (ReportFault(cause, outcome, left),)
+    before: tuple[Effect, ...] = (machine.ReportFault(cause, outcome, left),)
     if outcome is Outcome.RESTART and opens:
         before += (machine.OpenNextRound(cause),)
     elif outcome is Outcome.NO_RESTART:
-        before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_NO_PROGRESS, cause),)
+        before += (machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_NO_PROGRESS, cause),)
     elif opens and node.policy.many_nodes:
-        before += (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+        before += (machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_FAILURE, cause),)
     return node, before + stop
 
 
@@ -337,7 +308,7 @@ def _stop(
 ) -> Decision:
     stopping = dataclasses.replace(node, phase=Phase.STOPPING, outcome=outcome, cause=cause)
     grace_s = min(within_s, node.policy.stop_grace_s)
-    return stopping, (StopWorkers(signal.SIGTERM, grace_s),)
+    return stopping, (machine.StopWorkers(signal.SIGTERM, grace_s),)
 
 
 def _signalled(node: Node, event: machine.Signalled) -> Decision:
@@ -354,14 +325,7 @@ def _signalled(node: Node, event: machine.Signalled) -> Decision:
         outcome=node.outcome if final else Outcome.SIGNALLED,
         stop_signal=event.signum,
     )
-    return stopping, (*goes, StopWorkers(event.signum, node.policy.signal_grace_s))
-
-
-# While workers stop ---------------------------------------------------------------------------
-
-
-def _exited_while_stopping(node: Node, event: machine.WorkerExited) -> Decision:
-    return _without(node, event), ()
+    return stopping, (*goes, machine.StopWorkers(event.signum, node.policy.signal_grace_s))
 
 
 def _over_before_a_restart(node: Node, event: machine.RoundClosed) -> Decision:
@@ -377,12 +341,12 @@ def _after_stop(node: Node, event: machine.GroupStopped) -> Decision:
     if event.unkillable:
         ranks = ", ".join(str(rank) for rank in event.unkillable)
         reason = f"local rank {ranks} survived SIGKILL: this node is unhealthy"
-        return finished, (*_left(node, reason), Finish(EXIT_FAILURE, reason))
+        return finished, (*_left(node, reason), Finish(machine.EXIT_FAILURE, reason))
     what = node.cause.what if node.cause else "workers failed"
     if node.outcome is Outcome.NO_RESTART:
-        why = RDZV_SHUTDOWN_REASON_NO_PROGRESS
+        why = errors.RDZV_SHUTDOWN_REASON_NO_PROGRESS
         if node.cause is not None and node.cause.kind == ATTRIBUTION:
-            why = RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+            why = errors.RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
         return finished, (Finish(node.policy.no_restart_exit_code, f"no restart: {what}", why),)
     if node.requests:
         return finished, _as_requested(node)
@@ -390,18 +354,18 @@ def _after_stop(node: Node, event: machine.GroupStopped) -> Decision:
         joining = dataclasses.replace(node, phase=Phase.JOINING, outcome=None)
         return joining, _joins(node, node.cause)
     if node.outcome is Outcome.LEAVE:
-        return finished, (Finish(EXIT_FAILURE, what),)
-    closes = CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, node.cause)
-    return finished, (closes, Finish(EXIT_FAILURE, what))
+        return finished, (Finish(machine.EXIT_FAILURE, what),)
+    closes = machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_FAILURE, node.cause)
+    return finished, (closes, Finish(machine.EXIT_FAILURE, what))
 
 
 def _after_signal(node: Node, *, clean: bool) -> tuple[Effect, ...]:
     name = signal.Signals(node.stop_signal or signal.SIGTERM).name
     reason = f"ended by {name}"
-    if node.leaving is not None and node.leaving.is_own:
+    if node.leaving is not None and node.must_go:
         ends = "the last ranks left with 0" if clean else "not all ranks ended well"
-        reason = f"{node.leaving.cause.what}; {ends}"
-    return *_goes(node, name), Finish(EXIT_OK if clean else EXIT_FAILURE, reason)
+        reason = f"{node.leaving.what}; {ends}"
+    return *_goes(node, name), Finish(machine.EXIT_OK if clean else machine.EXIT_FAILURE, reason)
 
 
 def _as_requested(node: Node) -> tuple[Effect, ...]:
@@ -410,31 +374,32 @@ def _as_requested(node: Node) -> tuple[Effect, ...]:
     if (why := asked.get(WorkloadAction.ShutdownWorkload)) is not None:
         reason = f"a rank asked to shut the workload down: {why}"
         cause = Cause("shutdown", reason, host=node.policy.host)
-        return CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause), Finish(EXIT_FAILURE, reason)
+        closes = machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_FAILURE, cause)
+        return closes, Finish(machine.EXIT_FAILURE, reason)
     reason = f"a rank asked to exclude this node: {asked[WorkloadAction.ExcludeThisNode]}"
-    return *_left(node, reason), Finish(EXIT_FAILURE, reason)
+    return *_left(node, reason), Finish(machine.EXIT_FAILURE, reason)
 
 
 def _left(node: Node, reason: str) -> tuple[Effect, ...]:
     if not node.policy.many_nodes:
         return ()
     what = f"host {node.policy.host} leaves: {reason}"
-    return (LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
+    return (machine.LeaveRendezvous(Cause("left", what, host=node.policy.host)),)
 
 
-def _tells_again(node: Node, _event: machine.NextRoundOpened) -> Decision:
+def _tells_again(node: Node, _event: machine.NextRoundOpened | None = None) -> Decision:
     """The ranks of this round have not been told yet that the node with their store must go."""
     if node.leaving is None or not node.must_go:
         return node, ()
-    return node, (machine.Preempted(node.leaving.cause),)
+    return node, (machine.Preempted(node.leaving),)
 
 
 def _ends_for_all(node: Node, _event: machine.Signalled | machine.GraceOver) -> Decision:
     what = f"host {node.policy.host}, which serves the job's store, was told to go"
     cause = Cause("drained", what, host=node.policy.host)
     if node.leaving is not None and node.must_go:
-        cause = node.leaving.cause
-    return node, (CloseRendezvous(RDZV_SHUTDOWN_REASON_FAILURE, cause),)
+        cause = node.leaving
+    return node, (machine.CloseRendezvous(errors.RDZV_SHUTDOWN_REASON_FAILURE, cause),)
 
 
 def _finished(node: Node) -> Node:
@@ -477,7 +442,7 @@ _BY_PHASE: Mapping[Phase, _Handlers] = {
         machine.GraceOver: _out_of_time,
     },
     Phase.STOPPING: {
-        machine.WorkerExited: _exited_while_stopping,
+        machine.WorkerExited: _record_exit,
         machine.Signalled: _signalled,
         machine.RanksHeld: _pass_on,
         machine.SaveAgreed: _pass_on,

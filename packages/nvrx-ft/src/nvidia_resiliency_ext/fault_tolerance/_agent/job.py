@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds everything that a launch needs from its plan, runs the agent, and takes it all down.
-
-The order matters: standby workers of the first cycle start before anything else, so that their
-imports overlap with the rest; the monitor leaves last, because it sweeps.
-"""
+"""Builds everything that a launch needs from its plan, runs the agent, and takes it all down."""
 
 from __future__ import annotations
 
@@ -16,43 +12,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
 from nvidia_resiliency_ext.fault_tolerance._core.infra import infrastructure_rank
-from nvidia_resiliency_ext.fault_tolerance._core.machine import (
-    Assignment,
-    Event,
-    Policy,
-    Signalled,
-    StopRequested,
-    request_event,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.mailbox import Mailbox
+from nvidia_resiliency_ext.fault_tolerance._core.machine import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core.messages import Mailbox
 from nvidia_resiliency_ext.fault_tolerance._health.admission import AdmissionCheck
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
 from nvidia_resiliency_ext.fault_tolerance._monitor.handle import MonitorHandle, sweep
-from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
-from nvidia_resiliency_ext.fault_tolerance._plan.environment import timer_file
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, timer_file
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
+from nvidia_resiliency_ext.fault_tolerance._report import failures
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
-from nvidia_resiliency_ext.fault_tolerance._report.failures import (
-    FailureLog,
-    failure_table,
-    hand_up_error_file,
-)
-from nvidia_resiliency_ext.fault_tolerance._report.torch_events import (
-    NO_HANDLER,
-    TorchEvents,
-)
-from nvidia_resiliency_ext.fault_tolerance._workers.output import (
-    Tee,
-    console_output,
-    line_prefix,
-    worker_output,
-)
+from nvidia_resiliency_ext.fault_tolerance._report.torch_events import NO_HANDLER, TorchEvents
+from nvidia_resiliency_ext.fault_tolerance._workers import output as outputs
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import WorkerSpec
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.shared_utils import events
@@ -62,16 +37,16 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue, Timer
 from nvidia_resiliency_ext.shared_utils.rundir import remove_stale_run_dirs
 
+from . import run_files
 from .agent import NodeAgent, Result
-from .environment import cycle_variables, rank_variables, shared_variables
 from .monitor_link import MonitorPerRank, SharedMonitor, longest_limit_s, needs_heartbeats
 from .preemption import PreemptionController
 from .prewarm import PrewarmStarter
-from .rendezvous import LocalRendezvous, Rendezvous
-from .run_files import CycleRecords, RunPaths, cycle_info_environment
+from .rendezvous import LocalRendezvous
 
 if TYPE_CHECKING:
     from .many_nodes import StoreEndpoint
+    from .store_rendezvous import StoreRendezvous
 
 logger = logging.getLogger("nvrx")
 
@@ -81,12 +56,9 @@ CLEAN_UP_DELAY_S = 0.25
 class Job:
     """One launch on this node, from plan to exit code. One thread; use it as a context manager.
 
-    A part that needs many other parts reads them from the public attributes. All that the job has
-    started is ended when the context is left, whichever state it is in.
-
-    Raises:
-        ConfigError: The plan asks for what cannot be done on this machine.
-        NvrxError: The machine cannot run the job: a port in use, a full disk, no descriptors.
+    Parts read other parts from its attributes, also parts that are made later: when they are used.
+    Raises ConfigError where the plan asks for what cannot be done on this machine, NvrxError where
+    the machine cannot run the job: a port in use, a full disk, no descriptors.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -98,7 +70,6 @@ class Job:
         self.denylist = Denylist()
 
     def __enter__(self) -> Job:  # noqa: PYI034  # Self is not in Python 3.10
-        """Start what the workers need: directory, standbys, monitor, sockets."""
         try:
             self._build()
         except BaseException as error:
@@ -111,9 +82,11 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    # Assembly; each part is taken down in the reverse order ----------------------------------
-
     def _build(self) -> None:
+        """Build all parts; each is taken down in the reverse order.
+
+        Standbys start early, as they import meanwhile; the monitor leaves late, as it sweeps.
+        """
         plan, stack = self.plan, self._stack
         self.infra_rank = self._ask_infra_rank()
         announcing = plan.fault_tol_cfg.preempt_signal
@@ -126,19 +99,14 @@ class Job:
         endpoint = self._find_endpoint()
         address = "127.0.0.1" if endpoint is None else endpoint.host
         self._is_store_host = endpoint is None or endpoint.is_here
-        self.paths = RunPaths(plan, self.environ, stack)
+        self.paths = run_files.RunPaths(plan, self.environ, stack)
         self.services = self._build_services(address)
-        self.cycles = CycleRecords(self, address, is_host=self._is_store_host)
+        self.cycles = run_files.CycleRecords(self, address, is_host=self._is_store_host)
         stack.callback(self.cycles.close)
         self._build_record()
         self._torch_events = self._build_torch_events()
-        self.bad_node = BadNodeHook(
-            plan.fault_tol_cfg.bad_node_hook,
-            self.environ,
-            job=plan.run_id,
-            host=self.paths.host,
-            clock=self.clock,
-        )
+        hook = plan.fault_tol_cfg.bad_node_hook
+        self.bad_node = BadNodeHook(hook, self.environ, job=plan.run_id, host=self.paths.host)
         stack.callback(self.bad_node.close)
         self.admission = AdmissionCheck(
             plan,
@@ -164,7 +132,7 @@ class Job:
         self.monitor = self._build_monitor()
         mailbox = Mailbox(self.paths.launcher_socket, self.loop, self._receive_mail)
         stack.callback(mailbox.close)
-        self.tee = Tee(self._look_at_output)
+        self.tee = outputs.Tee(self._look_at_output)
         stack.callback(self.tee.close)
         self.controller = PreemptionController(self)
         self.agent = self._build_agent()
@@ -203,7 +171,6 @@ class Job:
         return endpoint
 
     def _build_services(self, address: str) -> CoordinatorServices | None:
-        """Start what this node runs for the whole job, if it is the one that does."""
         if not self._is_store_host:
             return None
         services = CoordinatorServices(
@@ -219,7 +186,9 @@ class Job:
         self._stack.callback(services.close)
         return services
 
-    def _build_rendezvous(self, endpoint: StoreEndpoint | None) -> Rendezvous:
+    def _build_rendezvous(
+        self, endpoint: StoreEndpoint | None
+    ) -> LocalRendezvous | StoreRendezvous:
         if endpoint is None:
             return LocalRendezvous(self)
         from .many_nodes import make_rendezvous
@@ -236,10 +205,9 @@ class Job:
             host=paths.host,
         )
         self._stack.callback(self._event_log.close)
-        failures = FailureLog(paths.record_dir)
         self.reporter = EventReporter(
             self._event_log,
-            failures,
+            failures.FailureLog(paths.record_dir),
             self.clock,
             host=paths.host,
             shows_stacks=paths.record_is_temporary,
@@ -259,9 +227,9 @@ class Job:
     def _build_environment(self, endpoint: StoreEndpoint | None) -> None:
         store = None if endpoint is None else endpoint.address
         self.base_env = {
-            **shared_variables(self.plan, self.paths, self.environ, store),
+            **run_files.shared_variables(self.plan, self.paths, self.environ, store),
             **self._event_log.environment(),
-            **cycle_info_environment(self.plan),
+            **run_files.cycle_info_environment(self.plan),
         }
         timer_path = timer_file(self.environ, self.paths.run_dir.path)
         if timer_path is not None:
@@ -270,7 +238,7 @@ class Job:
     def _attribution_stops(self, reason: str) -> None:
         what = f"attribution says that a restart is useless: {reason}"
         cause = Cause(ATTRIBUTION, what, host=self.paths.host, detected_by="attribution")
-        self.agent.post(StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
+        self.agent.post(machine.StopRequested(cause, RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP))
 
     def _build_monitor(self) -> SharedMonitor | MonitorPerRank:
         if not self.plan.monitors_enabled:
@@ -315,7 +283,7 @@ class Job:
             max_no_progress_cycles=config.max_no_progress_cycles,
             checkpoint_iteration_file=config.checkpoint_iteration_file,
         )
-        policy = Policy(
+        policy = machine.Policy(
             plan.max_restarts,
             plan.workers_stop_timeout,
             plan.term_timeout,
@@ -327,21 +295,19 @@ class Job:
         )
         return NodeAgent(self, policy)
 
-    # What arrives ----------------------------------------------------------------------------
-
     def _receive_signals(self) -> None:
         for signum in self._signals.receive():
             logger.warning("received %s", signal.Signals(signum).name)
             if not self.controller.announced(signum):
-                self.agent.post(Signalled(signum))
+                self.agent.post(machine.Signalled(signum))
 
     def _receive_mail(self, message: object) -> None:
-        event = request_event(message)
+        event = machine.request_event(message)
         if event is not None:
             self.agent.post(event)
 
     def _cycle_ended(self, cause: Cause | None) -> None:
-        """Record that a cycle is over here; of many nodes, the host knows when it is for all."""
+        """Record that a cycle is over; of many nodes, the host knows when it is for all."""
         if self.plan.max_nodes == 1 and self.services is not None:
             self.services.ended(self.services.cycle, cause)
 
@@ -353,25 +319,13 @@ class Job:
             at = self.clock.monotonic() + wait_s
             self._next_look = self.loop.call_at(at, self._look_at_output)
 
-    def first_step(self, local_rank: int, at: float) -> None:
-        self.reporter.first_step(local_rank, at)
-        self.prewarm.good_step()
-
-    # What these call is made later.
-
-    def post(self, event: Event) -> None:
+    def post(self, event: machine.Event) -> None:
         self.agent.post(event)
-
-    def lease_held(self, until: float) -> None:
-        self.monitor.send(LeaseHeld(until))
 
     def running_pids(self) -> list[int]:
         return self.agent.workers.running_pids
 
-    # The run ---------------------------------------------------------------------------------
-
     def run(self) -> Result:
-        """Run the job to its end and return how it ended here."""
         plan = self.plan
         try:
             self.reporter.job_started(
@@ -390,17 +344,14 @@ class Job:
         if self._torch_events is not None:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:
-            error = result.root_cause.error
-            hand_up_error_file((error.path or None) if error else None, self.environ)
+            error = failures.root_cause(result.failures).error
+            failures.hand_up_error_file((error.path or None) if error else None, self.environ)
         if self.reporter.faults and self.paths.record_is_temporary:
             self._log_summary(has_failed=result.exit_code != 0)
         return result
 
     def _log_summary(self, *, has_failed: bool) -> None:
-        """Say what the record holds, before it goes with the run directory.
-
-        Of a job that has failed only the first lines: its error must stand at the end.
-        """
+        """Say what a temporary record holds; of a failed job little: its error ends the output."""
         try:
             from nvidia_resiliency_ext.shared_utils import report
 
@@ -417,12 +368,14 @@ class Job:
             text = text.partition("\n\n")[0]
         logger.info("what happened (set --log-dir to keep the record for nvrx-report):\n%s", text)
 
-    def specs(self, assignment: Assignment, cycle_start_time: float | None) -> list[WorkerSpec]:
+    def specs(
+        self, assignment: machine.Assignment, cycle_start_time: float | None
+    ) -> list[WorkerSpec]:
         self.cycles.begin(assignment)
         if self.plan.max_nodes == 1 and self.services is not None:
             here = Arrival("", self.paths.host, infra_rank=0)
             self.services.begins(assignment.cycle, [here])
-        times = cycle_variables(self.clock.wall(), cycle_start_time, self.infra_rank)
+        times = run_files.cycle_variables(self.clock.wall(), cycle_start_time, self.infra_rank)
         env = {**self.base_env, **times}
         has_space = self._has_space(assignment.cycle)
         specs = [
@@ -453,33 +406,38 @@ class Job:
         return not problem
 
     def _spec(
-        self, assignment: Assignment, local_rank: int, env: Mapping[str, str], *, has_space: bool
+        self,
+        assignment: machine.Assignment,
+        local_rank: int,
+        env: Mapping[str, str],
+        *,
+        has_space: bool,
     ) -> WorkerSpec:
         plan, paths = self.plan, self.paths
         rank = assignment.rank_offset + local_rank
         files = paths.files if has_space else paths.spare_files
         directory = files.worker_directory(assignment.cycle, local_rank)
-        output = worker_output(paths.output, directory, local_rank)
+        output = outputs.worker_output(paths.output, directory, local_rank)
         if paths.output.writes_files and not has_space:
-            output = console_output(directory)
+            output = outputs.console_output(directory)
         output = self.cycles.output(output, rank)
-        variables = rank_variables(plan, paths, assignment, local_rank, output.error_file)
+        variables = run_files.rank_variables(plan, paths, assignment, local_rank, output.error_file)
         return WorkerSpec(
             local_rank=local_rank,
             rank=rank,
             argv=plan.command.for_local_rank(local_rank),
             env={**env, **variables},
             output=output,
-            line_prefix=line_prefix(plan.log_line_prefix_template, plan.role, rank, local_rank),
+            line_prefix=outputs.line_prefix(
+                plan.log_line_prefix_template, plan.role, rank, local_rank
+            ),
         )
-
-    # The end ---------------------------------------------------------------------------------
 
     def show_failures(self, result: Result) -> None:
         """Print the failure report of a job that failed for good; its directory is about to go."""
         if result.exit_code != 0 and result.failures:
             name, run_dir = self.plan.command.entry, self.paths.run_dir.path
-            write_err(failure_table(name, result.failures, run_dir) + "\n")
+            write_err(failures.failure_table(name, result.failures, run_dir) + "\n")
 
     def _remove_stale_directories(self) -> None:
         """Remove what launches left behind that were killed together with their monitor."""

@@ -9,50 +9,25 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._config import syntax
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    default_replacement_group_size,
-    replacement_group_id,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._health.admission import injected_failure
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import agreed_on_logs
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import (
-    MIN_HEALTHY,
-    is_elastic,
-    settings_of,
-)
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, allows_many_launchers
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, coordinator_loop, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.domain import own_domain
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    DEFAULT_PORT,
-    LONGEST_PAUSE_S,
-    claim,
-    read_token,
-    wait_until_reachable,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import BlameRules, Budget
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    CALL_TIMEOUT_S,
-    JobStore,
-    NoJobError,
-    connect,
-)
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_bool,
-    rdzv_config_get_as_float,
-    rdzv_config_get_as_int,
-)
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.credentials import is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
@@ -79,6 +54,7 @@ SHORTEST_PATIENCE_S = 1.0
 # The rendezvous host says it first; a node that comes back must not miss its lease for it.
 LOG_TOKEN_WAIT_S = 2.0
 LEASES_FOR_LOG_TOKEN = 0.5
+LATE_ANSWER_S = 5.0  # A store that is only starting says so sooner.
 
 # Options that may differ from node to node: paths, and what a node does for itself.
 _OWN_AFFAIRS = frozenset(
@@ -102,12 +78,10 @@ class StoreEndpoint:
 
     @property
     def is_here(self) -> bool:
-        """Whether this launcher serves the store."""
         return self.listener is not None
 
     @property
     def address(self) -> str:
-        """Where the store is, as `host:port`."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
@@ -124,17 +98,17 @@ class StoreEndpoint:
 
 
 def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
-    """Find out whether this launcher serves the store; only the name service is waited for.
+    """Find out whether the store is served here; waits for the name service alone.
 
     Raises EndpointError or ConfigError.
     """
     host, port = syntax.parse_endpoint(plan.rdzv_endpoint)
     try:
-        is_host = rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
+        is_host = rdzv_utils.rdzv_config_get_as_bool(plan.rdzv_configs, "is_host")
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf: {error}") from None
-    port = port or DEFAULT_PORT
-    listener = claim(host, port, is_host)
+    port = port or endpoints.DEFAULT_PORT
+    listener = endpoints.claim(host, port, is_host)
     served_at = "" if listener is None else str(listener.getsockname()[0])
     return StoreEndpoint(host, port, listener, served_at)
 
@@ -142,19 +116,19 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
     """Return what the rendezvous host decides by. Raises ConfigError."""
     config, conf = plan.fault_tol_cfg, plan.rdzv_configs
-    elastic = is_elastic(plan.restart_policy, plan.rdzv_impl)
+    elastic = agreement.is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
     try:
-        segment = config.segment or rdzv_config_get_as_int(conf, "segment")
-        group_size = rdzv_config_get_as_int(conf, "replacement_group_size")
+        segment = config.segment or rdzv_utils.rdzv_config_get_as_int(conf, "segment")
+        group_size = rdzv_utils.rdzv_config_get_as_int(conf, "replacement_group_size")
         if group_size is None:
-            group_size = default_replacement_group_size(environ)
+            group_size = infra.default_replacement_group_size(environ)
         placement = PlacementRules(
             min_nodes=plan.min_nodes,
             max_nodes=plan.max_nodes,
             segment=segment,
             group_size=group_size,
-            one_launcher_per_addr=not environment.allows_many_launchers(environ),
+            one_launcher_per_addr=not allows_many_launchers(environ),
             elastic=elastic,
             use_infra_rank=plan.use_infra_group_rank,
         )
@@ -168,7 +142,7 @@ def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
         blame=BlameRules(config.node_blame_limit, config.node_blame_window),
         lease_s=config.lease,
         last_call_s=last_call_s,
-        min_healthy=plan.restart_policy == MIN_HEALTHY,
+        min_healthy=plan.restart_policy == agreement.MIN_HEALTHY,
         counts_unhealthy=not environ.get(_env.SLURM_ARRAY_TASK_ID),
     )
 
@@ -186,7 +160,7 @@ def timeouts_of(plan: LaunchPlan) -> tuple[float, float]:
 def _seconds(
     conf: Mapping[str, object], key: str, default: float, *, or_zero: bool = False
 ) -> float:
-    value = rdzv_config_get_as_float(conf, key)
+    value = rdzv_utils.rdzv_config_get_as_float(conf, key)
     if value is None:
         return default
     if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
@@ -198,7 +172,7 @@ def _seconds(
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
     """Return, by flag, what all launchers of a job must have been started with alike."""
     config = plan.fault_tol_cfg
-    agreed = settings_of(rules)
+    agreed = agreement.settings_of(rules)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
     for option in OPTIONS:
         name = f"--{option.flag}"
@@ -208,18 +182,14 @@ def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
 
 
 def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
-    """Start this node's part of a job's rendezvous, and the store with its services if it is here.
-
-    Raises:
-        ConfigError: the settings are unusable.
-    """
+    """Start this node's rendezvous, and the store if it is here. Raises ConfigError."""
     plan, environ, services = job.plan, job.environ, job.services
     rules, config = rules_of(plan, environ), plan.fault_tol_cfg
     join_s, limit_s = timeouts_of(plan)
-    secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
+    secret = endpoints.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
     node, prefix = node_identity(addr), keys.prefix(plan.run_id)
-    host: CoordinatorThread | None = None
+    host: coordinator_loop.CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -233,8 +203,8 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
         listener, says = endpoint.listener, {keys.LOG_TOKEN: services.log_token}
-        host = CoordinatorThread(
-            lambda: served_store(
+        host = coordinator_loop.CoordinatorThread(
+            lambda: coordinator_loop.served_store(
                 listener,
                 endpoint.host,
                 endpoint.port,
@@ -245,11 +215,15 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
                 says=says,
             ),
             lambda *_: rules,
-            me=node,
-            clock=job.clock,
-            services=services,
-            on_bad_node=job.bad_node.report,
-            denylist=job.denylist,
+            partial(
+                coordinator_loop.Coordinator,
+                me=node,
+                clock=job.clock,
+                begins=services.begins,
+                ended=services.ended,
+                on_bad_node=job.bad_node.report,
+                denylist=job.denylist,
+            ),
         )
         host.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
@@ -264,7 +238,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
             addr=addr,
             host=job.paths.host,
             infra_rank=job.infra_rank,
-            group=replacement_group_id(environ) if rules.placement.group_size else None,
+            group=infra.replacement_group_id(environ) if rules.placement.group_size else None,
             nproc=plan.nproc_per_node,
         ),
         master_port=plan.master_port,
@@ -276,22 +250,9 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
         must_agree=must_agree(plan, rules),
         where=endpoint.where,
     )
-
     stop = threading.Event()
-    wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * config.lease)
-    connector = StoreConnector(endpoint, prefix, secret, limit_s, config.lease, job.clock, stop)
-    connector.begin = lambda store: _fetch_log_token(store, job.cycles, wait_s)
-
-    def connect_when_ready(refused: Callable[[], None]) -> JobStore:
-        # Asked before the first lease, which it would keep waiting.
-        settings.domain()
-        return connector(refused)
-
-    return StoreRendezvous(job, settings, connect_when_ready, host, stop)
-
-
-LATE_ANSWER_S = 5.0
-"""A store that is only starting says so sooner."""
+    connector = StoreConnector(endpoint, prefix, secret, settings, job.cycles, job.clock, stop)
+    return StoreRendezvous(job, settings, connector, host, stop)
 
 
 @dataclass(slots=True)
@@ -301,29 +262,33 @@ class StoreConnector:
     endpoint: StoreEndpoint
     prefix: str
     secret: bytes | None
-    timeout_s: float
-    lease_s: float
+    settings: NodeSettings
+    records: CycleRecords
     clock: Clock
     stop: threading.Event  # Ends the waiting.
-    patience_s: float = CALL_TIMEOUT_S  # For the first answer.
-    begin: Callable[[JobStore], None] = lambda _: None  # Done there first.
+    patience_s: float = stores.CALL_TIMEOUT_S  # For the first answer.
 
-    def __call__(self, refused: Callable[[], None]) -> JobStore:
-        """Connect within `timeout_s`; `refused`: see `wait_until_reachable`."""
-        patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, self.lease_s)
+    def __call__(self, refused: Callable[[], None]) -> stores.JobStore:
+        """Connect within the settings' limit; `refused`: see `wait_until_reachable`."""
+        # Asked before the first lease, which it would keep waiting.
+        self.settings.domain()
+        lease_s, timeout_s = self.settings.lease_s, self.settings.connect_timeout_s
+        patience_s, self.patience_s = self.patience_s, max(SHORTEST_PATIENCE_S, lease_s)
         at = (self.endpoint.host, self.endpoint.port)
-        longest_s = min(LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * self.lease_s)
-        deadline = self.clock.monotonic() + self.timeout_s
+        longest_s = min(endpoints.LONGEST_PAUSE_S, LEASES_BETWEEN_PROBES * lease_s)
+        token_wait_s = min(LOG_TOKEN_WAIT_S, LEASES_FOR_LOG_TOKEN * lease_s)
+        deadline = self.clock.monotonic() + timeout_s
         has_warned = False
         while True:
             left_s = deadline - self.clock.monotonic()
-            wait_until_reachable(
+            endpoints.wait_until_reachable(
                 *at, left_s, self.clock, self.stop, refused, longest_pause_s=longest_s
             )
             began, limit_s = self.clock.monotonic(), max(1.0, left_s)
             try:
-                store = connect(*at, self.prefix, self.secret, limit_s, min(patience_s, limit_s))
-                self.begin(store)
+                answer_s = min(patience_s, limit_s)
+                store = stores.connect(*at, self.prefix, self.secret, limit_s, answer_s)
+                _fetch_log_token(store, self.records, token_wait_s)
             except StoreLostError as error:
                 now = self.clock.monotonic()
                 left_s = deadline - now
@@ -337,19 +302,19 @@ class StoreConnector:
                 # Whoever listened was not ready, or was a store that is just ending.
                 if left_s >= RETRY_S and not self.stop.wait(RETRY_S):
                     continue
-                if isinstance(error, NoJobError):
+                if isinstance(error, stores.NoJobError):
                     raise
                 raise StoreLostError(
-                    f"--rdzv-endpoint {self.endpoint.address}, tried for {self.timeout_s:g} s:"
+                    f"--rdzv-endpoint {self.endpoint.address}, tried for {timeout_s:g} s:"
                     f" {error}; is that the port of the first node's launcher, and free for it?"
                 ) from None
             return store
 
 
-def _fetch_log_token(store: JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the rendezvous host says of log servers; it does so before it decides anything.
+def _fetch_log_token(store: stores.JobStore, records: CycleRecords, wait_s: float) -> None:
+    """Fetch what the host says of log servers, before it decides anything.
 
-    Always read: who has another token is refused by it before it writes anything itself.
+    Always read: who has another secret is refused by it before it writes anything itself.
     """
     said = store.wait_for(keys.LOG_TOKEN, wait_s)
     if said is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's side of the rank monitor: its reports, its slots, and another one when it dies.
 
-The ranks connect to that one by themselves. A monitor that does not answer when a cycle begins is
-killed, and so replaced likewise. A launch begins with a monitor or not at all; later no restart
-depends on one: where none can be started, ranks go unwatched, and it is tried again every second.
+Ranks connect to that one by themselves. A monitor that does not answer when a cycle begins is
+killed, and so replaced. A launch begins with a monitor or not at all; later no restart depends on
+one: where none can be started, ranks go unwatched, and it is tried again every second.
 """
 
 from __future__ import annotations
@@ -61,14 +61,10 @@ def needs_heartbeats(config: FaultToleranceConfig) -> bool:
 
 @dataclass(eq=False)
 class SharedMonitor:
-    """One monitor process for all local ranks of this node.
-
-    `start` starts the process for a cycle, with the state that `should_checkpoint` reads; it is
-    called again if the process dies.
-    """
+    """One monitor process for all local ranks of this node; another one when it dies."""
 
     job: Job
-    start: Callable[[int, int], MonitorHandle]
+    start: Callable[[int, int], MonitorHandle]  # Takes the cycle and the save word.
     _: KW_ONLY
     # From the workers' start, said once; None: no limit is set.
     unwatched_after_s: float | None = None
@@ -99,10 +95,9 @@ class SharedMonitor:
         return handle
 
     def prepare(self, cycle: int) -> None:
-        """Name the cycle and wait until the sockets listen.
+        """Name the cycle and wait until the sockets listen, not until the monitor is awake.
 
-        Whether the monitor is awake is found out later: the restart does not wait for it. Raises
-        MonitorStartError for the first one; the cycle begins without one that takes its place.
+        Raises MonitorStartError for the first one; a cycle begins without one that takes its place.
         """
         self._cycle = cycle
         self._prepared_at = self.clock.monotonic()
@@ -171,7 +166,6 @@ class SharedMonitor:
         return self._hang
 
     def last_iteration(self) -> int | None:
-        """Return the highest iteration that any local rank has reported in this cycle."""
         views = (self._view(index) for index in range(len(self._handle.slots)))
         iterations = (view.iteration for view in views if view is not None)
         return max((iteration for iteration in iterations if iteration is not None), default=None)
@@ -179,9 +173,7 @@ class SharedMonitor:
     def steps_of_rank0(self) -> Steps:
         """Return how far local rank 0 has come; heartbeats count where it opens no section."""
         view = self._view(0)
-        if view is None:
-            return NO_STEPS
-        return view.steps
+        return NO_STEPS if view is None else view.steps
 
     def save(self, word: int) -> None:
         """Put the word for `should_checkpoint` into the slots; a new monitor gets it, too."""
@@ -190,7 +182,6 @@ class SharedMonitor:
 
     @property
     def is_save_acknowledged(self) -> bool:
-        """Whether the slots hold it."""
         return self._acknowledged_word == self._save_word
 
     def save_calls(self) -> dict[int, int]:
@@ -199,10 +190,7 @@ class SharedMonitor:
         return {index: view.save_calls for index, view in views.items() if view is not None}
 
     def _view(self, index: int) -> SlotView | None:
-        """Return what a slot shows, or None before this cycle's rank opened its session.
-
-        A slot keeps the last session's values until the next one opens.
-        """
+        """Return what a slot shows, or None: it has the last session's until the next one opens."""
         handle = self._handle
         if index >= len(handle.slots):
             return None
@@ -249,7 +237,8 @@ class SharedMonitor:
     def _handle_message(self, message: object) -> None:
         if isinstance(message, messages.FirstStep):
             self.unwatched_after_s = None
-            self.job.first_step(message.local_rank, message.t)
+            self.job.reporter.first_step(message.local_rank, message.t)
+            self.job.prewarm.good_step()
         elif isinstance(message, messages.RankJoined):
             self._has_client = True
             if not self.needs_heartbeats:
@@ -331,21 +320,18 @@ class SharedMonitor:
 
 
 class MonitorPerRank:
-    """One monitor process for each local rank (`--ft-monitor-mode per-rank`), or none at all."""
+    """A monitor for each local rank (`--ft-monitor-mode per-rank`), or none; others close them."""
 
     def __init__(self, monitors: Sequence[SharedMonitor]) -> None:
-        """Take the monitors by local rank; closing them stays the caller's part."""
-        self._monitors = tuple(monitors)
+        self._monitors = monitors
 
     def prepare(self, cycle: int) -> None:
         for monitor in self._monitors:
             monitor.prepare(cycle)
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell all: whichever sees the launcher die sweeps.
-
-        Each judges its own rank without the other nodes: it sees no stacks but that rank's.
-        """
+        """Tell all: whichever sees the launcher die sweeps."""
+        # Each judges its rank without the other nodes: it sees no stacks but that rank's.
         alone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
             monitor.workers_changed(alone)
@@ -376,7 +362,6 @@ class MonitorPerRank:
         return all(monitor.is_save_acknowledged for monitor in self._monitors)
 
     def save_calls(self) -> dict[int, int]:
-        """Return how often each local rank has called `should_checkpoint`."""
         return {
             rank: calls
             for rank, monitor in enumerate(self._monitors)

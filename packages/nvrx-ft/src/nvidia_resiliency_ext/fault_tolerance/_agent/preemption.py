@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Announced preemption on one node: deadlines, the signal to workers, the call at which all save.
 
-Every rank counts its calls and shows the count before it looks whether saving is asked for. Once
-that is asked of a rank, it waits in its next call until the call is agreed. So the counts that are
-read after it was asked of everybody are those of the last calls that any rank can have left: the
-highest plus one is a call that all ranks still have before them, and no rank that waits is needed
-by another one on the way to be read. A rank that has not called yet counts 0.
-
-What follows is decided in `_agent/decide.py`, and for all nodes by the coordinator.
+Every rank shows the count of its calls before it looks whether saving is asked for; once it is, the
+rank waits in its next call until the call is agreed. So counts that are read after all were asked
+are those of the last calls that any rank can have left: the highest plus one is a call that all
+ranks still have before them, and no rank that waits is needed by another one on the way there.
 """
 
 from __future__ import annotations
@@ -19,8 +16,12 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import GraceOver, Preempted, RanksHeld
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    Cause,
+    GraceOver,
+    Preempted,
+    RanksHeld,
+)
 from nvidia_resiliency_ext.fault_tolerance._env import SLURM_JOB_END_TIME
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import SAVE_ASKED
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -38,10 +39,9 @@ SAME_SIGNAL_S = 1.0
 
 
 def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> float | None:
-    """Return when the job's time is over (unix s), or None when it has no end.
+    """Return when the job's time is over, from `preempt_deadline` and its start `now` (unix s).
 
-    `deadline` is the option `preempt_deadline`, `now` the launcher's start (unix s). Raises
-    ConfigError: Slurm is to be asked, and gave no answer.
+    Raises ConfigError: Slurm is to be asked, and gave no answer.
     """
     if deadline is None:
         return None
@@ -60,13 +60,12 @@ def end_of_job(deadline: str | None, environ: Mapping[str, str], now: float) -> 
 
 
 class PreemptionController:
-    """Announced preemption on one node. The loop's thread only.
+    """Announced preemption on one node; waits for a deadline from the start. Loop's thread only.
 
     Raises ConfigError: the job's end is to be asked of Slurm, and it gave none.
     """
 
     def __init__(self, job: Job) -> None:
-        """Begin: a deadline is waited for from now on."""
         config = job.plan.fault_tol_cfg
         self._job = job
         self._loop, self._clock = job.loop, job.clock
@@ -84,13 +83,8 @@ class PreemptionController:
             left_s = self._end - self._grace_s - self._clock.wall()
             self._loop.call_at(self._clock.monotonic() + max(0.0, left_s), self._announce_end)
 
-    # What happens ----------------------------------------------------------------------------
-
     def announced(self, signum: int) -> bool:
-        """Record a signal that announces preemption, or says when it comes again: time is over.
-
-        Returns False for other signals, and for one that comes after that.
-        """
+        """Take a signal that announces preemption, or ends the grace time; False for all others."""
         if signum != self._signum or self._is_over:
             return False
         name, now = signal.Signals(signum).name, self._clock.monotonic()
@@ -129,8 +123,6 @@ class PreemptionController:
             self._has_word = self._is_asked = False
             self._job.monitor.save(0)
 
-    # What is done ----------------------------------------------------------------------------
-
     def ask(self, cause: Cause) -> None:
         """Hold ranks at `should_checkpoint`; pass the signal to workers that handle it."""
         logger.warning("ranks are asked to save and leave: %s", cause.what)
@@ -141,7 +133,6 @@ class PreemptionController:
         self.acknowledged()
 
     def release(self, at: int) -> None:
-        """Tell the ranks at which call they save."""
         if self._has_word:
             logger.info("all ranks save at call %d of should_checkpoint", at)
             self._job.monitor.save(at)

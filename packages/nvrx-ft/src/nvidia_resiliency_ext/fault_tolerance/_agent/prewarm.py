@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers from prewarmed workers where it can, from fresh interpreters where it must.
 
-Wires the pool's decisions (`_workers.pool`) to processes and to the loop. When and why is decided
-there and in `_workers.conditions`; here it is done. One thread, the launcher's main one: the kernel
-ties the lives of prewarmed workers to it.
+When and why is decided in `_workers.pool` and `_workers.conditions`; here it is done. One thread,
+the launcher's main one: the kernel ties the lives of prewarmed workers to it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,9 @@ import signal
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import IdleMeter, available_bytes
-from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed
+from nvidia_resiliency_ext.fault_tolerance._workers import conditions, prewarmed, workers
 from nvidia_resiliency_ext.fault_tolerance._workers import pool as pools
 from nvidia_resiliency_ext.fault_tolerance._workers.output import worker_output
-from nvidia_resiliency_ext.fault_tolerance._workers.workers import (
-    STILL_IMPORTING,
-    Started,
-    Starter,
-    WorkerSpec,
-)
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, ConfigError
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 
@@ -38,7 +31,7 @@ HEAD_START_S = 0.015
 BEGIN_LIMIT_S = 5.0
 
 
-class PrewarmStarter(Starter):
+class PrewarmStarter(workers.Starter):
     """Makes workers for each cycle and keeps prewarmed workers for the next one."""
 
     def __init__(self, job: Job) -> None:
@@ -46,10 +39,6 @@ class PrewarmStarter(Starter):
         super().__init__(die_with_parent=plan.fault_tol_cfg.orphan_workers == "kill")
         self._job = job
         self._plan = plan
-        self._base_env = job.base_env
-        self._loop = job.loop
-        self._clock = job.clock
-        self._reporter = job.reporter
         self._mode = plan.fault_tol_cfg.prewarm
         self._imports = conditions.import_list(plan.fault_tol_cfg.prewarm_import)
         self._pool = pools.Pool(
@@ -78,7 +67,7 @@ class PrewarmStarter(Starter):
         elif self._mode != "off" and plan.output_specs is not None:
             reason = "a log specification says only at the start of a cycle where output goes"
         else:
-            reason = conditions.cold_reason(plan.command, self._base_env, self._mode)
+            reason = conditions.cold_reason(plan.command, self._job.base_env, self._mode)
         if reason is not None:
             self._insist(reason)
         return reason
@@ -89,8 +78,6 @@ class PrewarmStarter(Starter):
             raise ConfigError(
                 f"--ft-prewarm on: {reason}; use --ft-prewarm auto, which then starts cold"
             )
-
-    # The first cycle and the fill -----------------------------------------------------------
 
     def hold_first_cycle(self) -> None:
         """Start the first cycle's workers ahead, if they are certain to gain from it."""
@@ -103,12 +90,8 @@ class PrewarmStarter(Starter):
             self._pool.prepare()
 
     def good_step(self) -> None:
-        """Record that a rank works: prewarmed workers may be filled from now on.
-
-        Only the first rank of a cycle counts: the others must not undo what the pool has learnt
-        since, that its prewarmed workers fail.
-        """
-        if self._has_worked:
+        """Record that a rank works: prewarmed workers may be filled from now on."""
+        if self._has_worked:  # Only the first rank may undo that prewarmed workers have failed.
             return
         self._has_worked = True
         self._look()
@@ -129,7 +112,7 @@ class PrewarmStarter(Starter):
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._clock.monotonic() + delay_s, self._tick)
+        self._timer = self._job.loop.call_at(self._job.clock.monotonic() + delay_s, self._tick)
 
     def _arm_for_fill(self) -> None:
         """Count idle processors from now on: the job may wait for something else than them."""
@@ -140,7 +123,6 @@ class PrewarmStarter(Starter):
     def _tick(self) -> None:
         """Look again: often while prewarmed workers are missing, later less and less often."""
         self._look()
-        self._pool.tick()
         if self._pool.may_fill and self._pool.unheld:
             self._arm(FILL_LOOK_INTERVAL_S)
             return
@@ -154,14 +136,12 @@ class PrewarmStarter(Starter):
             self._is_announced = True
             logger.info("all %d standbys are ready", len(slots))
 
-    # One prewarmed worker ----------------------------------------------------------------------
-
     def _start_prewarm(self, slot: int) -> None:
         output = worker_output(self._plan.output, "", slot)
         try:
             standby = prewarmed.PrewarmedWorker(
                 self._plan.command,
-                self._base_env,
+                self._job.base_env,
                 slot,
                 paths=(output.stdout.path, output.stderr.path),
                 is_piped=self._plan.logs.applog_prefix is not None,
@@ -171,29 +151,29 @@ class PrewarmStarter(Starter):
             self._pool.fail(slot, str(error))
             return
         self._held[slot] = standby
-        self._reporter.prewarm_changed(slot, "warming", None, None)
-        self._loop.watch(standby.fileno(), lambda: self._receive(slot))
+        self._job.reporter.prewarm_changed(slot, "warming", None, None)
+        self._job.loop.watch(standby.fileno(), lambda: self._receive(slot))
 
     def _receive(self, slot: int) -> None:
         message = self._held[slot].receive()
         if isinstance(message, prewarmed.Ready) and message.problem is None:
-            self._reporter.prewarm_changed(slot, "ready", message.seconds, message.private_bytes)
+            self._job.reporter.prewarm_changed(
+                slot, "ready", message.seconds, message.private_bytes
+            )
             self._pool.ready(slot, message.private_bytes or 0)
             self._announce()
         elif isinstance(message, prewarmed.Ready):
             self._pool.refuse(str(message.problem))
         elif isinstance(message, prewarmed.Failed):
-            self._reporter.prewarm_changed(slot, "failed", None, None)
+            self._job.reporter.prewarm_changed(slot, "failed", None, None)
             logger.info("standby %d failed: %s", slot, message.reason)
             self._pool.fail(slot, message.reason)
 
     def _end_prewarm(self, slot: int) -> None:
         standby = self._held.pop(slot, None)
         if standby is not None:
-            self._loop.unwatch(standby.fileno())
+            self._job.loop.unwatch(standby.fileno())
             standby.end()
-
-    # Starting workers ----------------------------------------------------------------------
 
     def begin(self) -> None:
         """Leave the processors to the workers that are about to start."""
@@ -205,12 +185,12 @@ class PrewarmStarter(Starter):
         self._pool.ranks_started()
         self._arm_for_fill()
 
-    def start(self, spec: WorkerSpec, stdout_fd: int | None, stderr_fd: int | None) -> Started:
+    def start(
+        self, spec: workers.WorkerSpec, stdout_fd: int | None, stderr_fd: int | None
+    ) -> workers.Started:
         """Make a worker: tell its prewarmed worker to go, or start a fresh process.
 
-        Raises:
-            ChildStartError: the command cannot be executed.
-            ConfigError: `--ft-prewarm on`, and this worker's environment speaks against it.
+        Raises ChildStartError, or ConfigError: `--ft-prewarm on`, and the environment forbids it.
         """
         slot = spec.local_rank
         standby = self._held.get(slot)
@@ -236,10 +216,10 @@ class PrewarmStarter(Starter):
     def _go(
         self,
         standby: prewarmed.PrewarmedWorker,
-        spec: WorkerSpec,
+        spec: workers.WorkerSpec,
         stdout_fd: int | None,
         stderr_fd: int | None,
-    ) -> tuple[Started | None, str]:
+    ) -> tuple[workers.Started | None, str]:
         slot = spec.local_rank
         reason = conditions.go_reason(standby.env, spec.env)
         if reason is not None:
@@ -257,16 +237,16 @@ class PrewarmStarter(Starter):
             return None, reason
         ready = standby.ready
         self._activated[slot] = self._held.pop(slot)
-        self._loop.unwatch(standby.fileno())
-        self._loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
+        self._job.loop.unwatch(standby.fileno())
+        self._job.loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
         self._pool.activate(slot)
-        self._reporter.prewarm_changed(slot, "went", None, None)
-        if ready is not None:
-            at = self._clock.monotonic() + BEGIN_LIMIT_S
-            self._loop.call_at(at, lambda: self._give_up(slot, standby))
+        self._job.reporter.prewarm_changed(slot, "went", None, None)
         if ready is None:
-            return Started(standby.child, warm=False, cold_reason=STILL_IMPORTING), ""
-        return Started(standby.child, warm=True, saved_s=ready.seconds), ""
+            why = workers.STILL_IMPORTING
+            return workers.Started(standby.child, warm=False, cold_reason=why), ""
+        at = self._job.clock.monotonic() + BEGIN_LIMIT_S
+        self._job.loop.call_at(at, lambda: self._give_up(slot, standby))
+        return workers.Started(standby.child, warm=True, saved_s=ready.seconds), ""
 
     def _give_up(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
         """Kill a prewarmed worker that was ready and did not begin; its worker then starts cold."""
@@ -274,13 +254,12 @@ class PrewarmStarter(Starter):
             logger.warning("standby %d did not begin within %g s", slot, BEGIN_LIMIT_S)
             standby.child.signal(signal.SIGKILL)
 
-    def _not_before(self, spec: WorkerSpec) -> float | None:
+    def _not_before(self, spec: workers.WorkerSpec) -> float | None:
         """Return when a warm worker may begin: rank 0, which opens the store, gets a head start.
 
-        Warm workers reach `init_process_group` within a millisecond of each other. A rank that
-        connects before rank 0 listens is refused, and torch tries again only half a second later.
+        A rank that connects before rank 0 listens is refused, and torch waits for half a second.
         """
-        now = self._clock.monotonic()
+        now = self._job.clock.monotonic()
         if spec.rank == 0:
             self._head_start_ends = now + HEAD_START_S
             return None
@@ -295,10 +274,10 @@ class PrewarmStarter(Starter):
             self._arm_for_fill()
         elif isinstance(message, prewarmed.Failed):
             self._last_words[slot] = message.reason
-            self._loop.unwatch(standby.fileno())
+            self._job.loop.unwatch(standby.fileno())
 
     def _forget_activated(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
-        self._loop.unwatch(standby.fileno())
+        self._job.loop.unwatch(standby.fileno())
         standby.release()
         if self._activated.get(slot) is standby:
             del self._activated[slot]
@@ -306,9 +285,7 @@ class PrewarmStarter(Starter):
     def never_began(self, local_rank: int, *, is_stopped: bool) -> str | None:
         """Return why a process that just exited never became a worker, or None if it was one.
 
-        Args:
-            local_rank: Whose process it was.
-            is_stopped: The launcher ended it, which is no failure of a standby.
+        One that the launcher ended (`is_stopped`) is no failure of a standby.
         """
         standby = self._activated.get(local_rank)
         if standby is None:
@@ -323,7 +300,7 @@ class PrewarmStarter(Starter):
         if reason is None or is_stopped:
             self._pool.gone(local_rank)
         else:
-            self._reporter.prewarm_changed(local_rank, "failed", None, None)
+            self._job.reporter.prewarm_changed(local_rank, "failed", None, None)
             self._pool.fail(local_rank, reason)
         return reason
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds: who takes part in a cycle and with which rank. One node is served from memory.
-
-`LocalRendezvous` serves one node, `StoreRendezvous` many.
-"""
+"""Rounds: who takes part in a cycle and with which rank; here, those of a single node."""
 
 from __future__ import annotations
 
@@ -10,25 +7,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
 if TYPE_CHECKING:
     from .job import Job
 
-RoundEvent = (
-    machine.RoundReady | machine.NextRoundOpened | machine.RoundClosed | machine.StoreLost
-    | machine.JoinTimedOut | machine.NodeUnfit | machine.RoundLeaves | machine.SaveAgreed
-    | machine.RanksAsked | machine.HangEvaluated
-)  # fmt: skip
-
 
 class RoundPorts:
     """The MASTER_PORT that this node offers, and that of a round in which it has rank 0.
 
-    Each round has a port of its own, unless the user fixed one: then that one is used every time.
-    Raises PortInUseError: a fixed port is taken by somebody else.
+    Each round has its own, unless the user fixed one. Raises PortInUseError: that one is taken.
     """
 
     def __init__(self, fixed: int | None = None) -> None:
@@ -38,7 +28,6 @@ class RoundPorts:
 
     @property
     def offered(self) -> int:
-        """The port for the next round."""
         return self._offered.port
 
     def take(self) -> None:
@@ -48,7 +37,6 @@ class RoundPorts:
             self._in_use, self._offered = self._offered, PortReservation()
 
     def end_round(self) -> None:
-        """Give the port of the last round back."""
         if self._in_use is not None:
             self._in_use.release()
             self._in_use = None
@@ -58,36 +46,13 @@ class RoundPorts:
         self._offered.release()
 
 
-# Effects that concern the other nodes.
-RoundEffect = (
-    machine.OpenNextRound | machine.CloseRendezvous | machine.ReportSuccess | machine.ReportBroken
-    | machine.LeaveRendezvous | machine.Preempted | machine.RanksHeld
-)  # fmt: skip
+class LocalRendezvous:
+    """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`.
 
+    `StoreRendezvous` has the same methods; both post what happens to the agent.
+    """
 
-class Rendezvous:
-    """The rounds of one job as one node sees them; what happens is posted to the agent."""
-
-    def join(self, cycle: int) -> None:
-        """Offer this node for `cycle`."""
-
-    def tell(self, effect: RoundEffect) -> None:
-        """Tell the other nodes, if there are any; of reasons to close the first one stays."""
-
-    def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
-        """Tell what this node's ranks do in a hang: all nodes together find whom to blame."""
-
-    @property
-    def must_stay(self) -> bool:
-        """Whether others need this launcher although its own part is over."""
-        return False
-
-    def shutdown(self) -> None:
-        """Release what this node holds."""
-
-
-class LocalRendezvous(Rendezvous):
-    """Rounds of a single node, decided on the spot. Raises PortInUseError, as `RoundPorts`."""
+    must_stay = False  # Whether others need this launcher although its own part is over.
 
     def __init__(self, job: Job) -> None:
         self._plan, self._post = job.plan, job.post
@@ -95,7 +60,7 @@ class LocalRendezvous(Rendezvous):
         self._ports = RoundPorts(job.plan.master_port)
 
     def join(self, cycle: int) -> None:
-        """Complete the round at once."""
+        """Offer this node for `cycle`: the round is complete at once."""
         port = self._ports.offered
         if self._closed is None:
             try:
@@ -117,8 +82,8 @@ class LocalRendezvous(Rendezvous):
         )
         self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
-    def tell(self, effect: RoundEffect) -> None:
-        """Answer at once: there is no other node."""
+    def tell(self, effect: machine.Effect) -> None:
+        """Answer at once, as there is no other node; of reasons to close the first one stays."""
         match effect:
             case machine.CloseRendezvous(reason):
                 self._closed = self._closed or reason
@@ -126,6 +91,9 @@ class LocalRendezvous(Rendezvous):
                 self._post(machine.RoundLeaves(cause))
             case machine.RanksHeld(calls):
                 self._post(machine.SaveAgreed(machine.agreed_call([calls])))
+
+    def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
+        """Do nothing: the ranks of a single node are judged by its monitor."""
 
     def shutdown(self) -> None:
         self._ports.close()

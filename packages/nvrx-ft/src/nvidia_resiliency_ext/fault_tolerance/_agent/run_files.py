@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths of a launch, and what it keeps of each cycle beside the record of events."""
+"""The paths of a launch, the environment of its workers, and its log of each cycle.
+
+The environment is what all workers of a node share, what a cycle adds, and what is a rank's own.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,9 @@ from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.fault_tolerance._hosting import services
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
-from nvidia_resiliency_ext.fault_tolerance._workers.output import (
-    LogDirectoryError,
-    OutputFiles,
-    OutputSettings,
-    Target,
-    WorkerOutput,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import output as outputs
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -56,15 +54,16 @@ class RunPaths:
         self.run_id = os.urandom(8).hex()  # Unique; processes are found by it.
         self.host = socket.gethostname()
         # The user's object for output (`output_specs`) replaces all flags about output.
-        self.output = plan.output if plan.output_specs is None else OutputSettings({}, {}, None)
+        none = outputs.OutputSettings({}, {}, None)
+        self.output = plan.output if plan.output_specs is None else none
         # Used in cycles in which the log directory has no space.
-        self.spare_files = OutputFiles(os.path.join(self.run_dir.path, "attempts"))
+        self.spare_files = outputs.OutputFiles(os.path.join(self.run_dir.path, "attempts"))
         self.files = self.spare_files  # The folders of workers.
         if plan.log_dir is not None and plan.output_specs is None:
             name = f"{_file_name(plan.run_id)}_{self.run_id[:8]}"
             try:
-                self.files = OutputFiles.beneath(plan.log_dir, name)
-            except LogDirectoryError as error:
+                self.files = outputs.OutputFiles.beneath(plan.log_dir, name)
+            except outputs.LogDirectoryError as error:
                 if error.number in _PASSING:
                     raise  # a start elsewhere or later may succeed
                 raise ConfigError(str(error)) from None
@@ -72,7 +71,7 @@ class RunPaths:
             import tempfile
 
             # They are to be kept although no --log-dir was given.
-            self.files = OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
+            self.files = outputs.OutputFiles(tempfile.mkdtemp(prefix="nvrx-logs-"))
             logger.info("logs of the workers: %s", self.files.root)
         record_dir = environ.get("NVRX_EVENT_DIR") or plan.log_dir
         self.record_dir = record_dir or self.run_dir.path  # Events, failures and stacks.
@@ -94,6 +93,81 @@ def _remove_again(path: str) -> None:
     import shutil
 
     shutil.rmtree(path, ignore_errors=True)
+
+
+# A launcher that is itself a rank's child must not hand these on where it sets none of its own.
+_OF_AN_OUTER_RANK = frozenset(
+    {
+        _env.CURRENT_CYCLE_INFO, _env.FT_RANK_MONITOR_IPC_SOCKET,
+        "NVRX_CYCLE_START_TIME", "NVRX_INFRA_RANK",
+    }
+)  # fmt: skip
+
+
+def shared_variables(
+    plan: LaunchPlan, paths: RunPaths, environ: Mapping[str, str], store: str | None
+) -> dict[str, str]:
+    """Return what every worker of the node has; `store`: address of the store of many nodes."""
+    variables = {
+        **{name: value for name, value in environ.items() if name not in _OF_AN_OUTER_RANK},
+        _env.RUN_ID: paths.run_id,
+        "NVRX_MEMBERSHIP": "active",
+        _env.FT_LAUNCHER_IPC_SOCKET: paths.launcher_socket,
+        "LOCAL_WORLD_SIZE": str(plan.nproc_per_node),
+        "ROLE_NAME": plan.role,
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
+        "TORCHELASTIC_RUN_ID": plan.run_id,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signum.name for signum in plan.signals),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    variables.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    if store is not None:
+        # Ranks that restart in their processes meet there: it outlives them all.
+        variables.setdefault(_env.INPROCESS_STORE, store)
+    if plan.omp_num_threads is not None:
+        variables["OMP_NUM_THREADS"] = plan.omp_num_threads
+    return variables
+
+
+def cycle_variables(
+    launch_time: float, cycle_start_time: float | None, infra_rank: int
+) -> dict[str, str]:
+    """Return when a cycle began (unix s), and the scheduler's rank of this node, where known."""
+    variables = {"NVRX_LAUNCH_TIME": repr(launch_time)}
+    if cycle_start_time is not None:  # Of its rendezvous, from cycle 1 on.
+        variables["NVRX_CYCLE_START_TIME"] = repr(cycle_start_time)
+    if infra_rank >= 0:
+        variables["NVRX_INFRA_RANK"] = str(infra_rank)
+    return variables
+
+
+def rank_variables(
+    plan: LaunchPlan, paths: RunPaths, assignment: Assignment, local_rank: int, error_file: str
+) -> dict[str, str]:
+    """Return what differs between workers and rounds; `@record` writes to `error_file`."""
+    rank = str(assignment.rank_offset + local_rank)
+    world_size = str(assignment.world_size)
+    variables = {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": rank,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": world_size,
+        "GROUP_RANK": str(assignment.group_rank),
+        "GROUP_WORLD_SIZE": str(assignment.group_world_size),
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.cycle),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "NVRX_CYCLE": str(assignment.cycle),
+    }
+    if plan.virtual_devices is not None:
+        variables["LOCAL_RANK"] = "0"
+        variables["CUDA_VISIBLE_DEVICES"] = plan.virtual_devices[local_rank]
+    if paths.monitor_sockets:
+        variables[_env.FT_RANK_MONITOR_IPC_SOCKET] = paths.monitor_sockets[local_rank]
+    return variables
 
 
 def cycle_info_environment(plan: LaunchPlan) -> dict[str, str]:
@@ -153,7 +227,6 @@ class CycleRecords:
             self._logs.capture_own_streams(logs.launcher_log_file)
 
     def _find_funnel(self) -> FunnelSink | None:
-        """Return the log server that this node sends to, if there is one."""
         logs = self._plan.logs
         if logs.server is None and logs.server_endpoint is None:
             return None
@@ -166,8 +239,6 @@ class CycleRecords:
         given = self._token.path if self._token.is_given else None
         return FunnelSink(str(logs.server_endpoint), node_id, given)
 
-    # While the job runs ------------------------------------------------------------------------
-
     def log_server_said(self, said: str | None) -> None:
         """Take the coordinator's answer on its log servers; from any thread, may be repeated."""
         with self._lock:
@@ -176,15 +247,12 @@ class CycleRecords:
             return
         if said is not None and said not in (services.IN_A_FILE, services.NO_SERVER):
             if not self._token.is_given:
-                services.write_token(self._token.path, said)
+                atomic_write(self._token.path, said.encode())
                 if self._funnel is not None:
                     self._funnel.try_again()
             return
-        # Who has sent lines to a server goes on waiting for it.
-        if first:
-            self._write_files_instead(said)
-
-    def _write_files_instead(self, said: str | None) -> None:
+        if not first:
+            return  # Who has sent lines to a server goes on waiting for it.
         why = "the rendezvous host runs no log server"
         if said == services.IN_A_FILE:
             why = (
@@ -196,19 +264,16 @@ class CycleRecords:
             self._funnel.write_files_instead()
 
     def begin(self, assignment: Assignment) -> None:
-        """Record that the workers of a cycle are about to start on this node."""
         if self._logs is not None:
             self._logs.begin_cycle(assignment.cycle, assignment.world_size)
 
-    def output(self, output: WorkerOutput, rank: int) -> WorkerOutput:
+    def output(self, output: outputs.WorkerOutput, rank: int) -> outputs.WorkerOutput:
         """Return where a worker's streams go: into its pipe, if there are cycle logs."""
         logs = self._logs
         if logs is None:
             return output
-        piped = Target(open_pipe=lambda: logs.open_pipe(rank))
+        piped = outputs.Target(open_pipe=lambda: logs.open_pipe(rank))
         return dataclasses.replace(output, stdout=piped, stderr=piped)
-
-    # The end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Write what is left, for some seconds at most, and end the threads."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of many nodes as one launcher sees it: `Rendezvous` over the job's store.
+"""The rendezvous of many nodes as one launcher sees it, over the job's store.
 
-Calls that wait run in the threads of `_rendezvous`. The lease is judged here, by a timer of the
-loop: a store that stopped answering cannot say so itself.
+Calls that wait run in the threads of `_rendezvous`. The lease is judged by a timer of the loop: a
+store that stopped answering cannot say so.
 """
 
 from __future__ import annotations
@@ -17,28 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance._core import machine
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
+from nvidia_resiliency_ext.fault_tolerance._monitor.messages import LeaseHeld
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys, records
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import session as sessions
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient, NodeSettings
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
-    Hung,
-    Leaves,
-    Lost,
-    NodeSession,
-    Opened,
-    Over,
-    Placed,
-    SessionEvent,
-    SpareNode,
-)
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.event_loop import Timer
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 
-from .rendezvous import Rendezvous, RoundEffect, RoundEvent, RoundPorts
+from .rendezvous import RoundPorts
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
+    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import CoordinatorThread
 
     from .job import Job
 
@@ -51,12 +42,11 @@ SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
 
 
-class StoreRendezvous(Rendezvous):
+class StoreRendezvous:
     """Rounds of many nodes. The loop's thread only.
 
-    `connect` connects to the job's store and is called in a thread; it calls its argument whenever
-    it is certain that no store is served. `stop` ends its waiting. `host` is the coordinator's
-    thread, on the node that has it.
+    `connect` is called in a thread, and calls its argument whenever it is certain that no store is
+    served; `stop` ends its waiting. `host` is the coordinator's thread, on the node that has it.
     """
 
     def __init__(
@@ -86,8 +76,6 @@ class StoreRendezvous(Rendezvous):
         # In the loop, where everything that hears of the lease has been made.
         self._fence = self.loop.call_at(self.clock.monotonic(), self._evaluate_lease)
 
-    # What the loop wants -----------------------------------------------------------------------
-
     def join(self, cycle: int) -> None:  # noqa: ARG002 - the store knows which round is open
         self._ports.end_round()
         port, rank = self._ports.offered, self._previous_rank
@@ -96,7 +84,7 @@ class StoreRendezvous(Rendezvous):
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
-    def tell(self, effect: RoundEffect) -> None:
+    def tell(self, effect: machine.Effect) -> None:
         if isinstance(effect, machine.LeaveRendezvous):
             self._leave(effect.cause)
             return
@@ -106,20 +94,19 @@ class StoreRendezvous(Rendezvous):
         self._client.submit(lambda session: _tell(session, round_, effect))
 
     def _leave(self, cause: Cause) -> None:
-        """Say that this node takes part no longer."""
         kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
         # It says which replacement group goes with this node, which may not have arrived yet.
         me = self.settings.arrival
         is_said = threading.Event()
 
-        def say(session: NodeSession) -> None:
+        def say(session: sessions.NodeSession) -> None:
             try:
                 session.send(kind, cause=cause, arrival=me)
                 session.confirm()
             finally:
                 is_said.set()
 
-        self._client.submit_last_words(say)
+        self._client.submit(say, is_urgent=True)
         # This node's ranks are ended next, and those of others fail by that: what comes first in
         # the queue is the cause that all get.
         is_said.wait(SAID_S)
@@ -145,7 +132,7 @@ class StoreRendezvous(Rendezvous):
             if timer is not None:
                 timer.cancel()
         if not self._is_lost:
-            self._client.say_goodbye()
+            self._client.submit(sessions.NodeSession.say_goodbye, is_urgent=True)
         self._client.close(0.2 if self._is_lost else LAST_WORDS_S)
         if self.host is not None:
             self.host.join(LAST_WORDS_S + 1.0)
@@ -153,9 +140,7 @@ class StoreRendezvous(Rendezvous):
             self.host.join(LAST_WORDS_S)
         self._ports.close()
 
-    # What the threads tell ---------------------------------------------------------------------
-
-    def _arrive(self, session: NodeSession, port: int, previous_rank: int | None) -> None:
+    def _arrive(self, session: sessions.NodeSession, port: int, previous_rank: int | None) -> None:
         """Offer this node; runs in the session's thread, which may wait for the domain."""
         arrival = dataclasses.replace(
             self.settings.arrival,
@@ -166,7 +151,7 @@ class StoreRendezvous(Rendezvous):
         )
         entry = session.entry
         if entry.phase is records.Phase.OVER:
-            self._push(Over(entry))
+            self._push(sessions.Over(entry))
             return
         unfit = None
         if entry.phase is records.Phase.OPEN:
@@ -174,50 +159,47 @@ class StoreRendezvous(Rendezvous):
         if unfit is not None:
             self._push(machine.NodeUnfit(unfit))
         elif not session.arrive(arrival):
-            self._push(SpareNode(entry))
+            self._push(sessions.SpareNode(entry))
 
-    def _push(self, event: SessionEvent | RoundEvent) -> None:
+    def _push(self, event: sessions.SessionEvent | machine.Event) -> None:
         """Hand something to the loop, from any thread."""
         self.loop.post(lambda: self._receive(event))
 
-    def _receive(self, event: SessionEvent | RoundEvent) -> None:
+    def _receive(self, event: sessions.SessionEvent | machine.Event) -> None:
         happened = None if self._is_shut else self._event(event)
         if happened is not None:
             self.job.post(happened)
 
     def _event(  # noqa: PLR0911 - one for each kind
-        self, event: SessionEvent | RoundEvent
-    ) -> RoundEvent | None:
-        if isinstance(event, (Placed, SpareNode)):
+        self, event: sessions.SessionEvent | machine.Event
+    ) -> machine.Event | None:
+        if isinstance(event, (sessions.Placed, sessions.SpareNode)):
             self._say_clocks(event.entry.clocks)
-        if isinstance(event, Placed):
+        if isinstance(event, sessions.Placed):
             return self._placed(event)
-        if isinstance(event, SpareNode):
+        if isinstance(event, sessions.SpareNode):
             self._cancel_join_deadline()
             self._previous_rank = None
             logger.info(
                 "round %d goes on without this node: it waits as a spare", event.entry.round
             )
             return None
-        if isinstance(event, Opened):
+        if isinstance(event, sessions.Opened):
             cause = event.entry.cause or Cause("opened", "a new round was opened")
             return machine.NextRoundOpened(cause)
-        if isinstance(event, Leaves):
-            entry = event.entry
-            cause = entry.cause or Cause("preempted", "a node must go")
-            if entry.save_at:
-                return machine.SaveAgreed(entry.save_at)
-            return machine.RoundLeaves(cause)
-        if isinstance(event, Hung):
+        if isinstance(event, sessions.Leaves):
+            if event.entry.save_at:
+                return machine.SaveAgreed(event.entry.save_at)
+            return machine.RoundLeaves(event.entry.cause or Cause("preempted", "a node must go"))
+        if isinstance(event, sessions.Hung):
             judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
-        if isinstance(event, Over):
+        if isinstance(event, sessions.Over):
             self._is_over = True
             return machine.RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
-        if isinstance(event, Lost):
+        if isinstance(event, sessions.Lost):
             if self._is_over or self._is_lost:
-                # The store goes when the job is over; that is no failure.
-                return None
+                return None  # The store goes when the job is over; that is no failure.
             self._is_lost = True
             fence_s = keys.FENCE_STOP_LEASES * self.settings.lease_s
             return machine.StoreLost(
@@ -231,7 +213,7 @@ class StoreRendezvous(Rendezvous):
             logger.warning("%s", what)
         self._said_of_clocks = what
 
-    def _placed(self, event: Placed) -> machine.RoundReady:
+    def _placed(self, event: sessions.Placed) -> machine.RoundReady:
         entry, own = event.entry, event.assignment
         self._cancel_join_deadline()
         self._round = entry.round
@@ -251,8 +233,6 @@ class StoreRendezvous(Rendezvous):
         )
         return machine.RoundReady(assignment, tuple(range(self.settings.arrival.nproc)))
 
-    # Deadlines ---------------------------------------------------------------------------------
-
     def _cancel_join_deadline(self) -> None:
         if self._join_deadline is not None:
             self._join_deadline.cancel()
@@ -269,7 +249,7 @@ class StoreRendezvous(Rendezvous):
         if confirmed is not None and not self._is_lost and not self._is_over:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
-                self.job.lease_held(confirmed + keys.LEASES_TO_KILL * lease_s)
+                self.job.monitor.send(LeaseHeld(confirmed + keys.LEASES_TO_KILL * lease_s))
             if fenced_at is not None and now >= fenced_at:
                 self._is_lost = True
                 what = (
@@ -281,7 +261,7 @@ class StoreRendezvous(Rendezvous):
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
-def _tell(session: NodeSession, round_: int, effect: RoundEffect) -> None:
+def _tell(session: sessions.NodeSession, round_: int, effect: machine.Effect) -> None:
     """Add to the log of decisions, or to the messages, what was decided in `round_`."""
     match effect:
         case machine.OpenNextRound(cause):

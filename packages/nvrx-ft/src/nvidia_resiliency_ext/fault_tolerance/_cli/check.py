@@ -9,6 +9,7 @@ import enum
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,19 +21,12 @@ from nvidia_resiliency_ext.fault_tolerance._config.flags import DEPRECATED, FLAG
 from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.table import OPTIONS
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan, log_level
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    read_token,
-    wait_until_reachable,
-)
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import endpoint as endpoints
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import few
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import MAX_LINE_BYTES
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    agree_on_secret,
-    connect,
-    serve,
-)
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_float
 from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 from nvidia_resiliency_ext.shared_utils.console import write_out
@@ -78,12 +72,11 @@ def _listing(
             value, source = getattr(args, flag.attribute), args.given.get(flag.attribute, DEFAULT)
             if flag.group == DEPRECATED and source == DEFAULT:
                 continue
-        elif field in layers.given:
-            value, source = getattr(config, field), layers.given[field].where
+        elif field == "log_level" and field not in layers.given and environ.get(_env.LOG_DEBUG):
+            value, source = log_level(environ), _env.LOG_DEBUG
         else:
-            value, source = getattr(config, field), DEFAULT
-            if field == "log_level" and environ.get(_env.LOG_DEBUG):
-                value, source = environment.log_level(environ), _env.LOG_DEBUG
+            given = layers.given.get(field)
+            value, source = getattr(config, field), given.where if given else DEFAULT
         policy = layers.deprecated.get("restart_policy")
         if flag.name == "ft-restart-policy" and policy is not None and source == DEFAULT:
             value, source = policy.value, policy.where
@@ -145,11 +138,7 @@ def print_config(
 
 
 def check(plan: LaunchPlan, environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Check this node and, with several, compare it with the others; print what was found.
-
-    Raises:
-        ConfigError: The settings of the rendezvous are unusable.
-    """
+    """Check this node and, with several, compare it with the others; print what was found."""
     clock = SystemClock()
     if plan.max_nodes > 1:
         found = _check_with_others(plan, environ, clock)
@@ -168,7 +157,7 @@ def _check_with_others(
     try:
         wait_s = rdzv_config_get_as_float(conf, "join_timeout", WAIT_S) or WAIT_S
         endpoint = many_nodes.find_endpoint(plan)
-        secret = read_token(token_file) if token_file else None
+        secret = endpoints.read_token(token_file) if token_file else None
     except ConfigError:
         raise
     except (NvrxError, ValueError) as error:
@@ -216,7 +205,11 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
         _same("versions of all nodes", [(r.host, r.versions) for r in reports]),
         _same("options of all nodes", [(r.host, r.settings) for r in reports]),
         _clocks(reports),
-        *_failures(reports),
+        *(
+            failed(f"on {report.host}", text)
+            for report in reports[:MAX_SHOWN]
+            for text in report.failures[:MAX_SHOWN]
+        ),
     ]
 
 
@@ -237,18 +230,13 @@ def _same(name: str, reported: Sequence[tuple[str, Mapping[str, str]]]) -> Findi
         for host, values in reported:
             by_value.setdefault(values.get(key, "missing"), []).append(host)
         if len(by_value) > 1:
-            said = " and ".join(
-                f"{value} on {_hosts(hosts)}" for value, hosts in sorted(by_value.items())
-            )
-            different.append(f"{key} is {said}")
+            said = [
+                f"{value} on {few(sorted(hosts), 3)}" for value, hosts in sorted(by_value.items())
+            ]
+            different.append(f"{key} is {' and '.join(said)}")
     if different:
         return failed(name, "; ".join(different[:MAX_SHOWN]))
     return passed(name, f"{len(keys)} compared, all alike")
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    shown = ", ".join(sorted(hosts)[:3])
-    return shown if len(hosts) <= 3 else f"{shown} and {len(hosts) - 3} more"  # noqa: PLR2004
 
 
 def _clocks(reports: Sequence[NodeReport]) -> Finding:
@@ -267,14 +255,6 @@ def _clocks(reports: Sequence[NodeReport]) -> Finding:
     return passed("clocks", f"they differ by {max(reported) - min(reported):.3f} s at most")
 
 
-def _failures(reports: Sequence[NodeReport]) -> list[Finding]:
-    return [
-        failed(f"on {report.host}", text)
-        for report in reports[:MAX_SHOWN]
-        for text in report.failures[:MAX_SHOWN]
-    ]
-
-
 ANSWER_S = 10.0
 GOODBYE_S = 3.0
 MAX_FINDINGS = 40
@@ -290,15 +270,13 @@ def compare_nodes(
     clock: Clock,
 ) -> list[Finding]:
     """Return what all nodes together found, the same on each; they meet in a store of their own."""
-    import threading
-
     prefix = keys.prefix(f"{plan.run_id}:check")
     server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:
-        server = serve(endpoint.listener, endpoint.host, plan.max_nodes)
-        secret = secret or agree_on_secret(server, prefix)
-    wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
-    store = connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
+        server = stores.serve(endpoint.listener, endpoint.host, plan.max_nodes)
+        secret = secret or stores.agree_on_secret(server, prefix)
+    endpoints.wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
+    store = stores.connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
 
     def meet(
         topic: str, line: object, count: int, limit_s: float, answer: Callable[[list[str]], object]

@@ -88,9 +88,6 @@ def exit_code_of(findings: Sequence[Finding]) -> int:
     return int(any(finding.status == "fail" for finding in findings))
 
 
-_STATUS: Mapping[str, Status] = {"ok": "pass", "info": "pass", "warning": "pass", "error": "fail"}
-
-
 def versions() -> dict[str, str]:
     """Return what must be the same on all nodes: Python and the installed packages."""
     installed = doctor.installed_versions().items()
@@ -117,10 +114,8 @@ def local_findings(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> 
 def _host() -> Iterator[Finding]:
     for found in doctor.findings():
         note = "" if found.level in ("ok", "info", "error") else f"{found.level}: "
-        yield Finding(f"host: {found.topic}", _STATUS[found.level], f"{note}{found.text}")
-
-
-# Ports ----------------------------------------------------------------------------------------
+        status: Status = "fail" if found.level == "error" else "pass"
+        yield Finding(f"host: {found.topic}", status, f"{note}{found.text}")
 
 
 def _ports(plan: LaunchPlan) -> Iterator[Finding]:
@@ -181,9 +176,6 @@ def _free(name: str, port: int) -> Finding:
     return passed(name, f"{port} is free")
 
 
-# Directories and files --------------------------------------------------------------------------
-
-
 def _directories(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Finding]:
     wanted = {
         "logs and record": plan.log_dir,
@@ -236,9 +228,6 @@ def _files(plan: LaunchPlan, environ: Mapping[str, str], now: float) -> Iterator
         yield failed("end of the job", f"in {end - now:.0f} s, too soon to save and leave")
     else:
         yield passed("end of the job", f"in {end - now:.0f} s")
-
-
-# Devices ----------------------------------------------------------------------------------------
 
 
 def _devices(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Finding]:

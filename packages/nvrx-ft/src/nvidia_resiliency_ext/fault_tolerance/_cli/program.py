@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance.cli_args import PROGRAM, parse_args, usage_error
 from nvidia_resiliency_ext.shared_utils.console import open_missing_streams, write_err
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
 
 
 def run_command_line(argv: Sequence[str] | None) -> int:
     """Run the job that the command line asks for and return the exit code.
 
-    Raises:
-        SystemExit: with code 2, after one line on stderr, when the command line, the environment
-            or a configuration file is wrong; with code 0 for `--help` and `--version`.
+    SystemExit has code 2 where something that was given is wrong, 0 for `--help` and `--version`.
     """
     open_missing_streams()
     parsed = parse_args(argv)

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import values
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .settings import FaultToleranceConfig
-
+from .settings import FaultToleranceConfig
 
 DEFAULT_ATTRIBUTION_PORT = 50050
 MANAGED = "localhost"
@@ -75,11 +71,9 @@ ATTRIBUTION_STOP_ACTIONS = ("log", "no-restart")
 
 @dataclass(frozen=True)
 class AttributionEndpoint:
-    """An attribution service, and whether its action STOP ends the job.
+    """An attribution service at `endpoint`, `http://HOST:PORT` or `unix:///PATH`.
 
-    Args:
-        endpoint: Address: `http://HOST:PORT` or `unix:///PATH`.
-        enforce_stop: End the job on STOP instead of logging it. Default False.
+    With `enforce_stop` its action STOP ends the job instead of being logged. Default False.
     """
 
     endpoint: str
@@ -160,12 +154,9 @@ class AttributionConfig:
     def from_args(
         cls, args: argparse.Namespace, base_log_file: str | None, ft_cfg: FaultToleranceConfig
     ) -> AttributionConfig:
-        """Return the settings of a command line and a configuration; the command line wins.
+        """Return the settings of `args`, from `parse_args`, and of `ft_cfg`; those of `args` win.
 
-        Args:
-            args: What `parse_args` returned.
-            base_log_file: `--ft-per-cycle-applog-prefix`.
-            ft_cfg: The configuration.
+        `base_log_file` is `--ft-per-cycle-applog-prefix`.
 
         Raises:
             ValueError: A value is unusable, or something that it needs is missing.

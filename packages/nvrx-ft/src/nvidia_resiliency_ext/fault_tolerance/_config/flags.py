@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of all flags of `ft_launcher`; `cli_args.py` reads them.
 
-The flags of options come from the table of options. A flag is written with dashes; underscores are
-taken anywhere for them.
+The flags of options come from the table of options.
 """
 
 from __future__ import annotations
@@ -22,31 +21,18 @@ GROUPS = (TORCHRUN, *table.GROUPS, DEPRECATED)
 
 
 class Flag(NamedTuple):
-    """One flag.
+    """One flag."""
 
-    Attributes:
-        name: The flag without its leading dashes.
-        kind: How its value is read; None for a switch, which has no value.
-        default: Its value when nobody gives one.
-        group: Heading in `--help`.
-        help: One sentence.
-        env: Whether `PET_<DEST>` in the environment stands in for it.
-        short: One letter, for the few that have one.
-        dest: Attribute of the result; the name with underscores if empty.
-        deprecated: What to do instead; the flag still works.
-        shown_default: What `--help` calls the default, where it is decided elsewhere.
-    """
-
-    name: str
-    kind: v.Kind | None
+    name: str  # without its leading dashes
+    kind: v.Kind | None  # None: a switch, which has no value
     default: object
-    group: str
-    help: str
-    env: bool = False
-    short: str = ""
-    dest: str = ""
-    deprecated: str = ""
-    shown_default: object = None
+    group: str  # heading in `--help`
+    help: str  # one sentence
+    env: bool = False  # `PET_<DEST>` in the environment stands in for it
+    short: str = ""  # one letter, for the few that have one
+    dest: str = ""  # attribute of the result; empty: the name with underscores
+    deprecated: str = ""  # what to do instead; the flag still works
+    shown_default: object = None  # in `--help`, where the default is decided elsewhere
 
     @property
     def attribute(self) -> str:

@@ -1,25 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public value types and helpers of the launcher that programs import: `LaunchConfig` and others.
-
-They describe a launch to callers of `elastic_launch`; the launcher's own description is
-`plan.LaunchPlan`.
-"""
+"""Public value types that describe a launch to `elastic_launch`; ours is `plan.LaunchPlan`."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.errors import DEFAULT_NO_RESTART_EXIT_CODE
 
+from .settings import FaultToleranceConfig
 from .syntax import parse_min_max_nnodes
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .settings import FaultToleranceConfig
-
 
 # Settings of the rendezvous that stand for `--ft-rdzv-impl` and `--ft-use-infra-group-rank`.
 RDZV_IMPL = "rdzv_impl"
@@ -125,11 +117,9 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class LogFunnelPorts:
-    """The ports of the log servers: one server, or several of a first level and one above them.
+    """The ports of the log servers, from `base_port` on.
 
-    Args:
-        base_port: The first port.
-        first_level_count: Servers that nodes send to.
+    Nodes send to `first_level_count` servers; above several of them there is one more.
     """
 
     base_port: int
@@ -166,11 +156,7 @@ class LogFunnelPorts:
         return self.base_port + self.first_level_count if self.uses_two_level else self.base_port
 
     def leaf_listen_port(self, index: int) -> int:
-        """Return the port of the leaf server with an `index`, from 0.
-
-        Raises:
-            ValueError: The index is out of range.
-        """
+        """Return the port of the leaf server `index`, from 0; ValueError: it is out of range."""
         if not 0 <= index < self.first_level_count:
             raise ValueError(f"server {index} is not one of {self.first_level_count}")
         return self.base_port + index
@@ -191,21 +177,13 @@ class LogFunnelPorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogServerPlan:
-    """The log servers of a job.
-
-    Attributes:
-        ports: Their ports.
-        leaf_queue_chunks: Length of a leaf's queue.
-        log_prefix: Beginning of the names of their own logs; None: the launcher's stderr.
-        grace_s: How long a leaf may take to write what it has; the root has twice as long.
-        allowed_roots: Directories below which logs may lie.
-    """
+    """The log servers of a job."""
 
     ports: LogFunnelPorts
     leaf_queue_chunks: int
-    log_prefix: str | None
-    grace_s: float
-    allowed_roots: tuple[str, ...] = ()
+    log_prefix: str | None  # of the names of their own logs; None: the launcher's stderr
+    grace_s: float  # for a leaf to write what it has; the root has twice as long
+    allowed_roots: tuple[str, ...] = ()  # directories below which logs may lie
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:

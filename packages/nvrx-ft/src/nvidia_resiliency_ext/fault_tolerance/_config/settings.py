@@ -2,13 +2,12 @@
 """`FaultToleranceConfig`: the options as one object, merged from a file and the command line.
 
 The fields are written out for readers and type checkers; a test compares them with the table.
-
-Knowing where a value came from is what lets a complaint name it, and lets the launcher tell an
-option that was asked for from one that merely has its default.
+Where a value came from is kept: complaints name it, and a default differs from what was asked for.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -135,8 +134,8 @@ class FaultToleranceConfig:
 
         Args:
             ignore_not_recognized: Log unknown names once instead of raising.
-            **kwargs: Options by field name; names of earlier releases are taken too, with a warning
-                where they name no field any more.
+            **kwargs: Options by field name, or by a name of earlier releases, with a warning where
+                that names no field any more.
 
         Raises:
             ValueError: A value is not allowed, or a name is unknown and may not be ignored.
@@ -151,11 +150,9 @@ class FaultToleranceConfig:
     def from_yaml_file(
         cfg_path: str | os.PathLike[str], ignore_not_recognized: bool = True
     ) -> FaultToleranceConfig:
-        """Return the config of the first `fault_tolerance` mapping in a YAML file.
+        """Return the config of the first `fault_tolerance` mapping, at any depth, in `cfg_path`.
 
-        Args:
-            cfg_path: The file; the mapping may stand at any depth.
-            ignore_not_recognized: Log unknown keys once instead of raising.
+        With `ignore_not_recognized` unknown keys are logged once instead of being an error.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -177,10 +174,7 @@ class FaultToleranceConfig:
         return layers_from_args(args).logged_config()
 
     def to_yaml_file(self, cfg_path: str | os.PathLike[str]) -> None:
-        """Write `cfg_path`, which `from_yaml_file` reads back as an equal config.
-
-        An existing file is overwritten.
-        """
+        """Write or overwrite `cfg_path`, which `from_yaml_file` reads back as an equal config."""
         import yaml
 
         text = yaml.safe_dump({"fault_tolerance": self.to_dict()}, sort_keys=False)
@@ -222,19 +216,12 @@ class Given(NamedTuple):
 
 @dataclass(slots=True)
 class Layers:
-    """What the sources gave, the later over the earlier.
+    """What the sources gave, the later over the earlier."""
 
-    Attributes:
-        given: Options by field name.
-        deprecated: Keys of earlier releases that are no option.
-        warnings: What a program should say once.
-        problems: What is wrong; `config` raises all of it.
-    """
-
-    given: dict[str, Given] = field(default_factory=dict)
-    deprecated: dict[str, Given] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    given: dict[str, Given] = field(default_factory=dict)  # by field name
+    deprecated: dict[str, Given] = field(default_factory=dict)  # old keys that are no option
+    warnings: list[str] = field(default_factory=list)  # to be said once
+    problems: list[str] = field(default_factory=list)  # `config` raises all of them
 
     def config(self) -> FaultToleranceConfig:
         """Return the merged config."""
@@ -245,8 +232,6 @@ class Layers:
     def logged_config(self) -> FaultToleranceConfig:
         """Return the merged config and log the warnings."""
         if self.warnings:
-            import logging
-
             for text in self.warnings:
                 logging.getLogger("nvrx").warning("%s", text)
         return self.config()
@@ -260,10 +245,7 @@ class Layers:
             return None
 
     def merge(self, entries: Iterable[tuple[str, Any, str]], *, ignore_unknown: bool) -> None:
-        """Add options: key, value, and what stands before the key where one speaks of it.
-
-        `merge_address` comes after the last source.
-        """
+        """Add options: key, value, place of the key in words; `merge_address` comes after all."""
         own: dict[str, str] = {}
         unknown = []
         for key, raw, place in entries:
@@ -311,11 +293,10 @@ def layers_from_args(args: argparse.Namespace) -> Layers:
     path = getattr(args, "ft_cfg_path", None)
     if path:
         ignore_unknown = bool(getattr(args, "ft_ignore_unknown_cfg", False))
-        may_be_missing = bool(getattr(args, "ft_ignore_missing_cfg", False))
         try:
             layers.merge(read_section(path), ignore_unknown=ignore_unknown)
         except (FileNotFoundError, errors.SectionMissingError) as error:
-            if not may_be_missing:
+            if not getattr(args, "ft_ignore_missing_cfg", False):
                 raise
             layers.warnings.append(f"going on without a configuration file: {error}")
     sources: dict[str, str] = getattr(args, "given", {})

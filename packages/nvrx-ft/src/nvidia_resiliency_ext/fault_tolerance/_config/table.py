@@ -21,25 +21,15 @@ RESTART_POLICY = v.choice("any-failed", "min-healthy")
 
 
 class Option(NamedTuple):
-    """One option.
+    """One option."""
 
-    Attributes:
-        field: Name in the dataclass and in the YAML section.
-        kind: How its value is read.
-        default: The value when nobody gives one.
-        group: Heading in `--help` and in the docs.
-        help: One sentence.
-        yaml_aliases: Older names of the key.
-        flag_aliases: Other spellings of the flag, without the leading dashes.
-    """
-
-    field: str
+    field: str  # name in the dataclass and in the YAML section
     kind: v.Kind
     default: object
-    group: str
-    help: str
-    yaml_aliases: tuple[str, ...] = ()
-    flag_aliases: tuple[str, ...] = ()
+    group: str  # heading in `--help` and in the docs
+    help: str  # one sentence
+    yaml_aliases: tuple[str, ...] = ()  # older names of the key
+    flag_aliases: tuple[str, ...] = ()  # other spellings of the flag, without leading dashes
 
     @property
     def flag(self) -> str:
@@ -148,7 +138,7 @@ OPTIONS: tuple[Option, ...] = (
         "Longest wait for the stacks of a hung rank before it is killed; 0 takes none."),
     Option("preempt_signal", v.HANDLED_SIGNAL_OR_NONE, None, FAULT_TOLERANCE,
         "Signal that announces to a launcher that its node must go: ranks save and leave."),
-    Option("restart_budget_window", v.INTERVAL_OR_NONE, None, FAULT_TOLERANCE,
+    Option("restart_budget_window", v.or_none(v.INTERVAL), None, FAULT_TOLERANCE,
         "Count only the restarts of the last so many seconds against --max-restarts."),
     Option("rdzv_token_file", v.or_none(v.TEXT), None, FAULT_TOLERANCE,
         "File with the job's token for rendezvous, log server and attribution service."),

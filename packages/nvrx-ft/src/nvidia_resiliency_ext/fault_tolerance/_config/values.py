@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of values: how a setting is read from text, YAML or Python, and what is allowed.
 
-A kind's `parse` raises `ValueError`, `TypeError` or `KeyError`; `read` adds who, what and
-what is allowed, so that every complaint reads the same. Nothing here knows a particular option.
+A kind's `parse` raises ValueError, TypeError or KeyError; `read` says where, what, and the rule.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ _INTEGERS_BELOW = 2**63
 
 
 class Kind(NamedTuple):
-    """How one sort of value is read.
+    """How one sort of value is read."""
 
-    Attributes:
-        expects: What is allowed, as it follows "... is not".
-        metavar: What `--help` shows for the value.
-        parse: Turns what was given into the value.
-    """
-
-    expects: str
-    metavar: str
+    expects: str  # what is allowed, as it follows "... is not"
+    metavar: str  # in `--help`
     parse: Callable[[Any], Any]
 
 
@@ -42,11 +35,7 @@ class _BadPartError(ValueError):
 
 
 def read(kind: Kind, raw: object, where: str) -> Any:
-    """Return the value of `raw`.
-
-    Raises:
-        ValueError: It is not allowed; the message says where it stood and what is.
-    """
+    """Return the value of `raw`, which stood at `where`; ValueError: it is not allowed."""
     try:
         return kind.parse(raw)
     except _BadPartError as error:
@@ -244,7 +233,6 @@ _above_zero = that(_number, lambda value: value > 0)
 SECONDS = Kind("a number of seconds >= 0", "SECONDS", _at_least_zero)
 SECONDS_OR_NONE = or_none(SECONDS)
 INTERVAL = Kind("a number of seconds > 0", "SECONDS", _above_zero)
-INTERVAL_OR_NONE = or_none(INTERVAL)
 FACTOR = Kind("a number > 0", "FACTOR", _above_zero)
 SIZE_MB = Kind("a number of megabytes >= 0", "MB", _at_least_zero)
 COUNT = integer_in(0, _INTEGERS_BELOW - 1)._replace(expects="an integer >= 0 and < 2**63")

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the `fault_tolerance` section of a YAML file; what its values mean is decided elsewhere.
 
-Such files are often the whole configuration of a training program. The rest of the file is
-somebody else's: it is parsed into nodes, never built, so that foreign tags and repeated keys there
-do no harm. Aliases share nodes and are not expanded, so that a small file cannot grow in memory.
+The rest of the file is somebody else's: it is parsed into nodes, never built, so that foreign tags
+and repeated keys do no harm. Aliases are not expanded, so that a small file cannot grow in memory.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    FaultToleranceConfigError,
-    SectionMissingError,
-    similar,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+from nvidia_resiliency_ext.fault_tolerance._core import errors
 
 SECTION = "fault_tolerance"
 SIZE_LIMIT_BYTES = 1 << 20
@@ -30,15 +22,11 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_section(path: str) -> list[tuple[str, Any, str]]:
-    """Return the first `fault_tolerance` mapping, depth first, in a file.
+    """Return key, value and place in words of each entry of a file's `fault_tolerance` mapping.
 
-    Of each entry: key; a scalar, a list of scalars or a mapping of them; and where it stands, as
-    text before the key.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SectionMissingError: There is no such mapping, or it is empty.
-        FaultToleranceConfigError: The file cannot be read or understood.
+    It is the first one, depth first; values are scalars, or lists or mappings of them. Raises
+    FileNotFoundError, SectionMissingError where there is no such mapping or it is empty,
+    FaultToleranceConfigError for an unreadable file.
     """
     import yaml
 
@@ -55,20 +43,20 @@ def read_section(path: str) -> list[tuple[str, Any, str]]:
         loader = Loader(text)
         entries = _Reader(loader, path).entries(_find(loader.get_single_node(), path))
     except yaml.YAMLError as error:
-        raise FaultToleranceConfigError([_explain(error, path)]) from None
+        raise errors.FaultToleranceConfigError([_explain(error, path)]) from None
     except RecursionError:
         raise _error(path, "is nested too deeply to be read") from None
     finally:
         if loader is not None:
             loader.dispose()
     if not entries:
-        raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
+        raise errors.SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
     return entries
 
 
-def _error(path: str, problem: str, node: Any = None) -> FaultToleranceConfigError:
+def _error(path: str, problem: str, node: Any = None) -> errors.FaultToleranceConfigError:
     where = path if node is None else f"{path} line {_line(node)}"
-    return FaultToleranceConfigError([f"{where}: {problem}"])
+    return errors.FaultToleranceConfigError([f"{where}: {problem}"])
 
 
 def _line(node: Any) -> int:
@@ -86,7 +74,7 @@ def _explain(error: Exception, path: str) -> str:
 def _read_text(path: str) -> str:
     try:
         data = _read_bytes(path)
-    except (FileNotFoundError, FaultToleranceConfigError):
+    except (FileNotFoundError, errors.FaultToleranceConfigError):
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -138,13 +126,13 @@ def _find(root: Any, path: str) -> Any:
     if stray is not None and stray.value:
         raise _error(path, f"{SECTION} is no mapping; write keys and values below it", stray)
     if stray is not None:
-        raise SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
+        raise errors.SectionMissingError([f"{path}: section {SECTION} is empty; give it an option"])
     keys = [key for node in _mappings(root) for key, _ in node.value if key.id == "scalar"]
     names = {key.value[: 2 * len(SECTION)]: _line(key) for key in reversed(keys)}
     hint = f"; write '{SECTION}:' and indent the options below it"
-    for name in similar(SECTION, names):
+    for name in errors.similar(SECTION, names):
         hint = f"; is it {name!r} in line {names[name]} that should be called so?"
-    raise SectionMissingError([f"{path}: section {SECTION} is missing{hint}"])
+    raise errors.SectionMissingError([f"{path}: section {SECTION} is missing{hint}"])
 
 
 def _mappings(root: Any) -> Iterator[Any]:

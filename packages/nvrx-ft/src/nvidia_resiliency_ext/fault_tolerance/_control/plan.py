@@ -8,32 +8,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.fault_tolerance._config import syntax
+from nvidia_resiliency_ext.fault_tolerance import rdzv_utils
+from nvidia_resiliency_ext.fault_tolerance._config import settings, syntax
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS, Flag
-from nvidia_resiliency_ext.fault_tolerance._config.settings import (
-    FaultToleranceConfig,
-    layers_from_args,
-)
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
-from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import (
-    agreed_on_logs,
-    log_plan,
-    server_problems,
-)
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
-    check_job_id,
-    job_name,
-    missing_hook,
-)
+from nvidia_resiliency_ext.fault_tolerance._plan import log_plan, plan
 from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement
 from nvidia_resiliency_ext.fault_tolerance.cli_args import FlagParser
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_float,
-    rdzv_config_get_as_int,
-)
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 PROGRAM = "nvrx-control"
@@ -77,8 +60,6 @@ CONTROL_FLAGS: tuple[Flag, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlan:
-    """What a control plane needs."""
-
     host: str  # Where the store is served, as launchers reach it.
     port: int
     run_id: str
@@ -105,7 +86,6 @@ class _ControlParser(FlagParser):
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = _ControlParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --nnodes N --rdzv-endpoint HOST:PORT [options]",
@@ -124,8 +104,8 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
     host, port = syntax.parse_endpoint(args.rdzv_endpoint)
     if port is None or port == 0:
         raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: a port is needed, HOST:PORT")
-    layers = layers_from_args(args)
-    problems = [*layers.problems, *server_problems(args, environ)]
+    layers = settings.layers_from_args(args)
+    problems = [*layers.problems, *log_plan.server_problems(args, environ)]
     if args.rdzv_backend != "c10d":
         problems.append(f"--rdzv-backend {args.rdzv_backend}: {PROGRAM} takes c10d only")
     if args.ft_enable_log_server and not _says_where_logs_are(args):
@@ -134,26 +114,24 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
-    problems = missing_hook(config.bad_node_hook, environ)
+    problems = plan.missing_hook(config.bad_node_hook, environ)
     if config.cycle_info_dir is not None:
         problems += _problems_of_cycle_info(config.cycle_info_dir, args.ft_cycle_info_job_id)
     if problems:
         raise FaultToleranceConfigError(problems)
-    logs = log_plan(args)
+    logs = log_plan.log_plan(args)
     return ControlPlan(
         host=host,
         port=port,
         run_id=args.rdzv_id,
         address=args.local_addr or host,
-        settings=_settings(args, config, "lease" in layers.given) | agreed_on_logs(logs),
-        log_level=(
-            config.log_level if "log_level" in layers.given else environment.log_level(environ)
-        ),
+        settings=_settings(args, config, "lease" in layers.given) | log_plan.agreed_on_logs(logs),
+        log_level=(config.log_level if "log_level" in layers.given else plan.log_level(environ)),
         services=ServicesPlan(
             fault_tol_cfg=config,
             logs=logs,
             cycle_info_job_id=args.ft_cycle_info_job_id,
-            job_name=job_name(args),
+            job_name=plan.job_name(args),
             attribution=AttributionConfig.from_args(args, logs.applog_prefix, config),
         ),
         warnings=(*args.warnings, *layers.warnings),
@@ -161,7 +139,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
 
 
 def _settings(
-    args: argparse.Namespace, config: FaultToleranceConfig, is_lease_given: bool
+    args: argparse.Namespace, config: settings.FaultToleranceConfig, is_lease_given: bool
 ) -> dict[str, str]:
     """Return what was given here and must be alike in the launchers; the rest is theirs alone."""
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
@@ -170,9 +148,9 @@ def _settings(
     try:
         given = {
             agreement.NNODES: f"{min_nodes}:{max_nodes}",
-            agreement.SEGMENT: config.segment or rdzv_config_get_as_int(conf, "segment"),
-            agreement.GROUP_SIZE: rdzv_config_get_as_int(conf, "replacement_group_size"),
-            agreement.LAST_CALL: rdzv_config_get_as_float(conf, "last_call_timeout"),
+            agreement.SEGMENT: config.segment or rdzv_utils.rdzv_config_get_as_int(conf, "segment"),
+            agreement.GROUP_SIZE: rdzv_utils.rdzv_config_get_as_int(conf, "replacement_group_size"),
+            agreement.LAST_CALL: rdzv_utils.rdzv_config_get_as_float(conf, "last_call_timeout"),
             agreement.LEASE: config.lease if is_lease_given else None,
             "--ft-no-restart-exit-code": code,
         }
@@ -191,5 +169,5 @@ def _problems_of_cycle_info(directory: str, job_id: str | None) -> list[str]:
         problems.append(f"--ft-cycle-info-dir {directory}: is no absolute path")
     if not job_id:
         problems.append("--ft-cycle-info-dir needs --ft-cycle-info-job-id: no scheduler says it")
-    check_job_id(job_id)
+    plan.check_job_id(job_id)
     return problems

@@ -10,19 +10,20 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
+from nvidia_resiliency_ext.fault_tolerance._core.machine import ATTRIBUTION, Cause
 from nvidia_resiliency_ext.fault_tolerance._health.bad_node import BadNodeHook
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices, token_file
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread, served_store
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import agreement, keys
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import (
-    EndpointError,
-    claim,
-    read_token,
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import (
+    agreement,
+    coordinator_loop,
+    endpoint,
+    keys,
 )
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Denylist
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore, load_torch
 from nvidia_resiliency_ext.fault_tolerance.cli_args import usage_error
@@ -33,9 +34,6 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, SignalQueue
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir, remove_stale_run_dirs
 
 from .plan import CONTROL_FLAGS, PROGRAM, ControlPlan, get_args_parser, plan_of
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
 
 logger = logging.getLogger("nvrx")
 
@@ -58,11 +56,10 @@ class ControlPlane:
         self._stack = contextlib.ExitStack()
         self._denylist = Denylist()
         self._is_stopped = False
-        self._thread: CoordinatorThread | None = None
+        self._thread: coordinator_loop.CoordinatorThread | None = None
         self._host_name = socket.gethostname()
 
     def __enter__(self) -> ControlPlane:  # noqa: PYI034  # Self is not in Python 3.10
-        """Begin to listen, and serve."""
         try:
             self._build()
         except BaseException as error:
@@ -88,9 +85,8 @@ class ControlPlane:
         elif problem:
             raise NvrxError(problem)
 
-    # Assembly; each part is taken down in the reverse order --------------------------------------
-
     def _build(self) -> None:
+        """Build all parts; each is taken down in the reverse order."""
         plan, stack = self._plan, self._stack
         signals = SignalQueue((signal.SIGTERM, signal.SIGINT))
         stack.callback(signals.close)
@@ -99,29 +95,24 @@ class ControlPlane:
         stack.callback(self._loop.close)
         self._loop.watch(signals.fileno(), lambda: self._signalled(signals.receive()))
         config = plan.services.fault_tol_cfg
-        secret = read_token(config.rdzv_token_file) if config.rdzv_token_file else None
+        secret = endpoint.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
         # Before anybody can connect: a client in the queue of a port does not learn that no store
         # is there yet, and its lease does not stand still.
         load_torch()
         # Before anything else is touched: where another one serves, this one must do nothing.
         try:
-            listener = claim(plan.address, plan.port, is_host=True)
-        except EndpointError as error:
+            listener = endpoint.claim(plan.address, plan.port, is_host=True)
+        except endpoint.EndpointError as error:
             if plan.address == plan.host:
                 raise
-            raise EndpointError(f"--local-addr {plan.address}: {error}") from None
+            raise endpoint.EndpointError(f"--local-addr {plan.address}: {error}") from None
         assert listener is not None
         stack.callback(listener.close)
         self._services = self._build_services()
         stack.callback(lambda: self._services.close(job_goes_on=not self._is_over()))
         self._capture_streams()
-        self._bad_node = BadNodeHook(
-            config.bad_node_hook,
-            self._environ,
-            job=plan.run_id,
-            host=self._host_name,
-            clock=self._clock,
-        )
+        hook, environ = config.bad_node_hook, self._environ
+        self._bad_node = BadNodeHook(hook, environ, job=plan.run_id, host=self._host_name)
         stack.callback(self._bad_node.close)
         self._services.follow_attribution(self._attribution_stops, self._denylist.add)
         stack.callback(lambda: self._services.end_attribution(job_goes_on=not self._is_over()))
@@ -155,9 +146,9 @@ class ControlPlane:
 
         funnel = None
         if logs.server is not None:
-            endpoint = endpoint_of(self._plan.address, logs.server.ports.client_connect_port())
+            where = endpoint_of(self._plan.address, logs.server.ports.client_connect_port())
             me = f"{PROGRAM}@{self._host_name}"
-            funnel = FunnelSink(endpoint, me, self._own_token)
+            funnel = FunnelSink(where, me, self._own_token)
         own = CycleLogs(logs.launcher_log_file, funnel=funnel)
         self._stack.callback(own.close)
         own.capture_own_streams(logs.launcher_log_file)
@@ -168,8 +159,8 @@ class ControlPlane:
             keys.LOG_TOKEN: self._services.log_token,
             keys.CONTROL_SETTINGS: agreement.write_settings(PROGRAM, plan.settings),
         }
-        self._thread = CoordinatorThread(
-            lambda: served_store(
+        self._thread = coordinator_loop.CoordinatorThread(
+            lambda: coordinator_loop.served_store(
                 listener,
                 plan.address,
                 plan.port,
@@ -180,19 +171,21 @@ class ControlPlane:
                 says=says,
             ),
             _wait_for_rules,
-            me=PROGRAM,
-            clock=self._clock,
-            services=self._services,
-            is_controlled=True,
-            on_bad_node=self._bad_node.report,
-            denylist=self._denylist,
+            partial(
+                coordinator_loop.Coordinator,
+                me=PROGRAM,
+                clock=self._clock,
+                is_controlled=True,
+                begins=self._services.begins,
+                ended=self._services.ended,
+                on_bad_node=self._bad_node.report,
+                denylist=self._denylist,
+            ),
             on_end=lambda: self._loop.post(self._stop),
         )
         self._stack.callback(self._thread.join, STOP_S)
         self._stack.callback(self._thread.stop)
         self._thread.start()
-
-    # What happens ------------------------------------------------------------------------------
 
     def _signalled(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -226,9 +219,6 @@ def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules 
     return None
 
 
-EXIT_FAILURE = 1
-
-
 def run_command_line(argv: Sequence[str] | None) -> int:
     """Serve a job to its end, or until a signal comes; return the exit code. Raises SystemExit."""
     open_missing_streams()
@@ -253,5 +243,5 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         usage_error(error, PROGRAM)
     except NvrxError as error:
         write_err(f"{PROGRAM}: error: {' '.join(str(error).split())}\n")
-        return EXIT_FAILURE
+        return machine.EXIT_FAILURE
     return 0

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listening Unix socket and its clients, on an event loop; what they say is the owner's business.
-
-A silent client delays nobody: each has a channel of its own, and of too many the oldest is dropped.
-"""
+"""A listening Unix socket and its clients on its owner's event loop: a silent one delays nobody."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import PeerRefusedError
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel, listen
-from nvidia_resiliency_ext.shared_utils.wire import require_same_user
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
-    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+from nvidia_resiliency_ext.shared_utils.wire import MessageSet, require_same_user
 
 logger = logging.getLogger("nvrx")
 
@@ -37,11 +29,9 @@ class RefusalLog:
     def __init__(self, socket_name: str) -> None:
         self._socket_name = socket_name
         self._count = 0
-        self.next_check: float | None = None
-        """When `check` is due, on the monotonic clock."""
+        self.next_check: float | None = None  # When `check` is due (monotonic s).
 
     def record(self, now: float, text: str) -> None:
-        """Take a refusal, described in `text`."""
         self.check(now)
         if self.next_check is None:
             self.next_check = now + PERIOD_S
@@ -64,7 +54,6 @@ class RefusalLog:
 class Connection:
     """A client; `pid` is the kernel's word, 0 where it cannot tell."""
 
-    number: int
     channel: Channel
     pid: int
     expiry: Timer | None = None
@@ -72,26 +61,20 @@ class Connection:
 
 @dataclass(eq=False)
 class Acceptor:
-    """Listens at a path and reads what clients of the same user send.
-
-    `on_received` gets the messages of a client whenever something came from it, its end included;
-    a client whose channel is over is dropped afterwards. `on_refused` gets a sentence.
-    `most` clients are kept, each for `limit_s` seconds unless it is released before.
-    """
+    """Listens at a path and reads what clients of the same user send; drops those that are over."""
 
     path: str
     loop: EventLoop
     messages: MessageSet
     _: KW_ONLY
-    most: int
-    limit_s: float | None = None
-    on_received: Callable[[Connection, list[object]], None]
-    on_refused: Callable[[str], None]
+    most: int  # Of more clients the oldest is dropped.
+    limit_s: float | None = None  # A client is dropped then, unless it is released before.
+    on_received: Callable[[Connection, list[object]], None]  # Also at the client's end.
+    on_refused: Callable[[str], None]  # Gets a sentence.
 
     def __post_init__(self) -> None:
         """Bind and listen; a path that cannot be bound raises ValueError or OSError."""
-        self._clients: dict[int, Connection] = {}
-        self._count = 0
+        self._clients: dict[Connection, None] = {}  # In the order in which they came.
         self._pause: Timer | None = None
         self._listener = listen(self.path)
         status = os.stat(self.path)
@@ -100,7 +83,7 @@ class Acceptor:
 
     def release(self, connection: Connection) -> None:
         """Let the caller have a client: it is read here no longer."""
-        del self._clients[connection.number]
+        del self._clients[connection]
         self.loop.unwatch(connection.channel)
         if connection.expiry is not None:
             connection.expiry.cancel()
@@ -115,7 +98,7 @@ class Acceptor:
             self._pause.cancel()
         self.loop.unwatch(self._listener)
         self._listener.close()
-        for connection in list(self._clients.values()):
+        for connection in list(self._clients):
             self.drop(connection)
         try:
             status = os.stat(self.path)
@@ -143,19 +126,18 @@ class Acceptor:
             self.on_refused(f"a connection to {self.path} was refused: {exc}")
             sock.close()
             return
-        self._count += 1
-        connection = Connection(self._count, Channel(sock, self.messages), peer.pid)
+        connection = Connection(Channel(sock, self.messages), peer.pid)
         if self.limit_s is not None:
             at = monotonic() + self.limit_s
             connection.expiry = self.loop.call_at(at, lambda: self.drop(connection))
         if len(self._clients) >= self.most:
-            oldest = next(iter(self._clients.values()))
+            oldest = next(iter(self._clients))
             self.on_refused(f"{self.path}: too many clients, dropped pid {oldest.pid}")
             self.drop(oldest)
-        self._clients[connection.number] = connection
+        self._clients[connection] = None
         self.loop.watch(connection.channel, lambda: self._read(connection))
 
     def _read(self, connection: Connection) -> None:
         self.on_received(connection, connection.channel.receive())
-        if connection.channel.is_over and connection.number in self._clients:
+        if connection.channel.is_over and connection in self._clients:
             self.drop(connection)

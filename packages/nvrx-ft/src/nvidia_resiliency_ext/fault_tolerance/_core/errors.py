@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 DEFAULT_NO_RESTART_EXIT_CODE: Final = 93
 RDZV_SHUTDOWN_REASON_GRACEFUL: Final = "graceful"

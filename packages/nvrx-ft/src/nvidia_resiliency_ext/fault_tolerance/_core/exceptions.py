@@ -90,8 +90,8 @@ def read_error_output(path: str, since: int) -> ErrorFile | None:
 def last_exception(text: str) -> ErrorFile | None:
     """Return the exception that has ended a program, by its output: the last traceback, or None.
 
-    Lines behind it may be more of its text, or it was caught and the program went on: then it
-    counts only if no function can have caught it, and is not `is_last`.
+    With other lines behind it, it may have been caught: it is not `is_last`, and counts only if no
+    function can have caught it.
     """
     text = _IGNORED.sub("", _RANK_PREFIX.sub("", text))
     at = text.rfind(_TRACEBACK)
@@ -130,25 +130,13 @@ def _timestamp(stamp: object) -> float | None:
 logger = logging.getLogger("nvrx")
 
 
-def get_rank() -> int:
-    """Return this process's global rank: the process group's, else `RANK`'s.
-
-    Raises:
-        RuntimeError: neither knows a rank.
-    """
-    from nvidia_resiliency_ext.fault_tolerance.data import current_global_rank
-
-    return current_global_rank()
-
-
 def install_exception_handler() -> None:
     """Make an uncaught exception log itself, print its traceback and end the process with code 1.
 
     Ctrl-C keeps its present meaning. Installing twice changes nothing.
     """
-    if isinstance(sys.excepthook, _ExitingHook):
-        return
-    sys.excepthook = _ExitingHook(sys.excepthook)
+    if not isinstance(sys.excepthook, _ExitingHook):
+        sys.excepthook = _ExitingHook(sys.excepthook)
 
 
 class _ExitingHook:
@@ -173,6 +161,8 @@ def _report(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     import traceback as formatting
+
+    from nvidia_resiliency_ext.fault_tolerance.data import get_rank
 
     try:
         rank = str(get_rank())

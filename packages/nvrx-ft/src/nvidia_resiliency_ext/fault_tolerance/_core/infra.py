@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node in the cluster: infrastructure rank, replacement group, hardware, short node lists.
-
-Whether there is hardware is asked in a thread: a library may lie on a slow file system.
-"""
+"""This node in the cluster: infrastructure rank, replacement group, hardware, short node lists."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts, format_runs
 
 _BOOLS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -41,7 +39,7 @@ _DRIVER_LIBRARY = "libnvidia-ml.so.1"
 
 
 def has_gpu_driver() -> bool:
-    """Return whether the library of the NVIDIA driver can be loaded."""
+    """Return whether the NVIDIA driver's library can be loaded; may block with its file system."""
     import ctypes
 
     try:
@@ -68,8 +66,6 @@ _MOST_NODES: Final = 100_000
 
 def hostnames_to_slurm_nodelist(hostnames: Iterable[str]) -> str:
     """Return `hostnames` as Slurm writes them, such as `node[001-004,007]`, each name once."""
-    from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
-
     return format_hosts(list(hostnames))
 
 
@@ -90,7 +86,6 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of one bracket, with their leading zeros."""
     found: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
@@ -103,16 +98,18 @@ def _numbers(text: str) -> list[str]:
     return found
 
 
+def short_host(name: str) -> str:
+    """Return the first part of a host's name; an address in numbers stays whole."""
+    is_address = ":" in name or not name.strip("0123456789.")
+    return name if is_address else name.partition(".")[0]
+
+
 def compact_nodes(addrs: Iterable[str]) -> str:
     """Return addresses in short form, for people: `node[001-004].cluster,10.0.0.[1-3]`."""
-    from nvidia_resiliency_ext.shared_utils.rank_sets import format_hosts
-
     names_by_domain: dict[str, list[str]] = {}
     for addr in addrs:
-        name, dot, domain = addr.partition(".")
-        if ":" in addr or not addr.strip("0123456789."):  # an IP address
-            name, dot, domain = addr, "", ""
-        names_by_domain.setdefault(dot + domain, []).append(name)
+        name = short_host(addr)
+        names_by_domain.setdefault(addr.removeprefix(name), []).append(name)
     parts: list[str] = []
     for domain, names in sorted(names_by_domain.items()):
         parts += [part + domain for part in _BETWEEN_HOSTS.split(format_hosts(names)) if part]
@@ -126,8 +123,6 @@ def slurm_sort_addrs(addrs: Iterable[str]) -> list[str]:
 
 def ranks_to_range_str(ranks: Iterable[int]) -> str:
     """Return `ranks` in the given order with runs shortened: 0, 1, 2, 6 -> `0-2,6`."""
-    from nvidia_resiliency_ext.shared_utils.rank_sets import format_runs
-
     return format_runs(ranks)
 
 
@@ -172,26 +167,23 @@ def infrastructure_rank(environ: _Environment, *, skip_nodename_logic: bool = Fa
 def get_log_aggregator_shard_index(num_aggregators: int) -> int:
     """Return which of `num_aggregators` first-level log servers this node sends to; 0 of none.
 
+    It follows from the node's place in the job where that is known, else from its name.
+
     Raises:
         ValueError: `num_aggregators` is negative.
     """
     if num_aggregators == 0:
         return 0
-    return log_aggregator_shard_index(num_aggregators, os.environ, os.uname().nodename)
-
-
-def log_aggregator_shard_index(num_shards: int, environ: _Environment, hostname: str) -> int:
-    """Return the log server for a node: by its place in the job where known, else by its name."""
-    if num_shards < 1:
-        raise ValueError(f"the number of log servers must be at least 1, not {num_shards}")
+    if num_aggregators < 0:
+        raise ValueError(f"the number of log servers must be at least 1, not {num_aggregators}")
     for rank_of in (_array_rank, _slurm_rank):
-        rank = rank_of(environ)
+        rank = rank_of(os.environ)
         if rank is not None:
-            return rank % num_shards
+            return rank % num_aggregators
     import hashlib
 
-    digest = hashlib.md5(hostname.encode(), usedforsecurity=False).hexdigest()
-    return int(digest, 16) % num_shards
+    digest = hashlib.md5(os.uname().nodename.encode(), usedforsecurity=False).hexdigest()
+    return int(digest, 16) % num_aggregators
 
 
 def nodes_per_array_task(environ: _Environment) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 
-MOST_WORKERS = 65536
-"""No machine runs as many; a slip of the finger must not fill its memory."""
+MOST_WORKERS = 65536  # No machine runs as many; a slip of the finger must not fill its memory.
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
@@ -24,7 +23,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str = "/") -> int:
     """Return what `determine_local_world_size` does, for a given environment and file tree."""
     if nproc_per_node == "cpu":
-        return count_cpus()
+        return len(os.sched_getaffinity(0))
     if nproc_per_node in ("gpu", "auto"):
         gpus = count_gpus(environ, root)
         if gpus == 0 and nproc_per_node == "gpu":
@@ -32,7 +31,7 @@ def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str 
                 "--nproc-per-node gpu: no GPU is visible here; check /dev/nvidia* and "
                 "CUDA_VISIBLE_DEVICES, or give a number"
             )
-        return gpus or count_cpus()
+        return gpus or len(os.sched_getaffinity(0))
     try:
         count = int(nproc_per_node)
     except ValueError:
@@ -43,11 +42,6 @@ def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str 
             f"{MOST_WORKERS}, cpu, gpu or auto"
         )
     return count
-
-
-def count_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
@@ -113,12 +107,8 @@ _CGROUP_FILES = (
 
 def available_bytes() -> int | None:
     """Return bytes that can be had without swapping, or None where nothing says."""
-    known = [
-        value
-        for value in (_machine_bytes(), *map(_group_bytes, _CGROUP_FILES))
-        if value is not None
-    ]
-    return min(known, default=None)
+    values = (_machine_bytes(), *map(_group_bytes, _CGROUP_FILES))
+    return min((value for value in values if value is not None), default=None)
 
 
 def _machine_bytes() -> int | None:
@@ -144,8 +134,6 @@ def _group_bytes(paths: tuple[str, str]) -> int | None:
     return max(0, limit - used)
 
 
-_STAT = "/proc/stat"
-
 # Columns of a processor's line after its name: user nice system idle iowait ...
 _IDLE_COLUMNS = slice(3, 5)
 _COUNTED_COLUMNS = 8  # guest time, behind them, is part of user time
@@ -155,7 +143,7 @@ class IdleMeter:
     """Counts idle processors between one question and the next."""
 
     def __init__(
-        self, cores: frozenset[int] | None = None, stat: str | os.PathLike[str] = _STAT
+        self, cores: frozenset[int] | None = None, stat: str | os.PathLike[str] = "/proc/stat"
     ) -> None:
         self._cores = frozenset(os.sched_getaffinity(0)) if cores is None else cores
         self._stat = stat

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction, WorkloadControlRequest
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 
-from .cause import Cause
-
 EXIT_OK = 0
 EXIT_FAILURE = 1
+ATTRIBUTION = "attribution"  # The kind of a cause that the attribution service names.
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a cycle ended: machine-readable, and said to every node."""
+
+    kind: str
+    what: str
+    rank: int | None = None
+    local_rank: int | None = None
+    host: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    detected_by: str = "launcher"
+    detail: Mapping[str, object] = field(default_factory=dict)
 
 
 class Phase(enum.Enum):
@@ -77,14 +91,6 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """Why this round's ranks save and leave; `is_own` when this node itself must go."""
-
-    cause: Cause
-    is_own: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """The state of this node. `running` holds the local ranks that have not exited."""
 
@@ -100,12 +106,8 @@ class Node:
     group_world_size: int = 1
     over: RoundClosed | None = None
     budget: int | None = None
-    leaving: Leaving | None = None
-
-    @property
-    def must_go(self) -> bool:
-        """Whether this node itself must leave: it takes part in no further round."""
-        return self.leaving is not None and self.leaving.is_own
+    leaving: Cause | None = None  # Why this round's ranks save and leave.
+    must_go: bool = False  # It is this node that leaves: it takes part in no further round.
 
 
 def restarts_left(node: Node) -> int:
@@ -129,7 +131,7 @@ class _Caused:
 
 @dataclass(frozen=True, slots=True)
 class RoundReady:
-    """Rendezvous is complete; `local_ranks` are to be started here."""
+    """Rendezvous is complete; as an effect: start the workers with these local ranks."""
 
     assignment: Assignment
     local_ranks: tuple[int, ...]
@@ -168,11 +170,8 @@ class BarrierTimedOut:
     """The other nodes did not end in time after this one succeeded."""
 
 
-@dataclass(frozen=True, slots=True)
-class NextRoundOpened:
+class NextRoundOpened(_Caused):
     """Another node saw a fault and opened the next round."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ class WorkerExited:
     status: ExitStatus
     cause: Cause | None = None
     no_progress: bool = False  # The tracker says so.
-    is_hopeless: bool = False  # See `start_failures.py`.
+    is_hopeless: bool = False  # See `StartFailures`.
 
 
 class WorkerStuck(_Caused):
@@ -281,17 +280,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Join the rendezvous of `cycle`."""
-
     cycle: int
     cause: Cause | None
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
-    """Start the workers of this round."""
-
-    assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +345,7 @@ class Finish:
 
 
 Effect = (
-    Join | StartWorkers | StopWorkers | KillWorkers | ReportFault | OpenNextRound
+    Join | RoundReady | StopWorkers | KillWorkers | ReportFault | OpenNextRound
     | CloseRendezvous | ReportSuccess | ReportBroken | LeaveRendezvous | Finish
     | Preempted | RoundLeaves | RanksHeld | SaveAgreed
 )  # fmt: skip

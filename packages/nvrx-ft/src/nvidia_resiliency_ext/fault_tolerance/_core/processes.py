@@ -27,8 +27,7 @@ _CUDA_LIMITS: Final = (0, 1, 2)
 def reduce_cuda_ctx_size() -> None:
     """Lower the device memory limits of the calling thread's CUDA context.
 
-    Without a driver, or without a context in this thread, there is nothing to reduce and nothing
-    happens; above all, no context is created.
+    Without a driver, or without a context in this thread, nothing happens; none is created.
     """
     import ctypes
 
@@ -168,7 +167,6 @@ def terminate_mp_processes(
 
 
 def _own_line() -> set[int]:
-    """Return this process and its ancestors."""
     line: set[int] = set()
     pid = os.getpid()
     while pid > 0 and pid not in line:
@@ -225,11 +223,10 @@ def get_processes_by_pgids(
 
 
 def end_program(code: int, *, is_own: bool) -> NoReturn:
-    """End the program with an exit code.
+    """End the program; one that is not `is_own` by SystemExit: its caller has things to do.
 
     A thread that comes back from torch while the interpreter is taken down aborts the process
     (SIGABRT): where threads are left only what programs ask for at their end is done.
-    A process that is not the program's (`is_own`) is not ended so: its caller has things to do.
     """
     if is_own and any(thread.daemon for thread in threading.enumerate()):
         with contextlib.suppress(Exception):

@@ -5,10 +5,9 @@ Before it joins: its health checks, which begin as soon as workers are being sto
 workers start: GPU memory that the last ones still hold, and the pause of a crash loop; both overlap
 with the rendezvous. What may block, as long as a driver or a mount does, runs in threads.
 
-A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and in which no rank reported
-a step. The first of them restarts at once, the second waits `FIRST_DELAY_S`, each further one
-twice as long, up to a limit. For programs without heartbeats or sections the time alone decides. A
-worker that was killed by a signal that others send did not crash.
+A crash loop is a row of cycles that each ended within `SHORT_CYCLE_S` and without a step (programs
+without heartbeats or sections report none). The first restarts at once, the second waits
+`FIRST_DELAY_S`, each further one twice as long, up to a limit.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ import enum
 import json
 import logging
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
+from nvidia_resiliency_ext.fault_tolerance._core.local_world import count_gpus, count_visible
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils import health_check
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer, WorkerThread
 
-from .memory import GpuMemory
-
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
     from nvidia_resiliency_ext.fault_tolerance._plan.plan import LaunchPlan
     from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
     from nvidia_resiliency_ext.shared_utils.health_check import Check, HealthResult, NodeHealthCheck
@@ -44,15 +44,14 @@ SHORT_CYCLE_S = 10.0
 FIRST_DELAY_S = 1.0
 
 _FREE_CRASHES = 1
+# Kinds of causes that say nothing about the program: a machine went, or somebody wanted it so.
 _NOT_THE_PROGRAM = frozenset({"node_lost", "drained", "left", "unhealthy", "start", "opened"})
-"""Kinds of causes that say nothing about the program: a machine went, or somebody wanted it so."""
 _SENT_BY_OTHERS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 
 
 def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bool) -> int:
-    """Return how many short cycles in a row there are now."""
     if has_stepped or lived_s >= SHORT_CYCLE_S:
         return 0
     is_crash = cause.kind not in _NOT_THE_PROGRAM and cause.signal not in _SENT_BY_OTHERS
@@ -60,7 +59,6 @@ def crashes_after(crashes: int, cause: Cause, lived_s: float, *, has_stepped: bo
 
 
 def delay_s(crashes: int, limit_s: float) -> float:
-    """Return how long the next start waits after so many short cycles in a row."""
     doublings = crashes - _FREE_CRASHES - 1
     if doublings < 0:
         return 0.0
@@ -167,10 +165,6 @@ def ensure_node_is_healthy(
     Raises:
         UnhealthyNodeException: One of them failed; the message says which and why.
     """
-    import os
-
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-
     wanted = FaultToleranceConfig() if config is None else config
     results = NodeChecks(wanted, endpoint, os.environ).run()
     cause = unfit(results, os.uname().nodename.split(".", 1)[0])
@@ -196,6 +190,72 @@ def get_node_health_check() -> NodeHealthCheck | None:
     return _service
 
 
+@dataclass(eq=False)
+class GpuMemory:
+    """How much memory of this node's workers' GPUs is in use. It may block; one thread only.
+
+    A process that was killed gives it back a little later: new workers would run out of it before.
+    """
+
+    nproc: int
+    environ: Mapping[str, str]
+    config: FaultToleranceConfig
+    is_unknown: bool = False  # That was said.
+
+    def ranks(self) -> Sequence[int]:
+        if not has_gpu_driver():
+            return ()
+        present = len(health_check.PynvmlMixin().get_gpu_pci_mapping())
+        if present == 0 and count_gpus(self.environ):
+            self._say_unknown("the driver does not tell which GPUs there are")
+        return range(min(self.nproc, count_visible(self.environ, present)))
+
+    def used_mb(self, ranks: Sequence[int]) -> dict[int, float] | None:
+        """Return the megabytes in use by local rank, or None when the driver does not say."""
+        from nvidia_resiliency_ext.shared_utils.memory import GPUMemoryLogger
+
+        used: dict[int, float] = {}
+        for rank in ranks:
+            found = GPUMemoryLogger().get_gpu_memory(device_index=rank)
+            if found is None:
+                self._say_unknown(f"the GPU of local rank {rank} cannot be read")
+                return None
+            used[rank] = found["used_mb"]
+        return used
+
+    def _say_unknown(self, why: str) -> None:
+        if not self.is_unknown:
+            self.is_unknown = True
+            logger.warning("restarts do not wait for GPU memory, it is unknown: %s", why)
+
+    def wait(self, clock: Clock, stopped: threading.Event) -> float | None:
+        """Wait until the memory is free; return the seconds, None where there is no such memory."""
+        config, ranks = self.config, self.ranks()
+        if not ranks:
+            return None
+        began = clock.monotonic()
+        while True:
+            used = self.used_mb(ranks)
+            if used is None:
+                return None
+            tolerated_mb = config.gpu_memory_tolerance_mb
+            waiting_for = {rank: mb for rank, mb in used.items() if mb > tolerated_mb}
+            waited_s = clock.monotonic() - began
+            if not waiting_for:
+                return waited_s
+            left_s = config.gpu_memory_reclaim_timeout - waited_s
+            if left_s <= 0:
+                which = ", ".join(f"rank {rank}: {mb:.0f} MB" for rank, mb in waiting_for.items())
+                logger.error(
+                    "GPU memory is still in use after %.0f s (%s; %.0f MB are tolerated): "
+                    "the workers start all the same",
+                    *(waited_s, which, tolerated_mb),
+                )
+                return waited_s
+            if stopped.wait(min(config.gpu_memory_poll_interval, left_s)):
+                return waited_s
+
+
 CLOSE_WAIT_S = 0.2
 
 
@@ -207,35 +267,27 @@ class _Checking(enum.Enum):
     DONE = "done"
 
 
+@dataclass(eq=False)
 class AdmissionCheck:
     """Lets a node join and its workers start when nothing speaks against it.
 
-    The loop's thread only. Callbacks come from the loop, or at once when there is nothing to wait
-    for.
+    The loop's thread only. Callbacks come from the loop, or at once.
     """
 
-    def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own
-        self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        *,
-        host: str,
-        infra_rank: int,
-        loop: EventLoop,
-        clock: Clock,
-        reporter: EventReporter,
-    ) -> None:
-        self._config: FaultToleranceConfig = plan.fault_tol_cfg
-        self._environ = environ
-        self._host = host
-        self._infra_rank = max(0, infra_rank)
-        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
-        self._may_inject = plan.max_nodes == 1
-        self._loop = loop
-        self._clock = clock
-        self._reporter = reporter
-        self.checks = NodeChecks(self._config, plan.node_health_check_endpoint, environ)
-        self.memory = GpuMemory(plan.nproc_per_node, environ, self._config)
+    plan: LaunchPlan
+    environ: Mapping[str, str]
+    _: KW_ONLY
+    host: str
+    infra_rank: int
+    loop: EventLoop
+    clock: Clock
+    reporter: EventReporter
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._config = plan.fault_tol_cfg
+        self.checks = NodeChecks(self._config, plan.node_health_check_endpoint, self.environ)
+        self.memory = GpuMemory(plan.nproc_per_node, self.environ, self._config)
         self._checking = _Checking.NOT_BEGUN
         self._finding: Cause | None = None
         self._joining: tuple[int, Callable[[Cause | None], None]] | None = None
@@ -249,9 +301,7 @@ class AdmissionCheck:
         self._check_thread = WorkerThread("nvrx-health")
         self._memory_thread = WorkerThread("nvrx-reclaim")
         for thread in (self._check_thread, self._memory_thread):
-            self._loop.watch(thread.fileno(), thread.collect)
-
-    # Before joining --------------------------------------------------------------------------
+            self.loop.watch(thread.fileno(), thread.collect)
 
     def prepare(self) -> None:
         """Begin the health checks for the next round, unless they have begun."""
@@ -274,8 +324,8 @@ class AdmissionCheck:
         if self._checking is not _Checking.RUNNING:
             return
         found = results or []
-        self._checking, self._finding = _Checking.DONE, unfit(found, self._host)
-        self._reporter.node_checked(found)
+        self._checking, self._finding = _Checking.DONE, unfit(found, self.host)
+        self.reporter.node_checked(found)
         self._answer()
 
     def _answer(self) -> None:
@@ -283,27 +333,24 @@ class AdmissionCheck:
             return
         (cycle, answer), self._joining = self._joining, None
         self._checking = _Checking.NOT_BEGUN
-        answer(self._finding or self._injected(cycle))
-
-    def _injected(self, cycle: int) -> Cause | None:
-        if not self._may_inject:
-            return None
-        return injected_failure(cycle, self._infra_rank, self._host, self._environ)
-
-    # Before the workers start ----------------------------------------------------------------
+        finding = self._finding
+        # With many nodes only the rendezvous knows which round it is: see `store_rendezvous.py`.
+        if finding is None and self.plan.max_nodes == 1:
+            finding = injected_failure(cycle, max(0, self.infra_rank), self.host, self.environ)
+        answer(finding)
 
     def cycle_failed(self, cause: Cause, lived_s: float, *, has_stepped: bool) -> None:
         """Record how a cycle ended: the next start may have to wait."""
         self._crashes = crashes_after(self._crashes, cause, lived_s, has_stepped=has_stepped)
         pause_s = delay_s(self._crashes, self._config.restart_backoff)
-        self._not_before = self._clock.monotonic() + pause_s
+        self._not_before = self.clock.monotonic() + pause_s
 
     def workers_gone(self) -> None:
         """Begin to wait for the GPU memory of workers that were stopped."""
         if self._config.gpu_memory_reclaim_timeout <= 0 or self._reclaiming:
             return
         self._reclaiming = True
-        wait = partial(self.memory.wait, self._clock, self._stopped)
+        wait = partial(self.memory.wait, self.clock, self._stopped)
         try:
             self._memory_thread.submit(wait, self._reclaimed)
         except RuntimeError as error:
@@ -313,7 +360,7 @@ class AdmissionCheck:
     def _reclaimed(self, seconds: float | None) -> None:
         self._reclaiming = False
         if seconds is not None:
-            self._reporter.memory_reclaimed(seconds)
+            self.reporter.record_phase("reclaim", round(seconds, 6))
         self._let_start()
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -324,7 +371,7 @@ class AdmissionCheck:
     def _let_start(self) -> None:
         if self._starting is None or self._reclaiming:
             return
-        wait_s = self._not_before - self._clock.monotonic()
+        wait_s = self._not_before - self.clock.monotonic()
         if wait_s > 0:
             if self._pause is None:
                 logger.warning(
@@ -335,7 +382,7 @@ class AdmissionCheck:
                     math.ceil(wait_s),
                 )
             self._cancel_pause()
-            self._pause = self._loop.call_at(self._not_before, self._let_start)
+            self._pause = self.loop.call_at(self._not_before, self._let_start)
             return
         self._pause = None
         begin, self._starting = self._starting, None
@@ -357,5 +404,5 @@ class AdmissionCheck:
         self._joining = None
         self._stopped.set()
         for thread in (self._check_thread, self._memory_thread):
-            self._loop.unwatch(thread.fileno())
+            self.loop.unwatch(thread.fileno())
             thread.close(CLOSE_WAIT_S)

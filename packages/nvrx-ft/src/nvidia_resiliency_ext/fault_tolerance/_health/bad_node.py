@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command of the site for each bad node, so that the site drains or repairs it.
 
-Reports are taken from any thread at once and handled one after the other in a thread of their own:
-no restart ever waits for the command. It gets one JSON object on its standard input, has a process
-group of its own, and is killed at its deadline. What goes wrong with it is one line in the log.
+Reports are handled one after the other in a thread of their own: no restart waits for the command.
+It gets one JSON object on its standard input, and is killed at its deadline. A failure is logged.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import shlex
 import signal
 import threading
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import IO, Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.children import start_child
-from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 from nvidia_resiliency_ext.shared_utils.event_loop import WorkerThread
 
@@ -35,10 +35,7 @@ MAX_END_BYTES = 300
 
 
 def report_of(cause: Cause, *, job: str, reported_by: str, time: float) -> str:
-    """Return a bad node's report as the command gets it; evidence that is too large is left out.
-
-    `time` is unix seconds.
-    """
+    """Return a report as the command gets it, `time` in unix s; too large evidence is left out."""
     evidence = dict(cause.detail)
     for name in ("rank", "local_rank", "exit_code", "signal", "detected_by"):
         if (value := getattr(cause, name)) not in (None, ""):
@@ -59,38 +56,34 @@ def report_of(cause: Cause, *, job: str, reported_by: str, time: float) -> str:
     return text
 
 
+@dataclass(eq=False)
 class BadNodeHook:
     """Runs the command, if there is one, for each report that the limits allow; from any thread."""
 
-    def __init__(
-        self,
-        command: str | None,
-        environ: Mapping[str, str],
-        *,
-        job: str,
-        host: str,
-        clock: Clock,
-        deadline_s: float = HOOK_DEADLINE_S,
-    ) -> None:
-        self._argv = tuple(shlex.split(command or ""))
-        self._environ = dict(environ)
-        self._job = job
-        self._host = host
-        self._clock = clock
-        self._deadline_s = deadline_s
+    command: str | None
+    environ: Mapping[str, str]
+    _: KW_ONLY
+    job: str
+    host: str
+    clock: Clock = field(default_factory=SystemClock)
+    deadline_s: float = HOOK_DEADLINE_S
+
+    def __post_init__(self) -> None:
+        self._environ = dict(self.environ)
+        self._argv = tuple(shlex.split(self.command or ""))
         # Nodes of the last hour and when it ran for each (monotonic s); guarded by _lock.
         self._runs: list[tuple[str, float]] = []
-        self._is_closed = command is None  # guarded by _lock
+        self._is_closed = self.command is None  # guarded by _lock
         self._lock = threading.Lock()
         self._thread = WorkerThread("nvrx-bad-node-hook")
 
     def report(self, cause: Cause) -> None:
         """Run the command for a bad node if the limits allow; return at once, never raise."""
-        wall, now = self._clock.wall(), self._clock.monotonic()
+        wall, now = self.clock.wall(), self.clock.monotonic()
         with self._lock:
             if self._is_closed or not self._may_run(cause.host, now):
                 return
-            reports = [report_of(cause, job=self._job, reported_by=self._host, time=wall)]
+            reports = [report_of(cause, job=self.job, reported_by=self.host, time=wall)]
 
             def job() -> None:
                 for report in reports:
@@ -113,7 +106,7 @@ class BadNodeHook:
         """Finish what was reported, within the command's deadline for all of it."""
         with self._lock:
             self._is_closed = True
-        self._thread.close(self._deadline_s + 1.0)
+        self._thread.close(self.deadline_s + 1.0)
 
     def _notify(self, cause: Cause, report: str) -> None:
         try:
@@ -144,11 +137,11 @@ class BadNodeHook:
                 die_with_parent=True,
             )
             with child:
-                status = child.wait(self._deadline_s)
+                status = child.wait(self.deadline_s)
                 # Also what it left in its group.
                 child.signal_group(signal.SIGKILL)
                 if status is None:
-                    return f"not done within {self._deadline_s:g} s: killed{_end_of(said)}"
+                    return f"not done within {self.deadline_s:g} s: killed{_end_of(said)}"
                 return "" if status.code == 0 else f"{status.describe()}{_end_of(said)}"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exclusions by the scheduler: files that say which units of a job have unhealthy nodes.
 
-A unit is a task of a Slurm job array, or a Slurm job that is no array. Owns the names of the files
-and their meaning, for the launchers that obey them and for the publisher that writes them. Whatever
-is not a clear exclusion passes: a file that cannot be read must not end a job.
+A unit is a task of a Slurm job array, or a Slurm job that is no array. Launchers obey the files,
+`slurm_health` writes them. Whatever is not a clear exclusion passes: a file that cannot be read
+must not end a job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Exclusion:
 
 
 def unit_of(environ: Mapping[str, str]) -> Unit | None:
-    """Return the unit of this node, or None outside Slurm."""
     task, job = environ.get(_env.SLURM_ARRAY_TASK_ID), environ.get(_env.SLURM_ARRAY_JOB_ID)
     if not (task and job):
         task = job = environ.get(_env.SLURM_JOB_ID)

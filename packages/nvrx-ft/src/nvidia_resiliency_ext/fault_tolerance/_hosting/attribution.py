@@ -56,8 +56,8 @@ class AttributionManager:
         cfg: Endpoint, port and limits of the service.
         is_store_host: Whether this launcher is the one that runs it.
         environ: The environment that the service gets; ours if None.
-        state_dir: Private directory for what the service remembers, where its environment names
-            none; None: it remembers nothing when it is started again.
+        state_dir: For what it remembers over its restarts, where `environ` names no directory;
+            None: it remembers nothing.
     """
 
     def __init__(
@@ -78,14 +78,12 @@ class AttributionManager:
     def start_if_needed(self) -> AttributionEndpoint | None:
         """Start the service if this launcher runs it, and wait until it answers.
 
-        Returns:
-            Where to ask; None when nobody is to be asked from here.
+        Returns where to ask; None when nobody is to be asked from here.
 
         Raises:
             ValueError: The key file that was named cannot be read.
-            AttributionMissingError: The service is not installed.
             TimeoutError: It does not answer in time; it is ended.
-            NvrxError: It cannot be started.
+            NvrxError: It is not installed (AttributionMissingError), or cannot be started.
         """
         if self.launch():
             try:
@@ -178,10 +176,7 @@ class AttributionManager:
 
 
 def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
-    """Return where a managed service keeps what it knows of a job, beside its log.
-
-    A job without a name by which it could be started again has it in its launcher's `run_dir`.
-    """
+    """Return where a service keeps what it knows: beside its log, of nameless jobs in `run_dir`."""
     name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
     if log_file is None or name in {"", ".", ".."}:
         return os.path.join(run_dir, "attribution")
@@ -189,7 +184,6 @@ def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
 
 
 def is_installed() -> bool:
-    """Return whether the service can be started here."""
     try:
         _command()
     except AttributionMissingError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 from nvidia_resiliency_ext.shared_utils.children import signal_name
 from nvidia_resiliency_ext.shared_utils.clock import Clock
@@ -51,18 +51,6 @@ def token_file(environ: Mapping[str, str], job_token_file: str | None, run_dir: 
     return TokenFile(given, True) if given else TokenFile(os.path.join(run_dir, _NAME), False)
 
 
-def make_token(path: str) -> str:
-    """Make a token, put it into a file and return it."""
-    token = os.urandom(_TOKEN_BYTES).hex()
-    write_token(path, token)
-    return token
-
-
-def write_token(path: str, token: str) -> None:
-    """Put a token into a file that only we may read."""
-    atomic_write(path, token.encode())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
     """What the host of a job runs beside the store; a launch plan says that, too."""
@@ -82,13 +70,12 @@ logger = logging.getLogger("nvrx")
 class CoordinatorServices:
     """Services of a job's coordinator; `close` ends them. Report rounds from any thread.
 
-    Without a loop there are no log servers, and a STOP is reported in the thread that learns it.
     Raises NvrxError: a port is taken, or a directory cannot be used.
     """
 
     plan: ServicesPlan | LaunchPlan
     environ: Mapping[str, str]
-    loop: EventLoop | None
+    loop: EventLoop | None  # None: no log servers, and a STOP is told in the thread that learns it.
     clock: Clock
     _: KW_ONLY
     address: str
@@ -121,7 +108,10 @@ class CoordinatorServices:
         from nvidia_resiliency_ext.fault_tolerance._logs.servers import LogServers
 
         token = token_file(self.environ, self.plan.fault_tol_cfg.rdzv_token_file, self.run_dir)
-        self.log_token = IN_A_FILE if token.is_given else make_token(token.path)
+        self.log_token = IN_A_FILE
+        if not token.is_given:
+            self.log_token = os.urandom(_TOKEN_BYTES).hex()
+            atomic_write(token.path, self.log_token.encode())
         if self.is_shared and not token.is_given:
             logger.info(
                 "the log server's token goes through the rendezvous, which guards against mistakes "
@@ -146,8 +136,8 @@ class CoordinatorServices:
     ) -> None:
         """Start the service, or find it, and let it follow the cycles from now on.
 
-        `on_stop` gets the reason of a STOP that is to be obeyed, on the loop; `on_nodes` hosts that
-        are to have no place any more, in any thread.
+        `on_stop` gets the reason of a STOP to obey, on the loop; `on_nodes` hosts that are to have
+        no place any more, and why, in any thread.
         """
         plan = self.plan
         if not (plan.attribution.is_enabled and plan.logs.applog_prefix):
@@ -156,22 +146,18 @@ class CoordinatorServices:
         if excludes and not self.is_shared:
             logger.info("a job of one node excludes none: bad nodes are only logged")
             excludes = False
-        from nvidia_resiliency_ext.fault_tolerance._hosting.attribution import (
-            AttributionManager,
-            AttributionWatch,
-            state_dir,
-        )
+        from nvidia_resiliency_ext.fault_tolerance._hosting import attribution
 
         # A job of several nodes may span the tasks of an array, and the next task takes it over.
         scheduled = job_id_from_env() if self.is_shared else task_id_from_env()
         job_id = plan.cycle_info_job_id or scheduled or plan.job_name
-        manager = AttributionManager(
+        manager = attribution.AttributionManager(
             plan.attribution,
             is_store_host=True,
             environ=self.environ,
-            state_dir=state_dir(plan.attribution.log_file, job_id, self.run_dir),
+            state_dir=attribution.state_dir(plan.attribution.log_file, job_id, self.run_dir),
         )
-        self._watch = AttributionWatch(
+        self._watch = attribution.AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
             token_file=plan.fault_tol_cfg.rdzv_token_file,
@@ -184,8 +170,6 @@ class CoordinatorServices:
         )
         self._watch.start()
 
-    # While the job runs ------------------------------------------------------------------------
-
     def begins(
         self,
         cycle: int,
@@ -194,10 +178,7 @@ class CoordinatorServices:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Record that the workers of a cycle start now on the active nodes, by rank.
-
-        With `goes_on` an earlier coordinator has recorded the start of this cycle.
-        """
+        """Record that a cycle starts on the active nodes, by rank; `goes_on`: it was recorded."""
         self.cycle = cycle
         servers, watch, reporter = self._servers, self._watch, self._reporter
         if goes_on and servers is not None:
@@ -208,15 +189,13 @@ class CoordinatorServices:
             return
         from nvidia_resiliency_ext.fault_tolerance._report.cycle_files import CycleInfoRoundSnapshot
 
-        report = reporter.report_cycle_goes_on if goes_on else reporter.report_cycle_start
-        report(
-            CycleInfoRoundSnapshot(
-                cycle,
-                [one.host or one.addr for one in active],
-                [one.host or one.addr for one in waiting],
-                [one.infra_rank if one.infra_rank >= 0 else at for at, one in enumerate(active)],
-            )
+        snapshot = CycleInfoRoundSnapshot(
+            cycle,
+            [one.host or one.addr for one in active],
+            [one.host or one.addr for one in waiting],
+            [one.infra_rank if one.infra_rank >= 0 else at for at, one in enumerate(active)],
         )
+        reporter.report_cycle_start(snapshot, goes_on=goes_on)
 
     def ended(self, cycle: int, cause: Cause | None = None) -> None:
         """Record that a cycle is over, also one that began before; it may be repeated."""
@@ -224,9 +203,7 @@ class CoordinatorServices:
         if watch is not None:
             watch.ended(evidence_of(cause))
         if reporter is not None:
-            reporter.report_end_of(cycle)
-
-    # The end -----------------------------------------------------------------------------------
+            reporter.report_cycle_end(cycle)
 
     def end_attribution(self, *, job_goes_on: bool = False) -> None:
         """End the service and what asks it; a job that goes on is not asked about."""
@@ -241,10 +218,10 @@ class CoordinatorServices:
             reporter.shutdown(ends_cycle=not job_goes_on)
 
     def close(self, *, job_goes_on: bool = False) -> None:
-        """End all of it; what log servers have is written.
+        """End all, and write what log servers have.
 
-        Where the job goes on with another host, the present cycle is not over, and servers do not
-        wait for nodes, which keep what was not confirmed.
+        Where the job goes on, the cycle is not over, and servers do not wait for nodes, which keep
+        what was not confirmed.
         """
         self.end_attribution(job_goes_on=job_goes_on)
         self.end_cycle_info(job_goes_on=job_goes_on)

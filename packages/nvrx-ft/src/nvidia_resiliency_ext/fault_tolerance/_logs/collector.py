@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect the output of workers, and of the launcher itself, in logs.
 
-`begin_cycle` once per cycle, then `open_pipe` for each worker. Cycles overlap: what workers of the
-last one wrote is read while those of the next one start.
+Cycles overlap: what workers of the last one wrote is read while those of the next one start.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ _FILE_CLOSE_S = 5.0
 class CycleLogs:
     """Collects what workers write; owns the two threads, all pipes and the spill files.
 
-    Args:
-        base_log_file: Absolute path; a cycle's log has `_cycle<number>` before the extension.
-        workers: How many workers a cycle has here, for the size of their pipes.
-        funnel: The log server that keeps the logs; None writes files from here.
-        spill_dir: Directory for lines that memory has no room for; None takes the system's.
+    A cycle's log is `base_log_file`, an absolute path, with `_cycle<number>` before the extension.
+    Without a `funnel`, the log server that keeps the logs, files are written from here. `workers`
+    is for the size of pipes; in `spill_dir` (None: the system's) wait lines without room in memory.
     """
 
     def __init__(
@@ -70,10 +67,7 @@ class CycleLogs:
         self._present = self._outlet.open(cycle_log_file(self._base_log_file, cycle))
 
     def end_cycle(self) -> None:
-        """Record that no worker of the present cycle will start any more.
-
-        Its pipes are read to their ends; one that somebody holds open is closed after 2 s.
-        """
+        """End the present cycle: its pipes are read to their ends, those held open for 2 s."""
         present, self._present = self._present, None
         if present is not None:
             self._reader.end(present)

@@ -14,21 +14,13 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
+from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
-from .sinks import NotYetError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils.event_loop import Timer
-
-    from .sinks import LogFile
-
+from .sinks import LogFile, NotYetError
 
 logger = logging.getLogger("nvrx")
 
@@ -37,8 +29,7 @@ SPILL_BYTES = 1 << 30
 _MOST_FILES = 256
 _BATCH_BYTES = 256 << 10
 _RECORD_BYTES = 8 << 20
-# What a part costs beside its bytes.
-_PART_OVERHEAD_BYTES = 64
+_PART_OVERHEAD_BYTES = 64  # what a part costs beside its bytes
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
 
@@ -53,10 +44,9 @@ class Record:
 
 
 class Target:
-    """One log and what waits for it. Only the outlet changes it, under its lock or in its thread.
+    """One log and what waits for it; the outlet's, under its lock or in its thread.
 
     From oldest to newest wait: a gap (what was dropped), records in files, parts in memory.
-    `pipes`, and whether more of them may come, are the reader's.
     """
 
     def __init__(self, path: str) -> None:
@@ -74,7 +64,7 @@ class Target:
         self.retry_s = _FIRST_RETRY_S
         self.problem = ""
         self.is_warned = False
-        self.pipes: set[int] = set()
+        self.pipes: set[int] = set()  # the reader's, as the next
         self.gets_no_pipe = False
 
     @property
@@ -233,10 +223,7 @@ class Outlet:
             self._schedule(target)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is left and end the thread; say whether everything could be written.
-
-        A log that takes nothing is tried until the time is up.
-        """
+        """Write what is left, trying until the time is up; say whether all of it was written."""
         self._closes_at = time.monotonic() + timeout_s
         self._loop.post(self._end_all)
         self._thread.join(timeout_s + _FIRST_RETRY_S)

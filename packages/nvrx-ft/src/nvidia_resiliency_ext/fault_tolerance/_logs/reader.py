@@ -10,14 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
-if TYPE_CHECKING:
-    from .lines import LineAssembler
-    from .outlet import Outlet, Target
-
+from .lines import LineAssembler
+from .outlet import Outlet, Target
 
 LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16
@@ -37,8 +34,8 @@ def pipe_bytes(workers: int) -> int:
 def open_pipe(size: int = LARGEST_BYTES) -> tuple[int, int]:
     """Return a pipe as (reading end that never waits, writing end) that holds about `size` bytes.
 
-    What it holds is what a worker can still write while the launcher does not read. Where the
-    kernel refuses the size it is halved, down to what the pipe has anyway.
+    So much a worker can still write while the launcher does not read. Where the kernel refuses the
+    size it is halved, down to what the pipe has anyway.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -80,8 +77,7 @@ class ReaderConfig:
 class MultiplexingReaderThread(threading.Thread):
     """Reads pipes until they end; the methods that give orders may be called from any thread.
 
-    A pipe belongs to a log, its `target`; `outlet` is the object that writes lines, `config` has
-    times and sizes.
+    `outlet` writes the lines of each pipe to its `target`, `config` has times and sizes.
     """
 
     def __init__(self, outlet: Outlet, config: ReaderConfig | None = None) -> None:
@@ -97,13 +93,8 @@ class MultiplexingReaderThread(threading.Thread):
         self._read_bytes = 0
         self._waiting_bytes = 0
 
-    # Orders ----------------------------------------------------------------------------------
-
     def add(self, fd: int, lines: LineAssembler, target: Target) -> None:
-        """Read the pipe `fd`, non-blocking and ours now, into `target`; close it at its end.
-
-        `lines` assembles whole lines.
-        """
+        """Read the pipe `fd`, non-blocking and ours now, by `lines` into `target`, to its end."""
         if not self._order(lambda: self._add(fd, lines, target)):
             os.close(fd)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
 from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 from nvidia_resiliency_ext.shared_utils.clock import Clock, Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
@@ -22,37 +23,25 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 from .sinks import endpoint_of
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._config.launch_config import LogServerPlan
-
-
 logger = logging.getLogger("nvrx")
 
 _PACKAGE = "nvidia_resiliency_ext.shared_utils"
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _KILL_MARGIN_S = 5.0
-# A node that has lost its server tries again within this time.
-_NODES_COME_BACK_S = 5.0
-
-
-class LogServerError(NvrxError):
-    """A log server cannot run here."""
+_NODES_COME_BACK_S = 5.0  # within which a node that lost its server tries again
 
 
 @dataclass(eq=False)
 class LogServer:
-    """One server: its name, its port, how long it may take to end, and how it is started.
-
-    `child` is its process while it runs, `delay_s` the pause before its next start.
-    """
+    """One server and its process while that runs."""
 
     name: str
     port: int
-    grace_s: float
+    grace_s: float  # to end in
     argv: Sequence[str]
     child: Child | None = None
-    delay_s: float = _FIRST_DELAY_S
+    delay_s: float = _FIRST_DELAY_S  # before the next start
 
 
 def servers_of(plan: LogServerPlan, host: str) -> list[LogServer]:
@@ -103,7 +92,7 @@ class LogServers:
                 self._start(server)
         except (OSError, ChildStartError) as error:
             self.stop()
-            raise LogServerError(f"the log server cannot be started: {error}") from error
+            raise NvrxError(f"the log server cannot be started: {error}") from error
 
     def expect_nodes(self) -> None:
         """Record that nodes have lines for these servers and have still to find them."""
@@ -171,8 +160,6 @@ class LogServers:
 
 def _end_together(servers: Sequence[tuple[LogServer, Child]], grace_s: float | None = None) -> None:
     """End servers, which have their own time to do so, or no more than `grace_s`."""
-    import signal
-
     for _, child in servers:
         child.signal(signal.SIGTERM)
     if not servers:
@@ -197,7 +184,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)  # SO_REUSEADDR lets two bind, but only one listen.
     except OSError as error:
-        raise LogServerError(
+        raise NvrxError(
             f"the log server cannot listen on {endpoint_of(host, port)}: {error.strerror}; "
             "choose another --ft-log-server-port"
         ) from error

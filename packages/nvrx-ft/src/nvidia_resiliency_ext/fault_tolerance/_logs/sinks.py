@@ -67,17 +67,11 @@ LogFile: TypeAlias = LocalFile | RemoteFile
 
 @dataclass(eq=False)
 class FunnelSink:
-    """Logs on a log server. One thread only, but for methods that say otherwise.
-
-    Attributes:
-        endpoint: `host:port`.
-        node_id: What the server calls this node.
-        token_file: File with the job's token, which may be written later. None: no token is sent.
-    """
+    """Logs on a log server. One thread only, but for methods that say otherwise."""
 
     endpoint: str
-    node_id: str
-    token_file: str | None = None
+    node_id: str  # what the server calls this node
+    token_file: str | None = None  # may be written later; None: no token is sent
 
     def __post_init__(self) -> None:
         self._client: LogFunnelClient | None = None
@@ -132,10 +126,9 @@ _CLOSE_S = 30.0
 
 
 class GrpcWriterThread(threading.Thread):
-    """Sends `(path, whole lines)` pairs of a queue to a log server, until it is shut down.
+    """Sends `(path, whole lines)` pairs of a queue, which should have a limit, to a log server.
 
-    The server's client keeps lines while the server is away. The queue is the caller's: it should
-    have a limit.
+    Lines are kept while the server is away.
 
     Args:
         write_queue: Where the pairs come from; lines are bytes, or text, which becomes UTF-8.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a monitor process from its parent's side; what its messages mean is the parent's business.
+"""Owns a monitor process from its parent's side.
 
-The monitor is an isolated interpreter without `site`, so that it starts in tens of milliseconds
-and carries no torch; it gets the parent's module search path over the socket.
+It is an isolated interpreter without `site`, so that it starts in tens of milliseconds and carries
+no torch; it gets the parent's module search path over the socket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._env import RUN_ID
 from nvidia_resiliency_ext.shared_utils import procfs
@@ -26,10 +27,6 @@ from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 from .messages import LAUNCHER_MESSAGES, Leave, LogLine, Ready, SlotReplaced, Start
 from .slot import SlotError, SlotLayout, SlotMemory
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-
 SWEEP_LIMIT_S = 1.5
 QUIET_SCANS = 2
 _ROUND_S = 0.05
@@ -38,11 +35,11 @@ _ROUND_S = 0.05
 def sweep(
     run_id: str, pgids: Collection[int], *, spared: Collection[int], limit_s: float = SWEEP_LIMIT_S
 ) -> list[int]:
-    """Kill the process groups and every process that carries the run's id, until none is left.
+    """Kill the process groups and every process that carries the run's id.
 
     Such a process is killed with its whole group, unless its session is ours or that of a spared
-    one: a signal to a group reaches also what it forks at that moment. Processes that are still
-    there after `limit_s` are returned.
+    one: a signal to a group reaches also what it forks at that moment. This is done until none is
+    left; processes that are still there after `limit_s` are returned.
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
@@ -81,15 +78,12 @@ def _kill(pid: int, run_id: str, groups: Collection[int]) -> PidHandle | None:
     # Asked again now that the handle holds the process: the number may have been recycled.
     stat = procfs.read_stat(pid)
     is_in_group = stat is not None and stat.pgid in groups
-    if not is_in_group and procfs.environ_value(pid, RUN_ID) != run_id:
-        handle.close()
-        return None
-    try:
-        handle.signal(signal.SIGKILL)
-    except PermissionError:
-        handle.close()
-        return None
-    return handle
+    if is_in_group or procfs.environ_value(pid, RUN_ID) == run_id:
+        with contextlib.suppress(PermissionError):
+            handle.signal(signal.SIGKILL)
+            return handle
+    handle.close()
+    return None
 
 
 logger = logging.getLogger("nvrx")
@@ -116,7 +110,7 @@ class MonitorStartError(NvrxError, RuntimeError):
 
 
 class MonitorHandle:
-    """A running monitor: its process, its socket and the slots of its ranks.
+    """A running monitor: its process, its socket and the slots of its ranks; made by `launch`.
 
     Closing the socket (or dying) makes the monitor sweep and leave. Not thread-safe.
     """
@@ -124,7 +118,6 @@ class MonitorHandle:
     def __init__(
         self, child: Child, channel: Channel, layout: SlotLayout, local_ranks: Sequence[int]
     ) -> None:
-        """Take over a process; use `launch`."""
         self.child = child
         self.layout = layout
         self._channel = channel
@@ -142,69 +135,59 @@ class MonitorHandle:
         ready_limit_s: float | None = None,
         **order: Any,
     ) -> MonitorHandle:
-        """Start a monitor, and wait `ready_limit_s` at most until its sockets listen.
+        """Start a monitor, and wait until its sockets listen if there is a `ready_limit_s`.
 
-        Without a limit nothing is waited for: `Ready` is then among the first of `receive`.
+        Without one `Ready` is among the first messages of `receive`.
         """
         begin = Start(config=dict(config), socket_paths=list(socket_paths), **order)
         path = "\0".join(os.path.abspath(p) for p in sys.path).encode("utf-8", "surrogateescape")
         first_words = len(path).to_bytes(4, "big") + path + LAUNCHER_MESSAGES.encode(begin)
         layout = SlotLayout(tuple(config["rank_section_timeouts"]))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno())]
         # An outer run's id would let the outer sweep kill this monitor before its own sweep.
         given = dict(os.environ if env is None else env)
         given.pop(RUN_ID, None)
-        try:
-            child = start_child(
-                argv, env=given, pass_fds=[theirs.fileno()], wake_when_orphaned=True
-            )
-        except BaseException:  # whatever happens, the descriptor must not stay behind
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        try:
-            ours.settimeout(_SEND_LIMIT_S)
-            ours.sendall(first_words)
-        except OSError as exc:
-            ours.close()
-            child.close()
-            raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
-        local_ranks = begin.local_ranks or range(len(begin.socket_paths))
-        handle = cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
-        if ready_limit_s is not None:
+        with contextlib.ExitStack() as on_failure:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            on_failure.callback(ours.close)
+            with theirs:
+                fd = theirs.fileno()
+                argv = [sys.executable, "-I", "-S", "-c", _BOOT, str(fd)]
+                child = start_child(argv, env=given, pass_fds=[fd], wake_when_orphaned=True)
+            on_failure.callback(child.close)
             try:
+                ours.settimeout(_SEND_LIMIT_S)
+                ours.sendall(first_words)
+            except OSError as exc:
+                raise MonitorStartError(f"the rank monitor did not take its order: {exc}") from exc
+            local_ranks = begin.local_ranks or range(len(begin.socket_paths))
+            handle = cls(child, Channel(ours, LAUNCHER_MESSAGES), layout, local_ranks)
+            on_failure.pop_all()  # From here on it owns both.
+            on_failure.callback(handle.close)
+            if ready_limit_s is not None:
                 handle.wait_ready(ready_limit_s)
-            except BaseException:  # whatever happens, the process must not stay behind
-                handle.close()
-                raise
+            on_failure.pop_all()
         return handle
 
     @property
     def slots(self) -> list[memoryview]:
-        """One view per local rank in the order of the socket paths, as 8-byte words."""
+        """Words of each slot, in the order of the socket paths."""
         return [memory.words for memory in self._memories]
 
     @property
     def is_ready(self) -> bool:
-        """Whether the monitor listens and the slots are here."""
         return len(self._memories) == len(self._local_ranks)
 
     @property
     def is_over(self) -> bool:
-        """Whether the monitor's end of the socket closed."""
         return self._channel.is_over
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` has something."""
         return self._channel.fileno()
 
     def receive(self) -> list[object]:
-        """Return the monitor's messages since the last call; never waits.
+        """Return the monitor's messages but for log lines and new slots; never waits.
 
-        Log lines go to the logger "nvrx", and new descriptors of slots into `slots`: neither is
-        returned. When `is_over` is true afterwards, the monitor is gone: look at `child`.
+        With `is_over` afterwards the monitor is gone: look at `child`.
         """
         received, self._early = self._early, []
         self._channel.flush()

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learned of a hung process before it is killed, and the words that report it.
-
-It decides nothing. Whatever may block for long (a record directory on a dead file system, memory
-figures of a stuck process) runs in a `WorkerThread`, so that judging and killing never wait for it.
-"""
+"""What is learned of a hung process before it is killed, and the words that report it."""
 
 from __future__ import annotations
 
@@ -11,18 +7,15 @@ import dataclasses
 import logging
 import os
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity, Kernel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from .slot import SlotView
-
+from .slot import SlotView
 
 logger = logging.getLogger("nvrx")
 
@@ -43,7 +36,6 @@ class Evidence:
 
 
 def can_dump(pid: int, kernel: Kernel, dump_signal: int) -> bool:
-    """Return whether a process can write its stacks at a signal."""
     is_able = dump_signal > 0 and kernel.state not in _CANNOT_ANSWER
     return is_able and procfs.catches_signal(pid, dump_signal)
 
@@ -51,7 +43,10 @@ def can_dump(pid: int, kernel: Kernel, dump_signal: int) -> bool:
 def save_evidence(
     directory: str, name: str, pid: int, kernel: Kernel, stacks: bytes
 ) -> tuple[int | None, str | None]:
-    """Write the evidence to a new file; return resident bytes and the path, or None. May block."""
+    """Write evidence to a new file; return resident bytes and the path, None for what is unknown.
+
+    May block for long, on a dead file system or a stuck process: only for a `WorkerThread`.
+    """
     memory = procfs.memory(pid)
     rss_bytes = None if memory is None else memory.rss
     text = (
@@ -88,8 +83,7 @@ _RULES = {
 }
 MAX_RANKS = 16
 _NOT_OF_STATE = frozenset({"activity", "progress", "stacks"})
-HEALTH_RULES = frozenset({"gpu_health", "nic_health"})
-"""Rules that a rank breaks through no fault of its own."""
+HEALTH_RULES = frozenset({"gpu_health", "nic_health"})  # Broken through no fault of the rank.
 
 
 def plain_states(
@@ -126,14 +120,12 @@ def found_in_words(report: Mapping[str, Any]) -> str:
 
 
 def limit_in_words(report: Mapping[str, Any]) -> str:
-    """Return which rank broke which limit."""
     rule = _RULES[report["rule"]].format(section=report["section"])
     limit = f"{rule} for {report['elapsed']:.2f} s, limit {report['limit']:.2f} s"
     return f"rank {report['trigger']} {limit}"
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """Return a report as one line for the log."""
     iteration = "" if report["iteration"] is None else f", iteration {report['iteration']}"
     stacks = report["stacks"] or "none"
     return (
@@ -145,7 +137,6 @@ def describe(report: Mapping[str, Any]) -> str:
 
 
 def cause_kind(report: Mapping[str, Any]) -> str:
-    """Return what the fault is called that a report speaks of."""
     if report["rule"] in HEALTH_RULES:
         return "unhealthy"
     if report["error_file"]:
@@ -154,12 +145,7 @@ def cause_kind(report: Mapping[str, Any]) -> str:
 
 
 def describe_evidence(report: Mapping[str, Any], is_kept: Callable[[str], bool]) -> str:
-    """Return what each rank did, a line for each of the first ranks.
-
-    Args:
-        report: See `messages.HangFound`.
-        is_kept: Whether a file of stacks is still there: only such a one is named.
-    """
+    """Return what each rank did, a line each; only stacks that `is_kept` are named."""
     lines = [
         f"rank {r['rank']} {r['words']}"
         + (f", stacks: {r['stacks']}" if r["stacks"] and is_kept(r["stacks"]) else "")

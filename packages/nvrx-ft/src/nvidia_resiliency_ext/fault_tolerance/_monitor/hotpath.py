@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what a rank does in every step: stores into its slot and longest intervals; no socket.
 
-A call is a few stores and integer comparisons; `TimeoutsCalc` gets the figures when somebody asks
-for them (`flush`). `_words` is None whenever calls must be refused (no session, a forked child, a
-lost monitor that counts), so that one test guards the path.
+A call is a few stores and integer comparisons. `_words` is None whenever calls must be refused (no
+session, a forked child, a lost monitor that counts), so that one test guards the path.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,8 +20,6 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import RankMonitorClient
 from . import slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nvidia_resiliency_ext.fault_tolerance.timeouts_calc import TimeoutsCalc
 
 
@@ -65,22 +63,36 @@ class HotPath:
     A heartbeat takes no lock; beats of several threads at once can at worst miscount an interval.
     """
 
-    _heartbeat_last: int
-    _heartbeat_count: int
-    _heartbeat_longest: int
-    _outside_since: int
-    _outside_longest: int
-    _never_opened: set[int]
-    _save_calls: int
+    # A subclass has them: let the monitor look and wait for that, whether to save in this of
+    # `calls` while somebody asks for it, and send a message without an answer.
+    _ask: Callable[[], None]
+    _should_save: Callable[[int], bool]
+    _post: Callable[[object], None]
 
     def __init__(self) -> None:
-        """Refuse every call until `_begin`."""
         self._lock = threading.Lock()
         self._words: memoryview | None = None
         self._is_answered = False
         self._index: dict[str, int] = {}
         self._unwatched: set[str] = set()
         self._reset_figures(0)
+
+    def _reset_figures(self, now: int) -> None:
+        self._heartbeat_first = 0
+        self._heartbeat_last = 0
+        self._heartbeat_count = 0
+        self._heartbeat_longest = 0
+        self._open: dict[str, int] = {}
+        self._longest: dict[str, int] = {}
+        self._outside_since = now
+        self._outside_longest = -1
+        self._has_closed = False
+        self._steps = 0
+        self._save_calls = 0
+        self._step_at = self._index.get(slot.STEP, 0)
+        self._never_opened = set(self._index.values())
+        self._is_first_step_due = True
+        self._has_shown_life = False
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat of this rank.
@@ -220,15 +232,6 @@ class HotPath:
     def _refuse(self) -> NoReturn:
         raise RankMonitorClientError("the rank monitor client is not initialised")
 
-    def _ask(self) -> None:
-        raise NotImplementedError
-
-    def _should_save(self, calls: int) -> bool:
-        raise NotImplementedError
-
-    def _post(self, message: object) -> None:
-        raise NotImplementedError
-
     def _show(self) -> None:
         """Let the monitor look: the slot has the session's first section, heartbeat or step."""
         from .messages import Ask
@@ -260,25 +263,7 @@ class HotPath:
             words[_HEARTBEAT_COUNT] = self._heartbeat_count
 
     def _stop(self) -> None:
-        """Refuse calls from now on; the figures stay."""
         self._words = None
-
-    def _reset_figures(self, now: int) -> None:
-        self._heartbeat_first = 0
-        self._heartbeat_last = 0
-        self._heartbeat_count = 0
-        self._heartbeat_longest = 0
-        self._open: dict[str, int] = {}
-        self._longest: dict[str, int] = {}
-        self._outside_since = now
-        self._outside_longest = -1
-        self._has_closed = False
-        self._steps = 0
-        self._save_calls = 0
-        self._step_at = self._index.get(slot.STEP, 0)
-        self._never_opened = set(self._index.values())
-        self._is_first_step_due = True
-        self._has_shown_life = False
 
     def _close(self, words: memoryview, section: str, at: int, now: int) -> None:
         opened = self._open

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at all ranks of a node when one breaks a limit; report the hang and end who is to blame.
-
-Whom to blame is decided by `hang_culprit`. One inquiry is one hang, and one report. Ranks without
-a session are looked at through the kernel alone.
-"""
+"""Look at all ranks of a node when one breaks a limit; report the hang and end who is to blame."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from functools import partial
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -17,31 +14,25 @@ from nvidia_resiliency_ext.shared_utils import hang_culprit, rank_activity
 from nvidia_resiliency_ext.shared_utils.hang_culprit import Finding, RankState
 
 from . import messages
-from .hang_report import HEALTH_RULES, describe, plain_states
-from .session import SAVE_LIMIT_S
+from .hang_report import HEALTH_RULES, Evidence, describe, plain_states
+from .session import SAVE_LIMIT_S, RankSession
+from .timeout_rules import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from .hang_report import Evidence
     from .server import MonitorServer
-    from .session import RankSession
-    from .timeout_rules import Verdict
-
 
 logger = logging.getLogger("nvrx")
 
 MAX_SHOWN_ERROR = 200
-HOLD_S = 5.0
-"""How long nobody is ended while the nodes compare what their ranks do."""
+HOLD_S = 5.0  # How long nobody is ended while the nodes compare what their ranks do.
 
 
 class Inquiry:
-    """One hang: the session that broke a limit first, and whose evidence is still to come.
+    """One hang and one report; the loop's thread only.
 
-    `trigger` is the session that broke a limit, or None if the limit was broken on another node,
-    which asks what the ranks here do. Its own evidence is gathered before the others': stacks of
-    the other ranks take no time from a rank that is stopped. The loop's thread only.
+    `trigger` is the session that broke a limit, or None if that was on another node, which asks
+    what the ranks here do. Its own evidence is gathered before the others': stacks of the other
+    ranks take no time from a rank that is stopped.
     """
 
     def __init__(self, server: MonitorServer, trigger: RankSession | None) -> None:
@@ -87,7 +78,6 @@ class Inquiry:
             self._proceed()
 
     def take_evidence(self, session: RankSession) -> None:
-        """Record that the evidence on a rank is complete, or that the rank is gone."""
         if session in self._awaited:
             self._awaited.discard(session)
             self._proceed()
@@ -133,10 +123,7 @@ class Inquiry:
             self._close()
 
     def _is_certain(self) -> bool:
-        """Return whether nothing that is still to come can change the verdict or is worth a wait.
-
-        The evidence on the culprits themselves is waited for: a stopped one is asked for nothing.
-        """
+        """Return whether the verdict is certain and only the others' evidence is still to come."""
         blamed = {r.rank for r in self._finding.culprits}
         return self._finding.confidence is hang_culprit.Confidence.CERTAIN and not any(
             session.hello.rank in blamed and session in self._awaited for session in self._known
@@ -151,7 +138,6 @@ class Inquiry:
                     session.release()
 
     def _look(self) -> list[RankState]:
-        """Return what every rank of the node was doing."""
         by_rank = {session.port.local_rank: session for session in self._known}
         errors, workers, host = self._errors or {}, self._server.workers, self._server.host
         states = []
@@ -212,7 +198,6 @@ class Inquiry:
             session.terminate()
 
     def _report(self, trigger: RankSession, verdict: Verdict) -> dict[str, Any]:
-        """Return a hang in machine-readable form, see `messages.HangFound`."""
         finding, workers = self._finding, self._server.workers
         rank = finding.culprits[0].rank if finding.culprits else trigger.hello.rank
         local_rank = rank - self._offset()

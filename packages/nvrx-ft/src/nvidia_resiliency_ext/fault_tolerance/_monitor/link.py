@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the rank's connection to its monitor and keeps it up; what is measured is in `client`.
-
-A daemon thread sleeps in `recv` on the socket: it takes answers, and when the monitor is gone it
-tries once per second to reach another one at the same path. Training never waits for it.
-"""
+"""Owns the rank's connection to its monitor and keeps it up in a thread; training never waits."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import wire
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
@@ -22,17 +18,11 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError, WireError
 
 from .messages import RANK_MESSAGES, Accepted, Answer, Hello, Refused
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 logger = logging.getLogger("nvrx")
 
 HANDSHAKE_LIMIT_S = 30.0
 RECONNECT_PAUSE_S = 1.0
-ABSENT_LIMIT_S = 5.0
-"""How long a rank that starts waits for a monitor to take the place of one that died."""
-
+ABSENT_LIMIT_S = 5.0  # How long a rank that starts waits for a monitor in place of a dead one.
 _ABSENT_PAUSE_S = 0.05
 _RECONNECT_LIMIT_S = 5.0
 _JOIN_LIMIT_S = 2.0
@@ -50,48 +40,35 @@ class _AbsentError(LinkError):
 
 @dataclass(eq=False)
 class RankLink:
-    """A session with the monitor that outlives the monitor; thread-safe. `open` makes it.
-
-    Attributes:
-        path: The monitor's socket.
-        make_hello: Gives the first message and the descriptors to hand over, per attempt.
-        take: Gets the monitor's answer and its descriptors, which it owns from then on, before
-            anything else is read. It may raise `LinkError`.
-        on_lost: Called when the monitor is gone; whether to look for another one.
-        on_restored: Called when another one was found.
-    """
+    """A session with the monitor that outlives the monitor; thread-safe. `open` makes it."""
 
     path: str
     _: KW_ONLY
+    # Gives the first message and the descriptors to hand over, per attempt.
     make_hello: Callable[[], tuple[Hello, list[int]]]
+    # Takes the monitor's answer and its descriptors, which it owns then, before anything else is
+    # read; may raise LinkError.
     take: Callable[[Accepted, list[int]], None]
+    # Called when the monitor is gone: whether to look for another one.
     on_lost: Callable[[], bool]
     on_restored: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._sock: socket.socket | None = None
+        self.sock: socket.socket | None = None  # None while there is no monitor.
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._answers: dict[int, Answer | None] = {}
         self._last_request = 0
         self._thread: threading.Thread | None = None
 
-    @property
-    def sock(self) -> socket.socket | None:
-        """The connected socket, or None while there is no monitor."""
-        return self._sock
-
     def open(self, timeout_s: float = HANDSHAKE_LIMIT_S) -> None:
-        """Connect, introduce the rank, start the thread.
-
-        A monitor that is just being replaced is waited for a little.
-        """
+        """Connect, introduce the rank, start the thread; wait while a monitor is replaced."""
         deadline = Deadline.after(timeout_s)
         patience = Deadline.after(min(ABSENT_LIMIT_S, timeout_s))
         reader = None
         while reader is None:
             try:
-                self._sock, reader = self._shake_hands(max(0.001, deadline.remaining()))
+                self.sock, reader = self._shake_hands(max(0.001, deadline.remaining()))
             except _AbsentError:
                 if patience.expired() or self._closing.wait(_ABSENT_PAUSE_S):
                     raise
@@ -115,10 +92,10 @@ class RankLink:
             self._answers[number] = None
         try:
             self._send(make_message(number))
-            sock = self._sock
+            sock = self.sock
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._answers[number] is not None or self._sock is not sock, timeout_s
+                    lambda: self._answers[number] is not None or self.sock is not sock, timeout_s
                 )
                 return self._answers[number]
         except (OSError, LinkError):
@@ -128,33 +105,32 @@ class RankLink:
                 del self._answers[number]
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Wait until there is a monitor; return whether there is one."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._sock is not None, timeout_s)
+            return self._changed.wait_for(lambda: self.sock is not None, timeout_s)
 
     def close(self) -> None:
         """End the session and the thread; waits for neither peers nor the monitor."""
         self._closing.set()
         with self._changed:
-            if self._sock is not None:
-                _shut_down(self._sock)
+            if self.sock is not None:
+                _shut_down(self.sock)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_LIMIT_S)
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
 
     def disown(self) -> None:
         """In a forked child: drop the inherited socket without a word to the monitor."""
         self._closing.set()
-        sock, self._sock, self._thread = self._sock, None, None
+        sock, self.sock, self._thread = self.sock, None, None
         if sock is not None:
             sock.close()
 
     def _send(self, message: object) -> None:
         data = RANK_MESSAGES.encode(message)
         with self._changed:
-            sock = self._sock
+            sock = self.sock
             if sock is None:
                 raise LinkError("there is no monitor at present")
             if sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) != len(data):
@@ -189,12 +165,11 @@ class RankLink:
         return sock, reader
 
     def _serve(self, reader: wire.FrameReader | None) -> None:
-        """Take answers until the link is closed (body of the thread)."""
         while reader is not None and not self._closing.is_set():
-            assert self._sock is not None
-            self._read_until_end(self._sock, reader)
+            assert self.sock is not None
+            self._read_until_end(self.sock, reader)
             with self._changed:
-                sock, self._sock = self._sock, None
+                sock, self.sock = self.sock, None
                 self._changed.notify_all()
             sock.close()
             if self._closing.is_set() or not self.on_lost():
@@ -224,7 +199,7 @@ class RankLink:
                 logger.debug("%s", exc)
                 continue
             with self._changed:
-                self._sock = sock
+                self.sock = sock
                 self._changed.notify_all()
                 if self._closing.is_set():
                     _shut_down(sock)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between launcher, monitor and rank; no bytes are moved here.
+"""The messages between launcher, monitor and rank. Every worker loads this, so it imports little.
 
+A rank sends what happens once in a session; what happens in every step is in its slot.
 The launcher's end of the socketpair closing is the monitor's order to sweep and leave, unless the
 configuration says `orphan_workers=keep`: then it leaves only.
-
-A rank never sends what happens in a step (that is in its slot), only what happens once in a
-session. Apart from the launcher's messages, because every worker pays for loading this.
 """
 
 from __future__ import annotations
@@ -18,23 +16,19 @@ from nvidia_resiliency_ext.shared_utils.wire import MessageSet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Launcher to monitor, first of all: everything it needs to begin.
-
-    `local_ranks` names the local rank of each socket (0, 1, ... when empty). Without a `run_id`
-    the monitor stands alone: it sweeps nothing, removes no directory, and obeys signals.
-    `save_word` is what the slots hold for `should_checkpoint` from the beginning.
-    """
+    """Launcher to monitor, first of all: everything it needs to begin."""
 
     config: dict[str, Any]
     socket_paths: list[str]
+    # Without it the monitor stands alone: it sweeps nothing, removes no directory, obeys signals.
     run_id: str = ""
     run_dir: str = ""
     record_dir: str = ""
     cycle: int = 0
     host: str = ""
-    local_ranks: list[int] = field(default_factory=list)
+    local_ranks: list[int] = field(default_factory=list)  # Of each socket; 0, 1, ... when empty.
     is_restarter_logger: bool = False
-    save_word: int = 0
+    save_word: int = 0  # What slots hold for `should_checkpoint` from the beginning.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +40,14 @@ class CycleChanged:
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """Launcher to monitor: the process groups of the workers, for the sweep and for hangs.
-
-    The rest is for finding the culprit of a hang: where each worker writes why it failed, in the
-    order of `pgids`, which is that of local ranks; the local ranks that have left with exit code 0;
-    the global rank of local rank 0, and the number of ranks of the job. Where that is larger than
-    the number of workers here, a hang is not judged here alone: see `HangFound`.
-    """
+    """Launcher to monitor: the workers, for the sweep and for hangs."""
 
     cycle: int
-    pgids: list[int]
-    error_files: list[str] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    pgids: list[int]  # Process groups by local rank.
+    error_files: list[str] = field(default_factory=list)  # Where each writes why it failed.
+    left: list[int] = field(default_factory=list)  # Local ranks that left with exit code 0.
     world_size: int = 0
-    rank_offset: int = 0
+    rank_offset: int = 0  # The global rank of local rank 0.
 
     @property
     def are_all(self) -> bool:
@@ -81,10 +69,9 @@ class EndRanks:
 
 @dataclass(frozen=True, slots=True)
 class LeaseHeld:
-    """Launcher to monitor: this node may train until `until` (monotonic s) and no longer.
+    """Launcher to monitor: kill the workers at `until` (monotonic s) if no newer one has come.
 
-    The launcher stops the workers itself before that. When it is stopped or stuck, so that nothing
-    newer comes, the monitor kills them: the other nodes go on without this one then.
+    The launcher stops them before that, unless it is stopped or stuck.
     """
 
     until: float
@@ -105,8 +92,6 @@ class Leave:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Monitor to launcher: sockets listen; the slots' descriptors come with it, in order."""
-
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +123,14 @@ class RankLeft:
 class HangFound:
     """Monitor to launcher, before the kill: one hang of this node's ranks, and whom to blame.
 
-    `finding` says it in a sentence, `culprits`, `candidates` and `waiting` are global ranks,
-    `confidence` is that of `culprit.Confidence`, `is_elsewhere` says that all ranks here wait for
-    one of another host. `ended` are the local ranks that the monitor is about to end. `ranks` has
-    what each rank did: rank, host, activity, words, place, is_late, has_moved, progress, stacks.
+    `Inquiry._report` makes it. `finding` says it in a sentence, `culprits`, `candidates` and
+    `waiting` are global ranks, `confidence` is that of `hang_culprit.Confidence`, `is_elsewhere`
+    says that all ranks here wait for one of another host. `ended` are the local ranks that the
+    monitor is about to end, `ranks` what `plain_states` returns.
 
-    The remaining keys speak of the first culprit, or of the rank that broke the limit where there
-    is none: rank, local_rank, pid, state, wchan, rss_bytes, stacks (path or None), error_file (path
-    or None), signal, cycle, host, time (wall clock). `trigger` broke `rule`, with section, since
-    (monotonic s), elapsed, limit, iteration and late_s.
+    `trigger`, a global rank, broke `rule`, with section, since (monotonic s), elapsed, limit,
+    iteration and late_s. The remaining keys speak of the first culprit, or of `trigger` where there
+    is none; its stacks and error_file are paths or None, `time` is wall clock.
 
     With `is_held` the job has ranks on other nodes: nobody is ended until `EndRanks` comes, or
     `inquiry.HOLD_S` have passed; then the report comes again without it.
@@ -167,8 +151,6 @@ class RankUnkillable:
     """Monitor to launcher: the process survived SIGKILL (it is in an uninterruptible call)."""
 
     local_rank: int
-    rank: int
-    pid: int
     state: str
     wchan: str
 
@@ -196,13 +178,10 @@ LAUNCHER_MESSAGES = MessageSet(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Rank to monitor: opens the session; a slot's descriptor comes with it after a reconnect.
-
-    `pid` counts only where the kernel cannot tell it (another pid namespace).
-    """
+    """Rank to monitor: opens the session; a slot's descriptor comes with it after a reconnect."""
 
     rank: int
-    pid: int
+    pid: int  # Counts only where the kernel cannot tell it (another pid namespace).
     num_warmup_iters: int | None = None
     dump_signal: int = 0
     hands_back_slot: bool = False
@@ -234,13 +213,9 @@ class SetTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Rank to monitor: look at my slot now; answered.
+    """Rank to monitor: look at my slot now; answered."""
 
-    Sent for each call when calls are answered, and without a wait (request 0) when a session has
-    its first section, heartbeat or finished step.
-    """
-
-    request: int
+    request: int  # 0: no answer is waited for, at a session's first section, heartbeat or step.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the checks of GPUs and network cards while ranks work: which, how often, what they found.
-
-They run in a thread of their own, because a driver call may hang; what they find is handed to the
-monitor's loop. A machine that has neither is looked at once.
-"""
+"""Checks GPUs and network cards while ranks work, in a thread: a driver call may hang."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.fault_tolerance._core.infra import has_adapters, has_gpu_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from nvidia_resiliency_ext.shared_utils.health_check import (
-        GPUHealthCheck,
-        HealthResult,
-        NicHealthCheck,
-    )
+    from nvidia_resiliency_ext.shared_utils import health_check
 
 
 logger = logging.getLogger("nvrx")
@@ -29,11 +20,7 @@ STOP_WAIT_S = 0.2
 
 
 class NodeWatch:
-    """Checks the devices of local ranks again and again.
-
-    `found` is called, in a thread of its own, with the local rank of a device that is unfit, the
-    rule (`gpu_health` or `nic_health`) and the reason.
-    """
+    """Checks the devices of local ranks; `found` gets (local rank, rule, reason) in the thread."""
 
     def __init__(
         self,
@@ -83,25 +70,27 @@ class NodeWatch:
             if self._stopped.wait(self._interval_s):
                 return
 
-    def _gpu_checks(self) -> dict[int, GPUHealthCheck]:
-        from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
+    def _gpu_checks(self) -> dict[int, health_check.GPUHealthCheck]:
+        from nvidia_resiliency_ext.shared_utils import health_check
 
-        first = GPUHealthCheck(device_index=self._local_ranks[0])
+        first = health_check.GPUHealthCheck(device_index=self._local_ranks[0])
         if not first.enabled:
             return {}
-        rest = {rank: GPUHealthCheck(device_index=rank) for rank in self._local_ranks[1:]}
+        rest = {
+            rank: health_check.GPUHealthCheck(device_index=rank) for rank in self._local_ranks[1:]
+        }
         return {self._local_ranks[0]: first, **rest}
 
-    def _nic_checks(self) -> dict[int, NicHealthCheck]:
+    def _nic_checks(self) -> dict[int, health_check.NicHealthCheck]:
         template = self._config["link_down_path_template"]
         has_any = bool(template) or has_adapters(self._sysfs_root)
         if not self._config["enable_nic_monitor"] or not has_any:
             return {}
-        from nvidia_resiliency_ext.shared_utils.health_check import NicHealthCheck
+        from nvidia_resiliency_ext.shared_utils import health_check
 
         checks = {}
         for rank in self._local_ranks:
-            check = NicHealthCheck(
+            check = health_check.NicHealthCheck(
                 pci_topo_file=self._config["pci_topo_file"],
                 link_down_path_template=template,
                 sysfs_root=self._sysfs_root,
@@ -111,6 +100,6 @@ class NodeWatch:
                 checks[rank] = check
         return checks
 
-    def _evaluate(self, local_rank: int, rule: str, result: HealthResult) -> None:
+    def _evaluate(self, local_rank: int, rule: str, result: health_check.HealthResult) -> None:
         if not result and not self._stopped.is_set():
             self._found(local_rank, rule, result.reason)

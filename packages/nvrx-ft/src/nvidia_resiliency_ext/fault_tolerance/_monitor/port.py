@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, RefusalLog
+from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Acceptor, Connection, RefusalLog
 from nvidia_resiliency_ext.shared_utils.children import PidHandle
 
 from . import messages
@@ -17,11 +17,7 @@ from .slot import SAVE_ASKED, W_SAVE, SlotError, SlotLayout, SlotMemory, SlotVie
 from .timeout_rules import Verdict
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.acceptor import Connection
-    from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-        RankMonitorStateMachine,
-        RestarterEventLogger,
-    )
+    from nvidia_resiliency_ext.fault_tolerance import rank_monitor_state_machine
 
     from .server import MonitorServer
 
@@ -34,22 +30,18 @@ _NO_PIDFD_POLL_S = 0.1
 
 
 class RestartLines:
-    """Writes the layered-restart lines of one rank, one per `interval_s` during a restart.
+    """Writes a rank's layered-restart lines, one per `interval_s` in a restart, if anywhere."""
 
-    Without a logger nothing is written.
-    """
-
-    def __init__(self, restarter: RestarterEventLogger | None, interval_s: float) -> None:
-        self._machine: RankMonitorStateMachine | None = None
+    def __init__(
+        self, restarter: rank_monitor_state_machine.RestarterEventLogger | None, interval_s: float
+    ) -> None:
+        self._machine: rank_monitor_state_machine.RankMonitorStateMachine | None = None
         if restarter is not None:
-            from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-                RankMonitorStateMachine,
-            )
+            from nvidia_resiliency_ext.fault_tolerance import rank_monitor_state_machine
 
-            self._machine = RankMonitorStateMachine(restarter)
+            self._machine = rank_monitor_state_machine.RankMonitorStateMachine(restarter)
         self._interval_s = interval_s
-        self.next_check: float | None = None
-        """When `check` is due, on the monotonic clock."""
+        self.next_check: float | None = None  # When `check` is due (monotonic s).
 
     def alive(self) -> None:
         """Record the rank's first sign of life in a session."""
@@ -121,7 +113,7 @@ class RankPort:
         self._refusals.check(now)
 
     def hold_at_fault(self, rule: str, reason: str) -> None:
-        """End the rank because its device is unfit; nothing happens without a session."""
+        """End the rank because its device is unfit."""
         if self.session is None:
             return
         interval_s = float(self.config["node_health_check_interval"])
@@ -151,7 +143,6 @@ class RankPort:
             self.session.release_held()
 
     def view(self) -> SlotView:
-        """Return what the slot shows."""
         return read_slot(self.memory.words, self.layout)
 
     def renew_slot(self, session: RankSession) -> None:
@@ -182,7 +173,6 @@ class RankPort:
             self._acceptor.drop(connection)
 
     def _let_in(self, connection: Connection, hello: messages.Hello) -> None:
-        """Open the session, unless the process that has it still lives."""
         if self.session is not None:
             self.session.read()  # Its end may be in the queue behind this hello.
         channel = connection.channel

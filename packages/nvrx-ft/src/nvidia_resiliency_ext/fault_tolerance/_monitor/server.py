@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -20,34 +22,23 @@ from .hang_report import HEALTH_RULES, cause_kind, found_in_words
 from .inquiry import Inquiry
 from .node_watch import NodeWatch
 from .port import RankPort, RestartLines
+from .session import RankSession
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Mapping, Sequence
-
-    from nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine import (
-        RestarterEventLogger,
-    )
-
-    from .session import RankSession
-
+    from nvidia_resiliency_ext.fault_tolerance import rank_monitor_state_machine
 
 logger = logging.getLogger("nvrx")
 
 
 class MonitorServer:
-    """Watches the ranks of one node until the launcher's end of the socket closes.
-
-    One thread, never blocking; a second one, a `WorkerThread`, only for what may block. Lives from
-    construction to the end of `run`.
-    """
+    """Watches the ranks of one node in one thread; what may block goes to `slow`."""
 
     def __init__(
         self,
         start: messages.Start,
         launcher: socket.socket | None,
         lines: SimpleQueue[messages.LogLine] | None = None,
-        restarter: RestarterEventLogger | None = None,
+        restarter: rank_monitor_state_machine.RestarterEventLogger | None = None,
     ) -> None:
         self.cycle = start.cycle
         self.host = start.host or os.uname().nodename.split(".", 1)[0]
@@ -88,13 +79,11 @@ class MonitorServer:
     def announce(self) -> None:
         """Tell the launcher that ranks may connect, and begin to listen to it."""
         if self._launcher is not None:
-            self._launcher.send(
-                messages.Ready(os.getpid()), [port.memory.fd for port in self.ports]
-            )
+            self._launcher.send(messages.Ready(), [port.memory.fd for port in self.ports])
             self._watch_launcher()
 
     def run(self) -> None:
-        """Serve until it gets `Leave`; then sweep what the run left behind.
+        """Serve until it gets `Leave` or the launcher is gone; then sweep what the run left behind.
 
         Whoever gets an exception out of this has a monitor that is gone and ranks that live on.
         """
@@ -126,7 +115,6 @@ class MonitorServer:
             self._watch_launcher()
 
     def open_inquiry(self, session: RankSession) -> None:
-        """Begin an inquiry: a rank broke a limit, or its device is unfit."""
         Inquiry(self, session).begin()
 
     def take_evidence(self, session: RankSession) -> None:
@@ -258,7 +246,11 @@ class MonitorServer:
         self._node_watch.close()
         for port in self.ports:
             self._guard(port.close)  # whatever happens there, the sweep follows
-        if self._is_to_sweep():
+        # Not without an order: a monitor that fails must not take healthy ranks with it.
+        if self._start.run_id and (
+            self._is_told_to_leave
+            or (self._is_launcher_gone and self.config["orphan_workers"] != "keep")
+        ):
             self._sweep({os.getppid()} if self._is_told_to_leave else set())
         self._pass_on_lines()
         self.loop.unwatch(self.slow)
@@ -267,14 +259,6 @@ class MonitorServer:
             self.loop.unwatch(self._launcher)
             self._launcher.close()
         self.loop.close()
-
-    def _is_to_sweep(self) -> bool:
-        # Not without an order: a monitor that fails must not take healthy ranks with it.
-        if not self._start.run_id:
-            return False
-        if self._is_told_to_leave:
-            return True
-        return self._is_launcher_gone and self.config["orphan_workers"] != "keep"
 
 
 def _start_of(pid: int) -> int | None:

@@ -12,27 +12,22 @@ from enum import Enum
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from nvidia_resiliency_ext.shared_utils.children import PidHandle
 from nvidia_resiliency_ext.shared_utils.rank_activity import inspect_kernel
+from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
 
 from . import messages
 from .hang_report import Evidence, can_dump, save_evidence
-from .slot import SAVE_ASKED
-from .timeout_rules import change_limits, evaluate, next_look
+from .slot import SAVE_ASKED, SlotView
+from .timeout_rules import Verdict, change_limits, evaluate, next_look
 
 if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.children import PidHandle
-    from nvidia_resiliency_ext.shared_utils.unix_sockets import Channel
-
     from .port import RankPort
-    from .slot import SlotView
-    from .timeout_rules import Verdict
-
 
 logger = logging.getLogger("nvrx")
 
 MAX_STACKS_BYTES = 1 << 20
-SECOND_LOOK_S = 0.002
-"""Pause before the second look; long enough for any store to become visible everywhere."""
+SECOND_LOOK_S = 0.002  # Long enough for any store to become visible everywhere.
 FROZEN_S = 1.0
 """A monitor that wakes this late was itself frozen, and so, probably, were the ranks: the second
 look then waits as long, so that thawing ranks can show that they live."""
@@ -70,8 +65,7 @@ _LOOKED_INTO = frozenset({Phase.ASKING, Phase.DUMPING, Phase.SAVING, Phase.RECEI
 class RankSession:
     """One process of a rank as the monitor knows it, until its end or that of its connection.
 
-    A method takes an event; one that does not fit the phase changes nothing. `wake_at` is when
-    `wake` is due, `started` when the session began (monotonic s).
+    A method takes an event; one that does not fit the phase changes nothing. Times: monotonic s.
     """
 
     port: RankPort
@@ -94,8 +88,6 @@ class RankSession:
         self._has_reported_life = False
         self._has_reported_step = False
         self._held_request: int | None = None
-
-    # Begin and end ---------------------------------------------------------------------------
 
     def open(self) -> None:
         """Hand over the slot and a pipe for stacks, and watch the rank; may raise OSError."""
@@ -143,10 +135,7 @@ class RankSession:
         port.lines.lost(monotonic())
         port.server.take_evidence(self)
 
-    # What the rank says ----------------------------------------------------------------------
-
     def read(self) -> None:
-        """Take what has come from the rank."""
         channel = self.channel
         was_over = channel.is_over
         if was_over:
@@ -196,8 +185,6 @@ class RankSession:
             port.server.notify_launcher(messages.FirstStep(port.local_rank, stepped_at))
         return view
 
-    # Limits ----------------------------------------------------------------------------------
-
     def wake(self) -> None:
         """Do what is due at `wake_at`, or because limits changed."""
         view, now = self.look(), monotonic()
@@ -236,8 +223,6 @@ class RankSession:
         self.phase, self.verdict = Phase.SUSPECT, verdict
         self.wake_at = now + (FROZEN_S if is_late else SECOND_LOOK_S)
 
-    # Evidence --------------------------------------------------------------------------------
-
     @property
     def is_looked_into(self) -> bool:
         """Whether evidence on the rank is being gathered, or is complete."""
@@ -251,12 +236,10 @@ class RankSession:
                 self.port.server.open_inquiry(self)
 
     def gather_evidence(self) -> None:
-        """Gather evidence: another rank of the node broke a rule."""
         if self.phase in _WATCHED:
             self._gather(None)
 
     def _gather(self, verdict: Verdict | None) -> None:
-        """Ask the kernel about the process, and the process for its stacks."""
         self.phase, self.verdict, self.wake_at = Phase.ASKING, verdict, None
         self.evidence = None
         if not self.process.alive():
@@ -294,7 +277,6 @@ class RankSession:
             self._dump_fd = -1
 
     def _save(self) -> None:
-        """Write the evidence without waiting for it."""
         self.phase, self.wake_at = Phase.SAVING, monotonic() + SAVE_LIMIT_S
         server, evidence = self.port.server, self.evidence
         assert evidence is not None
@@ -315,8 +297,6 @@ class RankSession:
             self.phase, self.wake_at = Phase.RECEIVED, None
             self.port.server.take_evidence(self)
 
-    # The verdict -----------------------------------------------------------------------------
-
     @property
     def termination_signal(self) -> signal.Signals:
         return signal.Signals[self.limits["rank_termination_signal"]]
@@ -333,7 +313,6 @@ class RankSession:
         return broken is None or broken.since != verdict.since
 
     def terminate(self) -> None:
-        """Signal the rank, which is at fault, to end it."""
         if not self.is_looked_into:
             return
         is_final = self.termination_signal == signal.SIGKILL
@@ -348,11 +327,10 @@ class RankSession:
             self.phase, self.wake_at = Phase.FREE, monotonic() + AFTERMATH_S
 
     def _report_unkillable(self) -> None:
-        rank, pid = self.hello.rank, self.process.pid
-        kernel = inspect_kernel(pid)
-        report = (self.port.local_rank, rank, pid, kernel.state, kernel.wchan)
-        self.port.server.notify_launcher(messages.RankUnkillable(*report))
+        kernel, local_rank = inspect_kernel(self.process.pid), self.port.local_rank
+        report = messages.RankUnkillable(local_rank, kernel.state, kernel.wchan)
+        self.port.server.notify_launcher(report)
         logger.error(
             "rank %d (pid %d) survived SIGKILL: state %s, waits in %s; this node needs a look",
-            *(rank, pid, kernel.state, kernel.wchan or "an unknown place"),
+            *(self.hello.rank, self.process.pid, kernel.state, kernel.wchan or "an unknown place"),
         )

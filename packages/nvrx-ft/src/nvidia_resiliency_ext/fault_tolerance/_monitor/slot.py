@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the layout and the memory of a rank's slot; judges nothing and sends nothing.
+"""The layout and the memory of a rank's slot.
 
-A slot is a page or two of shared memory per local rank. The rank writes it (`hotpath.HotPath`), the
-monitor and the launcher read it (`read_slot`). Every field is one aligned 8-byte word, written by a
-single store; readers rely on no order between two words.
-Times are CLOCK_MONOTONIC nanoseconds; 0 means "not yet".
+The rank writes it (`hotpath.HotPath`), the monitor and the launcher read it (`read_slot`). Every
+field is one aligned 8-byte word, written by a single store; readers rely on no order between two
+words. Times are CLOCK_MONOTONIC nanoseconds; 0 means "not yet".
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from dataclasses import dataclass, field
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import SEALS, shared_memory
 
-STEP = "step"
-"""The section whose first end shows that training goes on."""
-
-MAGIC = 0x4E56_5258_0000_0002
-"""Identifies a slot and the version of this layout."""
+STEP = "step"  # The section whose first end shows that training goes on.
+MAGIC = 0x4E56_5258_0000_0002  # Identifies a slot and the version of this layout.
 
 W_MAGIC = 0
 W_SESSION_ID = 1
@@ -41,8 +37,7 @@ W_SAVE = 13
 HEADER_WORDS = 14
 
 WORD_BYTES = 8
-NO_ITERATION = -1
-"""Value of the iteration words while the rank has not reported an iteration."""
+NO_ITERATION = -1  # Value of the iteration words while the rank has not reported an iteration.
 
 SAVE_ASKED = -1
 """Value of `W_SAVE` while it is being agreed at which call ranks save: a number of 1 or more."""
@@ -118,7 +113,6 @@ class SlotView:
 
 
 def read_slot(words: memoryview, layout: SlotLayout) -> SlotView:
-    """Take one look at a slot, given as 8-byte words."""
     opened = {name: words[at] * _NS for name, at in layout.index.items() if words[at]}
     iteration, first_iteration = words[W_ITERATION], words[W_FIRST_ITERATION]
     return SlotView(
@@ -159,7 +153,6 @@ class SlotMemory:
     """A slot's shared memory: the descriptor to hand over and the mapping of this process."""
 
     def __init__(self, fd: int, mapping: mmap.mmap, layout: SlotLayout) -> None:
-        """Take over `fd` and its mapping; use `create` or `adopt` instead."""
         self.fd = fd
         self.layout = layout
         self.words = memoryview(mapping)[: layout.size_bytes].cast("q")
@@ -178,11 +171,7 @@ class SlotMemory:
 
     @classmethod
     def adopt(cls, fd: int, layout: SlotLayout, *, must_be_sealed: bool) -> SlotMemory:
-        """Map a descriptor made elsewhere, after checking size, seals and magic.
-
-        The result owns it; with `SlotError` the caller still does. Sealed memory cannot be shrunk
-        by those who also have the descriptor.
-        """
+        """Map a checked descriptor; the result owns it, with `SlotError` the caller still does."""
         try:
             if must_be_sealed and fcntl.fcntl(fd, _GET_SEALS) & SEALS != SEALS:
                 problem = "the memory is not sealed"
@@ -199,7 +188,6 @@ class SlotMemory:
         raise SlotError(problem)
 
     def clear(self) -> None:
-        """Forget everything in it."""
         for at in range(len(self.words)):
             self.words[at] = 0
         self.words[W_MAGIC] = MAGIC

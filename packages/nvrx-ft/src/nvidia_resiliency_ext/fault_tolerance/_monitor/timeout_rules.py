@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the four timeout rules and the time of the next look; reads nothing and signals nobody.
+"""The four timeout rules and the time of the next look. Pure.
 
 Limits are those of a configuration in its plain form; one of None never expires. Rules, evaluated
 only while a session is open:
@@ -15,20 +15,14 @@ only while a session is open:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .slot import STEP
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping
-
-    from .slot import SlotView
-
+from .slot import STEP, SlotView
 
 WARMUP = "warmup"
-MIN_SLEEP_S = 0.01
-"""Shortest pause between two looks, so that a timeout of zero cannot spin the monitor."""
+MIN_SLEEP_S = 0.01  # So that a timeout of zero cannot spin the monitor.
 _INITIAL = "initial_rank_heartbeat_timeout"
 _HEARTBEAT = "rank_heartbeat_timeout"
 _SECTIONS = "rank_section_timeouts"
@@ -37,10 +31,7 @@ _PLAIN_LIMITS = frozenset({_INITIAL, _HEARTBEAT, _OUTSIDE})
 
 
 def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change timeouts of a configuration in place, or return what is wrong with them.
-
-    A section that is not in `config` has no word in the slot and is passed over.
-    """
+    """Change timeouts of a configuration in place, or return what is wrong with them."""
     plain = dict(changes)
     sections = plain.pop(_SECTIONS, None) or {}
     unknown = sorted(plain.keys() - _PLAIN_LIMITS)
@@ -51,10 +42,10 @@ def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) 
     for name, value in (*plain.items(), *sections.items()):
         if not _is_limit(value):
             return f"{name}: {value!r} is no number of seconds"
-    limits = dict(config[_SECTIONS])
-    limits.update({name: value for name, value in sections.items() if name in limits})
+    limits = config[_SECTIONS]
     config.update(plain)
-    config[_SECTIONS] = limits
+    # A section that is not in `config` has no word in the slot.
+    config[_SECTIONS] = {name: sections.get(name, limit_s) for name, limit_s in limits.items()}
     return None
 
 
@@ -81,7 +72,6 @@ class Verdict:
         return self.since + self.limit_s
 
     def is_same(self, other: Verdict) -> bool:
-        """Return whether nothing has changed since `other`."""
         mine = (self.rule, self.section, self.since)
         return mine == (other.rule, other.section, other.since)
 
@@ -95,10 +85,7 @@ def evaluate(
 
 
 def next_look(view: SlotView, limits: Mapping[str, Any], session_start: float, now: float) -> float:
-    """Return when to look again at the latest (monotonic s).
-
-    That is at the earliest deadline known now, or when one could expire that begins now.
-    """
+    """Return when to look again (monotonic s): at the next deadline, also of what may begin now."""
     deadlines = [running.deadline for running in _running(view, limits, session_start)]
     lengths = (*(limits[name] for name in _PLAIN_LIMITS), *limits[_SECTIONS].values())
     given = [length_s for length_s in lengths if length_s is not None]

@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the parsed command line to the plan of logs: cycle logs, the launcher's own, log servers.
-
-It looks at nothing but the command line and the environment.
-"""
+"""From the parsed command line to the plan of logs: cycle logs, the launcher's own, log servers."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
-    LogFunnelPorts,
-    LogServerPlan,
-)
+from nvidia_resiliency_ext.fault_tolerance._config import launch_config
 from nvidia_resiliency_ext.fault_tolerance._config.syntax import parse_min_max_nnodes
-
-if TYPE_CHECKING:
-    import argparse
-
 
 _AUTOMATIC = -1
 _SHORTEST_QUEUE = 64
@@ -39,23 +29,14 @@ ORPHANS_NEED_NO_PIPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlan:
-    """Where output goes beyond what torchrun knows.
+    """Where output goes beyond what torchrun knows."""
 
-    Attributes:
-        applog_prefix: The workers' output goes to one file per cycle named after it; None: off.
-        launcher_log_file: The launcher's own output goes there; None: it stays.
-        launcher_pipe_fd: A pipe that carries the launcher's own output; None: its streams do.
-        server: The log servers that keep these files; None: each launcher writes them itself.
-        server_endpoint: A log server that somebody else runs.
-        node_id: What a log server calls this node; None: the host's name.
-    """
-
-    applog_prefix: str | None = None
-    launcher_log_file: str | None = None
-    launcher_pipe_fd: int | None = None
-    server: LogServerPlan | None = None
-    server_endpoint: str | None = None
-    node_id: str | None = None
+    applog_prefix: str | None = None  # of one file per cycle for the workers' output; None: off
+    launcher_log_file: str | None = None  # None: the launcher's own output stays
+    launcher_pipe_fd: int | None = None  # carries the launcher's own output; None: its streams do
+    server: launch_config.LogServerPlan | None = None  # None: each launcher writes these files
+    server_endpoint: str | None = None  # of a log server that somebody else runs
+    node_id: str | None = None  # what a log server calls this node; None: the host's name
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -106,7 +87,7 @@ def server_problems(args: argparse.Namespace, environ: Mapping[str, str]) -> lis
         )
     if _has_server(args):
         try:
-            LogFunnelPorts.from_launcher_args(args)
+            launch_config.LogFunnelPorts.from_launcher_args(args)
         except ValueError as error:
             problems.append(f"--ft-log-server-port {args.ft_log_server_port}: {error}")
     return problems
@@ -153,8 +134,8 @@ def _has_server(args: argparse.Namespace) -> bool:
     return bool(args.ft_enable_log_server or args.ft_nvrx_logfile)
 
 
-def _server_plan(args: argparse.Namespace) -> LogServerPlan:
-    ports = LogFunnelPorts.from_launcher_args(args)
+def _server_plan(args: argparse.Namespace) -> launch_config.LogServerPlan:
+    ports = launch_config.LogFunnelPorts.from_launcher_args(args)
     _, max_nodes = parse_min_max_nnodes(args.nnodes)
     chunks = args.ft_log_leaf_max_queue_chunks
     if chunks == _AUTOMATIC:
@@ -164,7 +145,7 @@ def _server_plan(args: argparse.Namespace) -> LogServerPlan:
     if not prefix and args.ft_nvrx_logfile:
         # Its stderr would be sent to itself.
         prefix = os.path.splitext(args.ft_nvrx_logfile)[0]
-    return LogServerPlan(
+    return launch_config.LogServerPlan(
         ports=ports,
         leaf_queue_chunks=chunks,
         log_prefix=prefix or None,

@@ -6,16 +6,19 @@ Reads the configuration file and looks whether script and GPUs exist; starts and
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import os
+import re
+import signal
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
-from nvidia_resiliency_ext.fault_tolerance._config import syntax, values
+from nvidia_resiliency_ext.fault_tolerance._config import settings, syntax, values
 from nvidia_resiliency_ext.fault_tolerance._config.attribution import AttributionConfig
 from nvidia_resiliency_ext.fault_tolerance._config.flags import FLAGS
 from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
@@ -24,39 +27,22 @@ from nvidia_resiliency_ext.fault_tolerance._config.launch_config import (
     LaunchConfig,
     get_rdzv_endpoint,
 )
-from nvidia_resiliency_ext.fault_tolerance._config.settings import Layers, layers_from_args
 from nvidia_resiliency_ext.fault_tolerance._config.values import noting
+from nvidia_resiliency_ext.fault_tolerance._core import local_world
 from nvidia_resiliency_ext.fault_tolerance._core.errors import FaultToleranceConfigError, nearest
-from nvidia_resiliency_ext.fault_tolerance._core.local_world import (
-    devices_of_ranks,
-    local_world_size,
-)
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import check_handler
-from nvidia_resiliency_ext.fault_tolerance._workers.command import (
-    WorkerCommand,
-    cpu_binding,
-    hidden_packages,
-    missing_module,
-    missing_program,
-    missing_script,
-    numa_binding,
-    visible_gpus,
-    worker_command,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import command as commands
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs, load_specs
 from nvidia_resiliency_ext.fault_tolerance._workers.output import OutputSettings, Stream
 from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import rdzv_config_get_as_bool
 
-from . import environment
 from .log_plan import ORPHANS_NEED_NO_PIPES, LogPlan, log_plan, log_problems, stream_warnings
 
-if TYPE_CHECKING:
-    import argparse
-    import signal
-
-    from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
-
-
+OMP_WARNING = (
+    "OMP_NUM_THREADS is not set: every worker gets 1, so that they do not overload this machine; "
+    "set it to what suits the program"
+)
+MONITOR_WARNING = f"{_env.DISABLE_RANK_MONITORS} is set: hangs are not found, no rank has a monitor"
 _DEFAULT_MASTER_PORT = next(flag.default for flag in FLAGS if flag.name == "master-port")
 # Fields of a plan that are what the flag of their name says.
 _AS_GIVEN = (
@@ -83,35 +69,21 @@ class LaunchPlan(LaunchConfig):
 
     `master_port` is never the endpoint's here, `run_id` never empty, and `rdzv_configs` holds what
     somebody gave.
-
-    Attributes:
-        command: What a worker runs.
-        log_dir: Directory for logs and record.
-        output: Which streams of which workers go to files and to the console.
-        output_specs: An object of the user's that says so instead, for each cycle.
-        logs: Cycle logs, the launcher's own log and log servers.
-        attribution: The service that is asked why a cycle ended.
-        signals: Signals passed to the workers.
-        virtual_devices: The one device that each local rank sees, all of them as LOCAL_RANK 0;
-            None: they see what the launcher sees.
-        omp_num_threads: OMP_NUM_THREADS of the workers; None leaves it as it is.
-        monitors_enabled: Whether ranks are watched.
-        job_name: The name that somebody gave the job (`--rdzv-id`); None: nobody did.
-        warnings: What the launcher should log once, at WARNING.
     """
 
-    command: WorkerCommand
-    log_dir: str | None
+    command: commands.WorkerCommand
+    log_dir: str | None  # for logs and record
     output: OutputSettings
-    output_specs: OutputSpecs | None
+    output_specs: OutputSpecs | None  # the user's, instead of `output`
     logs: LogPlan
     attribution: AttributionConfig
-    signals: tuple[signal.Signals, ...]
+    signals: tuple[signal.Signals, ...]  # passed to the workers
+    # The one device that each local rank sees, all as LOCAL_RANK 0; None: the launcher's devices.
     virtual_devices: tuple[str, ...] | None
-    omp_num_threads: str | None
+    omp_num_threads: str | None  # of the workers; None leaves it as it is
     monitors_enabled: bool
-    job_name: str | None = None
-    warnings: tuple[str, ...] = ()
+    job_name: str | None = None  # None: nobody gave it one (`--rdzv-id`)
+    warnings: tuple[str, ...] = ()  # to be logged once
 
     def __post_init__(self) -> None:
         """Leave settings of the rendezvous as they were given."""
@@ -138,16 +110,10 @@ def plan_from_args(
 ) -> LaunchPlan:
     """Return the plan of a parsed command line.
 
-    Args:
-        args: What `parser.parse_args` returned.
-        environ: The launcher's environment.
-        looks_for_script: Whether script, program and interpreter must exist, here and now.
-
-    Raises:
-        FaultToleranceConfigError: Something cannot be done as asked; it names everything wrong.
-        OSError: The configuration file cannot be read.
+    With `looks_for_script` script, program and interpreter must exist, here and now.
+    FaultToleranceConfigError names everything wrong; OSError: the configuration file is unreadable.
     """
-    environment.check_one_launcher_per_node(environ)
+    check_one_launcher_per_node(environ)
     layers = _layers(args)
     problems = layers.problems + log_problems(args, environ)
     command = _command(args, environ, problems)
@@ -156,9 +122,9 @@ def plan_from_args(
     nproc = 0
     devices: tuple[str, ...] | None = None
     with noting(problems):
-        nproc = local_world_size(args.nproc_per_node, environ)
+        nproc = local_world.local_world_size(args.nproc_per_node, environ)
         check_handler(args.event_log_handler)
-        devices = devices_of_ranks(environ, nproc) if args.virtual_local_rank else None
+        devices = local_world.devices_of_ranks(environ, nproc) if args.virtual_local_rank else None
     if problems:
         raise FaultToleranceConfigError(problems)
     config = layers.config()
@@ -186,21 +152,21 @@ def plan_from_args(
     if problems:
         raise FaultToleranceConfigError(problems)
     if "log_level" not in layers.given:
-        config.log_level = environment.log_level(environ)
+        config.log_level = log_level(environ)
     if _env.FT_LAUNCHER_LOGLEVEL in environ:
         text = (
             f"{_env.FT_LAUNCHER_LOGLEVEL} is deprecated; use --ft-log-level or {_env.LOG_DEBUG}=1"
         )
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-    threads = environment.omp_num_threads(environ, nproc)
+    threads = omp_num_threads(environ, nproc)
     monitors_enabled = not environ.get(_env.DISABLE_RANK_MONITORS)
     endpoint = get_rdzv_endpoint(args)
     messages = [
         *getattr(args, "warnings", ()),
         *layers.warnings,
-        *([environment.OMP_WARNING] if threads else []),
-        *([] if monitors_enabled else [environment.MONITOR_WARNING]),
-        *(hidden_packages(command) if looks_for_script else []),
+        *([OMP_WARNING] if threads else []),
+        *([] if monitors_enabled else [MONITOR_WARNING]),
+        *(commands.hidden_packages(command) if looks_for_script else []),
         *stream_warnings(logs, args),
         *(_unreachable(endpoint) if max_nodes > 1 else []),
         *(_mistyped(syntax.parse_configuration(args.rdzv_conf)) if max_nodes > 1 else []),
@@ -303,7 +269,7 @@ def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpe
     return OutputSpecs(specs, output.filters)
 
 
-def _rdzv_configs(args: argparse.Namespace, layers: Layers) -> dict[str, Any]:
+def _rdzv_configs(args: argparse.Namespace, layers: settings.Layers) -> dict[str, Any]:
     """Return the settings of the rendezvous, with flags that a `LaunchConfig` has no field for."""
     flags = {RDZV_IMPL: args.ft_rdzv_impl, USE_INFRA_GROUP_RANK: args.ft_use_infra_group_rank}
     # The key that earlier releases had in the file.
@@ -335,9 +301,9 @@ def check_job_id(job_id: str | None) -> None:
         raise FaultToleranceConfigError([f"--ft-cycle-info-job-id: {error}"]) from None
 
 
-def _layers(args: argparse.Namespace) -> Layers:
+def _layers(args: argparse.Namespace) -> settings.Layers:
     try:
-        return layers_from_args(args)
+        return settings.layers_from_args(args)
     except FileNotFoundError:
         where = _given(args).get("ft_cfg_path", "--ft-cfg-path")
         problem = (
@@ -349,12 +315,12 @@ def _layers(args: argparse.Namespace) -> Layers:
 
 def _command(
     args: argparse.Namespace, environ: Mapping[str, str], problems: list[str]
-) -> WorkerCommand:
+) -> commands.WorkerCommand:
     """Return the workers' command; flags that exclude each other are added to `problems`."""
     if args.module and (args.no_python or args.run_path):
         other = "--run-path" if args.run_path else "--no-python"
         problems.append(f"--module and {other} exclude each other; give one of them")
-    return worker_command(
+    return commands.worker_command(
         args.training_script,
         args.training_script_args,
         environ,
@@ -364,28 +330,33 @@ def _command(
     )
 
 
-def _missing(command: WorkerCommand, environ: Mapping[str, str]) -> list[str]:
+def _missing(command: commands.WorkerCommand, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each file without which the command cannot run."""
     problems: list[str] = []
     if command.is_python and environ.get(_env.PYTHON_EXEC):
-        missing = missing_program(command.argv[0], environ)
+        missing = commands.missing_program(command.argv[0], environ)
         problems += [f"{_env.PYTHON_EXEC}: {missing}"] if missing else []
     if command.is_module:
         # Another interpreter has modules of its own.
-        missing = "" if environ.get(_env.PYTHON_EXEC) else missing_module(command.entry)
+        missing = "" if environ.get(_env.PYTHON_EXEC) else commands.missing_module(command.entry)
     elif command.is_python:
-        missing = missing_script(command.entry)
+        missing = commands.missing_script(command.entry)
     else:
-        missing = missing_program(command.entry, environ)
+        missing = commands.missing_program(command.entry, environ)
     return [*problems, missing] if missing else problems
 
 
 def _numa(
-    args: argparse.Namespace, nproc: int, config: FaultToleranceConfig, environ: Mapping[str, str]
+    args: argparse.Namespace,
+    nproc: int,
+    config: settings.FaultToleranceConfig,
+    environ: Mapping[str, str],
 ) -> Sequence[tuple[str, ...]]:
     if args.numa_binding is not None:
-        return cpu_binding(args.numa_binding, nproc, environ, visible_gpus(environ))
-    return numa_binding(nproc, environ, is_strict=config.numa_bind_strict)
+        return commands.cpu_binding(
+            args.numa_binding, nproc, environ, commands.visible_gpus(environ)
+        )
+    return commands.numa_binding(nproc, environ, is_strict=config.numa_bind_strict)
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
@@ -394,16 +365,12 @@ def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
         return []
     import shlex
 
-    missing = missing_program(shlex.split(command)[0], environ)
+    missing = commands.missing_program(shlex.split(command)[0], environ)
     return [f"--ft-bad-node-hook: {missing}"] if missing else []
 
 
 def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
-    """Return what our flag says, else torch's newer name for the same, else torch's variable.
-
-    Raises:
-        ValueError: The variable holds no time.
-    """
+    """Return what our flag says, else torch's newer name for the same, else torch's variable."""
     given = environ.get(_env.SHUTDOWN_TIMEOUT)
     if "workers_stop_timeout" not in _given(args):
         if args.shutdown_timeout is not None:
@@ -416,8 +383,8 @@ def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]
 def fixed_port(given: int | None, endpoint: str, max_nodes: int) -> int | None:
     """Return rank 0's port in every cycle, or None for a fresh one in each.
 
-    Several nodes meet at the endpoint's port, where the job's store listens as long as the job
-    lasts; so that port is never rank 0's, though users of torchrun give both as one.
+    The endpoint's port is the store's as long as the job lasts, so it is never rank 0's, though
+    users of torchrun give both as one.
     """
     if given is None or max_nodes == 1:
         return given
@@ -447,3 +414,48 @@ def job_name(args: argparse.Namespace) -> str | None:
 def random_id() -> str:
     """Return a name for a job that nobody named."""
     return os.urandom(16).hex()
+
+
+def omp_num_threads(environ: Mapping[str, str], nproc: int) -> str | None:
+    """Return OMP_NUM_THREADS of workers as torchrun sets it, or None: it is left alone."""
+    return None if nproc == 1 or _env.OMP_NUM_THREADS in environ else "1"
+
+
+def check_one_launcher_per_node(environ: Mapping[str, str]) -> None:
+    """Refuse a Slurm step that starts several launchers on a node, which nobody said is wanted."""
+    tasks = environ.get(_env.SLURM_TASKS_PER_NODE, "")
+    if not environ.get(_env.SLURM_JOB_ID) or not tasks or allows_many_launchers(environ):
+        return
+    if all(re.fullmatch(r"1(\(x[0-9]+\))?", entry.strip()) for entry in tasks.split(",")):
+        return
+    problem = (
+        f"SLURM_TASKS_PER_NODE={tasks!r}: one launcher per node is expected; start it "
+        "with srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 (in a batch job the second alone "
+        f"does nothing), or set {_env.MULTI_LAUNCHERS}=1 if several are meant"
+    )
+    raise FaultToleranceConfigError([problem])
+
+
+def allows_many_launchers(environ: Mapping[str, str]) -> bool:
+    """Return whether several launchers of a job may run on one node."""
+    raw = environ.get(_env.MULTI_LAUNCHERS, "")
+    try:
+        return bool(raw and values.read(values.BOOL, raw, _env.MULTI_LAUNCHERS))
+    except ValueError as error:
+        raise FaultToleranceConfigError([str(error)]) from None
+
+
+def log_level(environ: Mapping[str, str]) -> int:
+    """Return the level of the log where no option names one."""
+    from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
+
+    return LogConfig.get_log_level(environ)
+
+
+def timer_file(environ: Mapping[str, str], run_dir: str) -> str | None:
+    """Return where programs send their deadlines: the user's path, or one in `run_dir`."""
+    if environ.get(_env.ENABLE_FILE_TIMER) != "1":
+        return None
+    # What a launcher inherits as a rank's child is the outer launcher's.
+    named = "" if _env.RUN_ID in environ else environ.get(_env.TIMER_FILE, "")
+    return named or os.path.join(run_dir, "timers.pipe")

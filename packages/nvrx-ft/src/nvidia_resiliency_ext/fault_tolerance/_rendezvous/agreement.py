@@ -11,7 +11,7 @@ from typing import TypeVar
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from .coordinator import CoordinatorRules
-from .placement import PlacementRules
+from .placement import PlacementRules, few
 from .records import ForeignValueError
 from .restarts import BlameRules, Budget
 
@@ -19,7 +19,6 @@ _HOST = "host"
 
 
 def write_settings(host: str, settings: Mapping[str, str]) -> str:
-    """Return settings, by flag, of the launcher on `host` as one text."""
     return json.dumps({_HOST: host, **settings})
 
 
@@ -64,7 +63,6 @@ NONE = "None"
 
 
 def settings_of(rules: CoordinatorRules) -> dict[str, str]:
-    """Return the rules as settings, by flag."""
     placement = rules.placement
     return {
         NNODES: f"{placement.min_nodes}:{placement.max_nodes}",
@@ -147,14 +145,10 @@ def read(stamp: float, not_before: float, not_after: float) -> Reading:
 def off_by(
     readings: Mapping[_Name, Reading], tolerance_s: float = TOLERANCE_S
 ) -> dict[_Name, float]:
-    """Return by name how far clocks are ahead (below 0: behind) of those that agree.
-
-    The time is what most of them say; of two parties as large, the one nearer to the reader's own
-    clock is right.
-    """
+    """Return by name how far clocks are ahead (below 0: behind) of those that agree."""
     ordered = sorted(reading.ahead_s for reading in readings.values())
     agreeing, right_s, first = 0, 0.0, 0
-    # The longest run of clocks within the tolerance.
+    # The longest run within the tolerance is right; of two as long, the nearer to our own clock.
     for last, ahead_s in enumerate(ordered):
         while ahead_s - ordered[first] > tolerance_s:
             first += 1
@@ -175,7 +169,7 @@ def sentence(off: Iterable[tuple[str, float]]) -> str:
         return ""
     offsets = [
         f"{name} is {abs(off_s):.1f} s {'ahead' if off_s > 0 else 'behind'}"
-        for name, off_s in worst[:MAX_SHOWN]
+        for name, off_s in worst
     ]
-    more = f" and {len(worst) - MAX_SHOWN} more" if len(worst) > MAX_SHOWN else ""
-    return f"clocks are off, by the others' time: {', '.join(offsets)}{more}; synchronise them"
+    shown = few(offsets, MAX_SHOWN)
+    return f"clocks are off, by the others' time: {shown}; synchronise them"

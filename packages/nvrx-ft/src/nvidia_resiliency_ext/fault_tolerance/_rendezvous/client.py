@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a node's session beside its caller: the client of the rendezvous.
-
-One thread waits in the store for the next decision, the other does everything else and keeps the
-lease alive.
-"""
+"""The client of the rendezvous: one thread waits for decisions, one runs the node's session."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
@@ -50,11 +46,9 @@ _Command = Callable[[NodeSession], None]
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A command, and whether it is done at once, or also before a new host has spoken."""
-
     do: _Command
     at_once: bool = False
-    is_urgent: bool = False
+    is_urgent: bool = False  # Done also before a new host has said how the job goes on.
 
 
 def _is_first(entry: Entry) -> bool:
@@ -76,8 +70,7 @@ class NodeSettings:
     lease_s: float  # The longest time between two renewals of the lease.
     join_timeout_s: float = 0.0  # How long to wait until an open round closes.
     connect_timeout_s: float  # How long to wait until the store has the job.
-    # Values of the flags that must be equal on all nodes, by flag.
-    must_agree: Mapping[str, str] = field(default_factory=dict)
+    must_agree: Mapping[str, str] = field(default_factory=dict)  # By flag; equal on all nodes.
     answer_timeout_s: float = 0.0  # How long to wait for an answer of the store.
     master_port: int | None = None  # MASTER_PORT of every round; None: rank 0 reserves a new one.
     domain: Callable[[], str] = lambda: "none"  # Finds the NVLink domain, which may take long.
@@ -92,11 +85,8 @@ class NodeClient:
     """Runs a session beside a caller. Commands return at once; events come through `post`.
 
     Both threads are daemons, and `close` cuts their connections: whatever they wait for then ends.
-
-    Args:
-        connect: Makes the connection; called in the thread, may take long, may raise NvrxError. It
-            gets what to call whenever it is certain that nobody serves a store.
-        post: Takes events, from any thread.
+    `post` takes events from either. `connect` is called in the thread, may take long and raise
+    NvrxError; it gets what to call whenever it is certain that nobody serves a store.
     """
 
     def __init__(
@@ -130,17 +120,12 @@ class NodeClient:
         confirmed = self.confirmed_at
         return None if confirmed is None else confirmed + LEASES_TO_FENCE * self._settings.lease_s
 
-    def submit(self, command: _Command) -> None:
-        """Do `command` in the session's thread, after those before it."""
-        self._commands.put(_Order(command))
+    def submit(self, command: _Command, *, is_urgent: bool = False) -> None:
+        """Do `command` in the session's thread, after those before it.
 
-    def submit_last_words(self, command: _Command) -> None:
-        """Do `command` as `submit`, but also before a new host has said how the job goes on."""
-        self._commands.put(_Order(command, is_urgent=True))
-
-    def say_goodbye(self) -> None:
-        """Tell the others that this node goes, unless they know."""
-        self.submit_last_words(NodeSession.say_goodbye)
+        What `is_urgent` is also done before a new host has said how the job goes on: last words.
+        """
+        self._commands.put(_Order(command, is_urgent=is_urgent))
 
     def close(self, timeout_s: float) -> None:
         """End the session; what was submitted before is still done, `timeout_s` long."""
@@ -153,7 +138,6 @@ class NodeClient:
                 thread.join(CUT_WAIT_S)
 
     def _work(self) -> None:
-        """Run; that it ends is an event, whatever the reason."""
         try:
             self._live()
         except StoreLostError as error:
@@ -190,16 +174,15 @@ class NodeClient:
                 store.close()
 
     def _may_come_back(self, session: NodeSession | None, tries: int, *, is_late: bool) -> bool:
-        """Whether another store may follow: where a control plane serves it, for as long as asked.
-
-        One that is lost before it could be asked is tried a few times.
-        """
+        """Whether another store may follow: where a control plane serves it."""
         if self._ended.is_set():
             return False
         if session is not None:
             return session.entry.is_controlled
-        is_controlled = self._is_controlled
-        return not is_late and (tries < ENTRY_TRIES if is_controlled is None else is_controlled)
+        if self._is_controlled is None:
+            # This store was lost before it could be asked.
+            return not is_late and tries < ENTRY_TRIES
+        return not is_late and self._is_controlled
 
     def _report_lost(self, what: str, *, is_replaced: bool = False) -> None:
         if not self._ended.is_set():
@@ -215,7 +198,6 @@ class NodeClient:
         raise StoreLostError("this node's part is over")
 
     def _cut(self) -> None:
-        """End all connections, and with them what waits."""
         with self._lock:
             stores, self._stores = self._stores, []
         for store in stores:
@@ -273,10 +255,7 @@ class NodeClient:
         self._watcher.start()
 
     def _serve(self, session: NodeSession) -> None:
-        """Do what is asked for, one thing after the other, and keep the lease alive.
-
-        What the store did not survive is done again when there is another one.
-        """
+        """Run commands in order, again after a lost store, and keep the lease alive."""
         # At once where that was not done in this job.
         confirmed, next_lease = self.confirmed_at, self._clock.monotonic()
         if confirmed is not None:
@@ -289,7 +268,7 @@ class NodeClient:
                 next_lease = self._clock.monotonic() + self._lease_period()
                 continue
             if self._held and not session.is_resuming:
-                self._held[0](session)
+                self._held[0](session)  # It stays first if the store does not survive it.
                 self._held.popleft()
                 continue
             try:
@@ -305,7 +284,6 @@ class NodeClient:
                 self._held.append(order.do)
 
     def _resume(self, session: NodeSession, store: JobStore) -> None:
-        """Go on with another store."""
         self._check_lease(session)
         self._first_settings(store)
         event = session.resume(store, self._settings.connect_timeout_s)
@@ -321,11 +299,7 @@ class NodeClient:
             self.confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
-        """Never renew a lease that has expired, though the store would take it.
-
-        A node that was stopped would else be a spare, or in the way of its replacement, or end,
-        by which of its threads comes first.
-        """
+        """Never renew an expired lease, though the store would take it: others are in its place."""
         confirmed = self.confirmed_at
         if confirmed is None or session.entry.phase is Phase.OVER:
             return

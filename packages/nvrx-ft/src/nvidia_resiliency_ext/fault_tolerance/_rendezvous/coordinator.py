@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the rendezvous host decides: when a round closes, opens, or the job is over. Pure.
 
-`decide(view)` looks at all that the store says, and returns the next entry of the log, the
-placement that closes the round, or how long to wait. It is asked again whenever something may have
-changed, so no single event can be missed or come twice.
+`decide` is asked again whenever something may have changed: no event can be missed or come twice.
 
     phase    sees                                              decides
     OPEN     enough nodes, nobody worth waiting for            the placement
@@ -26,18 +24,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
-from nvidia_resiliency_ext.fault_tolerance._core.errors import (
-    RDZV_SHUTDOWN_REASON_FAILURE,
-    RDZV_SHUTDOWN_REASON_GRACEFUL,
-)
-from nvidia_resiliency_ext.fault_tolerance._core.machine import agreed_call
-from nvidia_resiliency_ext.shared_utils.hang_culprit import (
-    Confidence,
-    Finding,
-    describe,
-    find_culprit,
-)
+from nvidia_resiliency_ext.fault_tolerance._core import errors
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause, agreed_call
+from nvidia_resiliency_ext.shared_utils import hang_culprit
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
 from . import restarts
@@ -46,12 +35,9 @@ from .placement import NotEnough, Placement, PlacementError, PlacementRules, pla
 from .records import Arrival, Entry, HangStage, Kind, NodeMessage, Phase, WorkerState
 from .restarts import BlameRules, Budget, Failures, is_named
 
-# A node that dies between its two writes delays a round by no more than this.
-LOOK_AGAIN_S = 1.0
+LOOK_AGAIN_S = 1.0  # A node that dies between its two writes delays a round by no more.
 LAST_CALL_LOOK_S = 0.1
-HANG_ANSWERS_S = 3.0
-"""How long nodes are waited for that do not say what their ranks do."""
-_DONE = (WorkerState.SUCCEEDED,)
+HANG_ANSWERS_S = 3.0  # How long nodes are waited for that do not say what their ranks do.
 _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
 
@@ -70,49 +56,39 @@ class CoordinatorRules:
 
 @dataclass(slots=True)
 class Memory:
-    """What the host remembers beyond the present round. Times are of its monotonic clock.
+    """What the host remembers beyond the present round. Times are of its monotonic clock."""
 
-    `active` are the nodes with a place in the last closed round, by rank. `resumed_at` is when it
-    took the job up from another host, which may have known more nodes.
-    """
-
-    active: tuple[Arrival, ...] = ()
+    active: tuple[Arrival, ...] = ()  # With a place in the last closed round, by rank.
     spares: frozenset[str] = frozenset()
     unhealthy: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     failures: Failures = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     enough_since: float | None = None
-    resumed_at: float | None = None
+    resumed_at: float | None = None  # When it took the job up from a host that may know more nodes.
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store says at one moment, `now` (monotonic s), and what it is judged by.
-
-    `quiet_s` is how long a node's lease did not move; `me` is who looks.
-    """
+    """What the store says at one moment, `now` (monotonic s), and what it is judged by."""
 
     rules: CoordinatorRules
     memory: Memory
     now: float
     entry: Entry
     messages: tuple[NodeMessage, ...] = ()
-    quiet_s: Mapping[str, float] = field(default_factory=dict)
+    quiet_s: Mapping[str, float] = field(default_factory=dict)  # How long a lease did not move.
     entry_age_s: float = 0.0
-    me: str = ""
+    me: str = ""  # Who looks.
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing is to be done; look again at `until` at the latest (monotonic s).
-
-    `is_last_call` says that there are enough nodes and that others are given a moment to come.
-    """
+    """Nothing is to be done; look again at `until` at the latest (monotonic s)."""
 
     until: float
     why: str = ""
-    is_last_call: bool = False
+    is_last_call: bool = False  # There are enough nodes; others are given a moment to come.
 
 
 Decision = Wait | Placement | Entry
@@ -142,7 +118,7 @@ def carried_over(memory: Memory, messages: tuple[NodeMessage, ...]) -> Memory:
 
 
 def decide(view: View) -> Decision:
-    """Return what follows from what the store says."""
+    """Return the next entry of the log, a placement that closes the round, or how long to wait."""
     if view.entry.phase is Phase.OPEN:
         return _while_open(view)
     if view.entry.phase is Phase.CLOSED:
@@ -215,21 +191,20 @@ def _while_open(view: View) -> Decision:
 
 
 def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    """Return the nodes that said that they take part no longer."""
     return frozenset(n.node for n in messages if n.kind in (Kind.LEFT, Kind.UNHEALTHY))
 
 
 def place_all(
     view: View, there: Mapping[str, Arrival], blamed: frozenset[str]
 ) -> Placement | NotEnough:
-    """Return who works; hosts that are not wanted only where others are not enough.
+    """Return who works; hosts that somebody named or that failed again and again only if needed.
 
-    These are hosts that somebody outside the job named, and those that failed again and again.
-
-    Raises:
-        PlacementError: these nodes cannot work together.
+    Raises PlacementError: these nodes cannot work together.
     """
-    rules, bad_groups = view.rules.placement, unhealthy_groups(view.messages)
+    rules = view.rules.placement
+    bad = {n.node for n in view.messages if n.kind is Kind.UNHEALTHY}
+    groups = (n.arrival.group for n in view.messages if n.arrival and n.node in bad)
+    bad_groups = frozenset(group for group in groups if group is not None)
     candidates = list(there.values())
     result = place(candidates, rules, bad_groups)
     if isinstance(result, NotEnough):
@@ -256,15 +231,6 @@ def place_all(
     return result
 
 
-def unhealthy_groups(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
-    """Return the replacement groups of nodes that said in this round that they are unhealthy."""
-    bad = {message.node for message in messages if message.kind is Kind.UNHEALTHY}
-    groups = (
-        message.arrival.group for message in messages if message.arrival and message.node in bad
-    )
-    return frozenset(group for group in groups if group is not None)
-
-
 def _last_call(view: View, result: Placement, late: list[str], absent: list[Arrival]) -> str:
     """Return for whom the round is kept open although there are enough nodes, or ''."""
     placement = view.rules.placement
@@ -280,14 +246,14 @@ def _while_closed(view: View) -> Decision:
     rules, memory, now = view.rules, view.memory, view.now
     messages = (*view.messages, *losses(view))
     states = _states(memory, messages)
-    done = sum(states[member.node] in _DONE for member in memory.active)
+    done = sum(states[member.node] is WorkerState.SUCCEEDED for member in memory.active)
     if memory.active and done == len(memory.active):
         drained = _goes_on_without(view)
         if drained:
             return view.entry.opened(view.me, drained)
         if view.entry.save_at and may_have_more_nodes(rules, memory, now):
             return Wait(now + LAST_CALL_LOOK_S, "spares may come back")
-        return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
+        return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_GRACEFUL)
     broken = [member for member in memory.active if states[member.node] in _BROKEN]
     if not broken:
         patience_s = min(rules.lease_s / 4, LAST_CALL_LOOK_S if view.entry.hang else rules.lease_s)
@@ -295,14 +261,14 @@ def _while_closed(view: View) -> Decision:
     healthy = len(memory.active) - done - len(broken)
     if rules.min_healthy:
         if healthy == 0 and done >= rules.placement.min_nodes:
-            return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_GRACEFUL)
+            return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_GRACEFUL)
         if healthy + done >= rules.placement.min_nodes:
             return Wait(now + rules.lease_s / 4)
     causes = (n.cause for n in messages if n.cause is not None and states.get(n.node) in _BROKEN)
     cause = next(causes, None) or _lost(broken[0])
     if rules.budget.left(view.entry, view.entry_age_s) > 0:
         return view.entry.opened(view.me, cause)
-    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)
+    return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_FAILURE, cause)
 
 
 def _hang(view: View) -> Entry | None:
@@ -315,19 +281,20 @@ def _hang(view: View) -> Entry | None:
     if complaint is None or view.entry.hang == HangStage.EVALUATED:
         return None
     states = [state for message in reports.values() for state in message.ranks]
-    finding = find_culprit(states, view.entry.world_size)
+    finding = hang_culprit.find_culprit(states, view.entry.world_size)
     silent = [m.host for m in view.memory.active if m.node not in reports]
     is_over = view.entry.hang == HangStage.ASKED and view.entry_age_s >= HANG_ANSWERS_S
-    if silent and not is_over and finding.confidence is not Confidence.CERTAIN:
+    if silent and not is_over and finding.confidence is not hang_culprit.Confidence.CERTAIN:
         return None if view.entry.hang else view.entry.again(view.me, hang=HangStage.ASKED)
     cause = _hang_cause(finding, complaint, silent)
     return view.entry.again(view.me, hang=HangStage.EVALUATED, cause=cause)
 
 
-def _hang_cause(finding: Finding, complaint: Cause, silent: Sequence[str]) -> Cause:
+def _hang_cause(finding: hang_culprit.Finding, complaint: Cause, silent: Sequence[str]) -> Cause:
     """Return why a round ends in which a rank broke a limit; its `detail` has `limit_words`."""
-    what = f"{describe(finding)} ({complaint.detail.get('limit_words', complaint.what)})"
-    if silent and finding.confidence is not Confidence.CERTAIN:
+    broken = complaint.detail.get("limit_words", complaint.what)
+    what = f"{hang_culprit.describe(finding)} ({broken})"
+    if silent and finding.confidence is not hang_culprit.Confidence.CERTAIN:
         what += f"; no answer from {', '.join(silent)}"
     culprit = finding.culprits[0] if finding.culprits else None
     has_failed = culprit is not None and culprit.activity is Activity.FAILED
@@ -350,7 +317,6 @@ def may_have_more_nodes(rules: CoordinatorRules, memory: Memory, now: float) -> 
 
 
 def _must_go(view: View) -> dict[str, Cause]:
-    """Return the nodes that must go, and why."""
     unknown = Cause("preempted", "a node must go")
     return {n.node: n.cause or unknown for n in view.messages if n.kind is Kind.PREEMPTED}
 
@@ -404,7 +370,6 @@ def losses(view: View) -> tuple[NodeMessage, ...]:
 
 
 def _states(memory: Memory, messages: Sequence[NodeMessage]) -> dict[str, WorkerState]:
-    """Return what is said of each node with a place."""
     states = {member.node: WorkerState.HEALTHY for member in memory.active}
     for message in messages:
         if states.get(message.node) in (None, WorkerState.SUCCEEDED):
@@ -423,4 +388,4 @@ def _lost(member: Arrival) -> Cause:
 
 def _failure(view: View, kind: str, what: str) -> Entry:
     cause = Cause(kind, what, detected_by="rendezvous")
-    return view.entry.over(view.me, RDZV_SHUTDOWN_REASON_FAILURE, cause)
+    return view.entry.over(view.me, errors.RDZV_SHUTDOWN_REASON_FAILURE, cause)

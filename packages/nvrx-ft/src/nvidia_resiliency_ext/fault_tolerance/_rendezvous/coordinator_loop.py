@@ -1,42 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator: waits for its notification key, reads messages, does what `decide` says.
 
-It runs in a thread of its own with a connection of its own, in the launcher that serves the store
-or in a control plane that has no workers.
+It has a thread of its own, where the job's store is served or beside somebody else's store.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
+import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from . import agreement, coordinator, keys, restarts
+from . import agreement, coordinator, keys, records, restarts
+from . import store as stores
 from .log import DecisionLog, ResumeState, resume_state_from
 from .placement import Placement, check_texts, summary
-from .records import (
-    Arrival,
-    Entry,
-    ForeignValueError,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    decode,
-    encode,
-)
+from .records import Entry, ForeignValueError, Kind, NodeMessage, Phase, RankAssignment
 from .restarts import Denylist, is_named
-from .store import JobStore
 
 logger = logging.getLogger("nvrx")
 
@@ -46,35 +38,21 @@ GOODBYE_WAIT_S = 3.0
 KEEP_DECISIONS_S = 60.0
 
 
-class RoundFollower(Protocol):
-    """Who is notified of rounds, in the host's thread: it must not wait."""
-
-    def begins(
-        self,
-        cycle: int,
-        active: Sequence[Arrival],
-        waiting: Sequence[Arrival] = (),
-        *,
-        goes_on: bool = False,
-    ) -> None:
-        """Record a closed round, its nodes by rank; one that `goes_on` had another host before."""
-
-    def ended(self, cycle: int, cause: Cause | None = None) -> None:
-        """Record that nobody works in a round any more, and why; it may be repeated."""
-
-
 @dataclass(eq=False)
 class Coordinator:
-    """Decides the rounds of one job until it is over."""
+    """Decides the rounds of one job until it is over, in a thread of its own."""
 
-    store: JobStore  # A connection for this thread alone.
+    store: stores.JobStore  # A connection for this thread alone.
     rules: coordinator.CoordinatorRules
     _: KW_ONLY
     me: str  # Signs the decisions.
     epoch: str  # Which life of the store this is.
     clock: Clock
     is_controlled: bool = False  # Whether the store outlives the nodes.
-    follower: RoundFollower | None = None  # Who is notified of rounds; for records.
+    # Get a closed round and when nobody works in it any more, as `CoordinatorServices` takes that,
+    # in the thread of the rounds: they must not wait. The second may be repeated.
+    begins: Callable[..., None] = lambda *_, **__: None
+    ended: Callable[[int, Cause | None], None] = lambda *_: None
     # Called with the cause when a node is lost, blamed, or has failed repeatedly.
     on_bad_node: Callable[[Cause], None] = lambda _: None
     # Hosts that get a place only if there are not enough others.
@@ -85,6 +63,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self._log = DecisionLog(self.store)
+        self._keep_s = max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(self.rules))
         self._memory = coordinator.Memory()
         self._messages: list[NodeMessage] = []
         self._read_to = 0
@@ -118,9 +97,7 @@ class Coordinator:
     def run(self) -> None:
         """Decide until the job is over and everybody knows, or `stop` is set.
 
-        Raises:
-            StoreLostError: the store is gone.
-            ForeignValueError: somebody else has written where a decision belongs.
+        Raises StoreLostError, and ForeignValueError for another program's decision.
         """
         wake_at = self.clock.monotonic()
         while not self.stop.is_set() and self.entry.phase is not Phase.OVER:
@@ -139,17 +116,15 @@ class Coordinator:
         """End the job for everybody, within a second; from any thread. The first reason stays."""
         self._end_asked = self._end_asked or (reason, cause)
 
-    # What the store says -----------------------------------------------------------------------
-
     def _adopt(self, entry: Entry) -> None:
         before, self.entry = self.entry, entry
         now = self._entry_at = self.clock.monotonic()
         goes_on = entry.phase is Phase.CLOSED and entry.round == before.round
         if before.phase is Phase.CLOSED and not goes_on:
-            self._report_end(before.round, entry.cause)
+            self.ended(before.round, entry.cause)
         self.store.put(keys.HEAD, str(entry.seq))
         self._adopted.append((entry.seq, now))
-        while now - self._adopted[1][1] > _keep_decisions_s(self.rules):
+        while now - self._adopted[1][1] > self._keep_s:
             self.store.delete(keys.log(self._adopted.popleft()[0]))
         self._messages = [message for message in self._messages if message.kind is not Kind.RESUMED]
         if entry.round != before.round:
@@ -165,12 +140,7 @@ class Coordinator:
                 for key in (keys.messages, keys.arrivals, keys.successes):
                     self.store.delete(key(entry.round - 2))
 
-    def _report_end(self, round_: int, cause: Cause | None) -> None:
-        if self.follower is not None:
-            self.follower.ended(round_, cause)
-
     def _record_blame(self, entry: Entry) -> None:
-        """Count a restart against the host that caused it."""
         cause, rules, now = entry.cause, self.rules.blame, self.clock.monotonic()
         if cause is None or not cause.host or cause.kind not in restarts.OF_THE_NODE:
             return
@@ -201,7 +171,6 @@ class Coordinator:
                 )
 
     def _read_leases(self) -> None:
-        """Look which leases moved; a node is known by its lease from its arrival on."""
         now = self.clock.monotonic()
         known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
         known |= {member.node for member in self._memory.active} | self._memory.spares
@@ -256,12 +225,11 @@ class Coordinator:
         return True
 
     def _reopen(self, round_: int, cause: Cause) -> None:
-        # Followers that know the begin of the round before may not know its end.
-        self._report_end(round_ - 1, cause)
+        # Who knows the begin of the round before may not know its end.
+        self.ended(round_ - 1, cause)
         self._create(self.entry.next(self.me, Phase.OPEN, round_, cause=cause))
 
     def _announce_named(self) -> None:
-        """Say once which hosts get no place."""
         for name, why in self.denylist.why.items():
             if name not in self._announced:
                 self._announced.add(name)
@@ -272,7 +240,9 @@ class Coordinator:
         old, opened_at = state.entry, list(self._opened_at)
         # First: a node that comes back once more finds there that it was counted.
         places = {n.node: n.assignment for n in state.members if n.assignment is not None}
-        self.store.put_all({keys.assignment(n): encode(place) for n, place in places.items()})
+        self.store.put_all(
+            {keys.assignment(n): records.encode(place) for n, place in places.items()}
+        )
         own = self.entry
         closed = dataclasses.replace(
             old,
@@ -296,8 +266,7 @@ class Coordinator:
             self._messages[:0] = [*spares, *state.gone]
             self._leases_at = -math.inf
             logger.info("round %d goes on: all its nodes have come back", old.round)
-            if self.follower is not None:
-                self.follower.begins(closed.round, members, goes_on=True)
+            self.begins(closed.round, members, goes_on=True)
 
     def _decide(self) -> coordinator.Decision:
         now = self.clock.monotonic()
@@ -325,7 +294,7 @@ class Coordinator:
             self._record_wait(decision, now)
             for message in coordinator.losses(view):
                 # The others cannot see leases, and may want to know.
-                self.store.append_line(keys.messages(self.entry.round), encode(message))
+                self.store.append_line(keys.messages(self.entry.round), records.encode(message))
         return decision
 
     def _record_wait(self, decision: coordinator.Wait, now: float) -> None:
@@ -335,8 +304,6 @@ class Coordinator:
         if decision.why and decision.why != self._waits_for:
             logger.info("round %d: %s", self.entry.round, decision.why)
         self._waits_for = decision.why
-
-    # What is done ------------------------------------------------------------------------------
 
     def _act(self, decision: coordinator.Decision) -> float:
         if isinstance(decision, coordinator.Wait):
@@ -350,8 +317,7 @@ class Coordinator:
     def _close_round(self, placement: Placement) -> None:
         """Tell everybody their place; who arrives from here on is a spare.
 
-        Who is in the round is what the queue held when that was decided, and nodes learn it from
-        their place alone, so nothing that happens meanwhile can make two views of it.
+        Nodes learn from their place alone who is in the round, so there cannot be two views of it.
         """
         entry = self.entry
         there = coordinator.arrived(tuple(self._messages))
@@ -360,7 +326,7 @@ class Coordinator:
         off = agreement.off_by(self._clocks)
         self.store.put_all(
             {
-                keys.assignment(one.node): encode(
+                keys.assignment(one.node): records.encode(
                     RankAssignment(entry.round, rank, offset, round(off.get(one.node, 0.0), 3))
                 )
                 for rank, (one, offset) in enumerate(zip(placement.active, offsets, strict=True))
@@ -385,12 +351,11 @@ class Coordinator:
             self._is_last_call = False
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            if self.follower is not None:
-                waiting = (*placement.standby, *placement.excluded)
-                self.follower.begins(closed.round, placement.active, waiting)
+            waiting = (*placement.standby, *placement.excluded)
+            self.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
-        """Say of each node that was named how it went, in the round after it was."""
+        """Log named nodes that work all the same, and report each named node once."""
         why = self.denylist.why
         for node in (*placement.active, *placement.standby, *placement.excluded):
             name = next((n for n in why if is_named(node.host, node.addr, [n])), None)
@@ -411,19 +376,15 @@ class Coordinator:
         entry = dataclasses.replace(entry, restart_ages_s=tuple(round(age, 3) for age in ages))
         stands = self._log.add(entry)
         self._adopt(stands)
-        return encode(stands) == encode(entry)
+        return records.encode(stands) == records.encode(entry)
 
     def _wait_for_goodbyes(self) -> None:
-        """Keep the store until everybody has read how the job ended, 3 s at most.
-
-        Before the first round is closed, or soon after another host had the job, nobody knows who
-        is there, and it is kept as long as that.
-        """
-        deadline = self.clock.monotonic() + GOODBYE_WAIT_S
-        limit = coordinator.expiry_s(self.rules)
-        all_known = bool(self._memory.active) and not coordinator.may_have_more_nodes(
-            self.rules, self._memory, self.clock.monotonic()
-        )
+        """Keep the store until all known nodes have read how the job ended, 3 s at most."""
+        now = self.clock.monotonic()
+        deadline, limit = now + GOODBYE_WAIT_S, coordinator.expiry_s(self.rules)
+        # Before the first round, or soon after another host had the job, others may be there.
+        may_be_more = coordinator.may_have_more_nodes(self.rules, self._memory, now)
+        all_known = bool(self._memory.active) and not may_be_more
         while not self.stop.is_set():
             try:
                 self._read_messages_of(self.entry.round)
@@ -438,12 +399,8 @@ class Coordinator:
                 return
 
 
-def _keep_decisions_s(rules: coordinator.CoordinatorRules) -> float:
-    return max(KEEP_DECISIONS_S, 2 * coordinator.expiry_s(rules))
-
-
 def _read_message(line: str) -> NodeMessage:
-    message = decode(NodeMessage, line)
+    message = records.decode(NodeMessage, line)
     if message.arrival is not None:
         if message.arrival.node != message.node:
             raise ForeignValueError(
@@ -454,3 +411,84 @@ def _read_message(line: str) -> NodeMessage:
         except ValueError as error:
             raise ForeignValueError(f"not an arrival: {error}") from None
     return message
+
+
+@contextlib.contextmanager
+def served_store(  # noqa: PLR0913 - named, and each of them a fact of its own
+    listener: socket.socket,
+    host: str,
+    port: int,
+    prefix: str,
+    secret: bytes | None,
+    *,
+    nodes: int,
+    timeout_s: float,
+    says: Mapping[str, str],
+) -> Iterator[stores.JobStore]:
+    """Serve a job's store on `listener`, and connect to it within `timeout_s`.
+
+    Without a `secret` for digests one is made, and left in the store; `says` stands there first.
+    """
+    server = stores.serve(listener, host, nodes)
+    secret = secret or stores.agree_on_secret(server, prefix)
+    own = stores.connect(host, port, prefix, secret, timeout_s)
+    try:
+        own.put_all(says)
+        yield own
+    finally:
+        own.cut()
+        del server
+
+
+@dataclass(eq=False, repr=False)
+class CoordinatorThread(threading.Thread):
+    """Decides the job's rounds; it ends, and the store with it, when the job is over for all."""
+
+    # Gives the job's store for as long as it is needed; used in the thread.
+    store: Callable[[], contextlib.AbstractContextManager[stores.JobStore]]
+    # Returns what decisions go by, once that is known; None: nothing will be decided.
+    rules: Callable[[stores.JobStore, threading.Event], coordinator.CoordinatorRules | None]
+    # Makes the `Coordinator` of a store and these rules; further fields of it are given here.
+    coordinator: Callable[..., Coordinator]
+    on_end: Callable[[], None] = lambda: None  # Called in the thread.
+
+    def __post_init__(self) -> None:
+        super().__init__(name="nvrx-store-host", daemon=True)
+        self._end_asked = threading.Event()
+        self._host: Coordinator | None = None
+        self.problem = ""
+        self.outcome: Entry | None = None
+
+    def run(self) -> None:
+        """Serve until the job is over. A failure is seen by all nodes: their store is gone."""
+        try:
+            self._serve()
+        except NvrxError as error:
+            # Its text alone: an exception keeps frames, and with them the store.
+            self.problem = str(error)
+            logger.error("nobody decides this job's rounds any more: %s", self.problem)  # noqa: TRY400
+        except Exception as error:
+            self.problem = f"a defect in the rendezvous host: {error!r}"
+            logger.exception("a defect in the rendezvous host ended the job's store")
+        finally:
+            self.on_end()
+
+    def stop(self) -> None:
+        """End within a second, though the job may go on elsewhere."""
+        self._end_asked.set()
+
+    def end_job(self, reason: str, cause: Cause) -> None:
+        """End the job for everybody; from any thread, and in vain before its first round."""
+        if self._host is not None:
+            self._host.end_job(reason, cause)
+
+    def _serve(self) -> None:
+        with self.store() as store:
+            rules = self.rules(store, self._end_asked)
+            if rules is None:
+                return
+            epoch = os.urandom(8).hex()
+            self._host = self.coordinator(store, rules, epoch=epoch, stop=self._end_asked)
+            self._host.run()
+            entry = self._host.entry
+            self.outcome = entry if entry.phase is Phase.OVER else None

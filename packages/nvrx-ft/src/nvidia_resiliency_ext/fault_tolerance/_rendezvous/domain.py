@@ -15,8 +15,7 @@ from nvidia_resiliency_ext.shared_utils.children import ExitStatus, start_child
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError, NvrxError
 
 _COMMAND: Final = ("nvidia-smi", "-q")
-# A node of eight GPUs prints about 0.2 MB.
-_MOST_BYTES: Final = 16 << 20
+_MOST_BYTES: Final = 16 << 20  # A node of eight GPUs prints about 0.2 MB.
 _LINE: Final = re.compile(r"^\s*ClusterUUID\s*:\s*(\S+)\s*$", re.MULTILINE)
 _UUID: Final = re.compile(r"[0-9A-Fa-f][0-9A-Fa-f-]{0,63}")
 _REMEDY: Final = "check the fabric with `nvidia-smi -q`, or start without --ft-segment"
@@ -27,10 +26,9 @@ class NvlinkDomainError(NvrxError, RuntimeError):
 
 
 def nvlink_domain(timeout_s: float = 60.0) -> str:
-    """Return the domain that this node's GPUs belong to.
+    """Return the domain of this node's GPUs. Slow while the driver is not loaded.
 
-    With the driver not loaded yet `nvidia-smi` is slow. Raises NvlinkDomainError: There is none, or
-    `nvidia-smi` is missing, fails or does not end.
+    Raises NvlinkDomainError: there is none, or `nvidia-smi` is missing, fails or does not end.
     """
     try:
         status, output = _ask(timeout_s)
@@ -51,10 +49,7 @@ def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
     # A file and not a pipe: nobody has to read while it runs.
     with tempfile.TemporaryFile() as output:
         with start_child(
-            _COMMAND,
-            stdin=subprocess.DEVNULL,
-            stdout=output.fileno(),
-            stderr=subprocess.DEVNULL,
+            _COMMAND, stdin=subprocess.DEVNULL, stdout=output.fileno(), stderr=subprocess.DEVNULL
         ) as child:
             # Beyond it the kernel ends it by SIGXFSZ: a report without end must not fill the disk.
             with contextlib.suppress(ProcessLookupError):
@@ -64,17 +59,13 @@ def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
         return status, output.read(_MOST_BYTES)
 
 
-# A node's domain does not change.
-own_domain = functools.cache(nvlink_domain)
+own_domain = functools.cache(nvlink_domain)  # A node's domain does not change.
 
 
 def parse_domain(report: str) -> str:
-    """Return the one ClusterUUID in the output of `nvidia-smi -q`.
-
-    GPUs outside any fabric show `N/A`, or zeros, which all such nodes of a cluster have in common:
-    neither is a domain. Raises NvlinkDomainError: There is none, or several.
-    """
+    """Return the one ClusterUUID in the output of `nvidia-smi -q`. Raises NvlinkDomainError."""
     found: list[str] = _LINE.findall(report)
+    # GPUs outside any fabric show `N/A`, or zeros, which all such nodes have in common.
     domains = sorted({text.lower() for text in found if _UUID.fullmatch(text) and text.strip("0-")})
     if not domains:
         seen = ", ".join(sorted(set(found))[:4])[:200]

@@ -28,10 +28,7 @@ class EndpointError(NvrxError):
 def claim(host: str, port: int, is_host: bool | None) -> socket.socket | None:
     """Listen at the endpoint if it is on this machine; None when another serves it.
 
-    `is_host` is from `--rdzv-conf is_host=...`; None asks whether the address is ours.
-
-    Raises:
-        EndpointError: the name resolves nowhere, or this must be the host and cannot be.
+    `is_host` is from `--rdzv-conf is_host=...`; None: if the address is ours. Raises EndpointError.
     """
     if is_host is False:
         return None
@@ -69,12 +66,8 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
 ) -> str:
     """Wait until somebody listens at the endpoint; return the address that answered.
 
-    Tries at first every 50 ms, later less often, for `try_s` each; pauses differ by `spread`.
-    `refused` is called whenever the machine answers that nobody listens, which is proof that nobody
-    serves a store there.
-
-    Raises:
-        EndpointError: nobody did in time.
+    `refused` is called whenever the machine answers that nobody listens: proof that nobody serves a
+    store there. Raises EndpointError: nobody did in time.
     """
     deadline = clock.monotonic() + timeout_s
     pause_s, problem = FIRST_PAUSE_S, "nobody listens"

@@ -17,16 +17,11 @@ class NodeIdentity(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """Return the text form, such as `node001_4242_0`."""
         return f"{self.addr}_{self.pid}_{self.number}"
 
     @classmethod
     def parse(cls, text: str) -> NodeIdentity:
-        """Return the identity that a text names; the address may itself contain underscores.
-
-        Raises:
-            ValueError: It is no identity.
-        """
+        """Return the identity in a text; the address may contain underscores. Raises ValueError."""
         match = _TEXT.fullmatch(text)
         if match is None or not text.isprintable():
             raise ValueError(f"{text[:300]!r} is no identity such as 'node001_4242_0'")
@@ -36,8 +31,7 @@ class NodeIdentity(NamedTuple):
 
 HEAD = "head"
 NOTIFY = "notify"
-# Who decides the rounds, where several could: the first one that names itself here.
-HOST = "host"
+HOST = "host"  # Who decides the rounds, where several could: the first that names itself here.
 # What the first launcher was started with, and what the control plane was, where there is one.
 SETTINGS = "settings"
 CONTROL_SETTINGS = "control-settings"
@@ -49,12 +43,10 @@ _PREFIX = "ft_rendezvous_barrier:"
 
 
 def prefix(run_id: str) -> str:
-    """Return what stands before all keys of a job."""
     return f"{_PREFIX}{run_id}:"
 
 
 def run_id(prefix: str) -> str:
-    """Return the job whose keys these are."""
     return prefix.removeprefix(_PREFIX).removesuffix(":")
 
 
@@ -69,13 +61,8 @@ successes: Final = "successes/{}".format
 assignment: Final = "assignment/{}".format
 lease: Final = "lease/{}".format
 
-# A living node's lease is never older than this.
-LEASES_IN_DOUBT = 1.5
-# A node that cannot renew its lease stops its workers then, before its peers act.
-LEASES_TO_FENCE = 2.0
-# So long have its workers between SIGTERM and SIGKILL.
-FENCE_STOP_LEASES = 0.5
-# The rank monitor kills the workers then, should their launcher be stopped or stuck.
-LEASES_TO_KILL = 2.6
-# The host counts the node as lost then, and the node itself gives up.
-LEASES_TO_EXPIRY = 3.0
+LEASES_IN_DOUBT = 1.5  # A living node's lease is never older than this.
+LEASES_TO_FENCE = 2.0  # A node that cannot renew it stops its workers then, before peers act.
+FENCE_STOP_LEASES = 0.5  # So long have its workers between SIGTERM and SIGKILL.
+LEASES_TO_KILL = 2.6  # The rank monitor kills them then, if their launcher is stopped or stuck.
+LEASES_TO_EXPIRY = 3.0  # The host counts the node as lost then, and the node itself gives up.

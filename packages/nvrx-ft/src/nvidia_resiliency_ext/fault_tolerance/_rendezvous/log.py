@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of decisions, and how a new coordinator reads from it where the job stands.
+"""The log of decisions, what is left of it after a lost store, and who is in a round.
 
-A decision is never taken back. Who finds a foreign value at its place names it and ends.
-
-Launchers go on while the store is away, and tell the new one the last decision they know and their
-own place in it. When all that had a place have done so, the round goes on as if nothing had been;
-when some stay away, a new round is opened without them.
+No decision is taken back. Launchers go on while the store is away, and send the new one the last
+decision they know and their place in it. The round goes on once all that had a place have done so;
+else a new one is opened.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from . import keys, records
+from .coordinator import arrived
 from .store import JobStore
 
 MAX_DIGITS = 18
 
 
 class DecisionLog:
-    """The decisions of one job, over a connection of the calling thread.
-
-    Methods raise ForeignValueError where something else stands at a place in the log.
-    """
+    """The decisions of one job; ForeignValueError: something else stands in a decision's place."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -48,8 +45,9 @@ class DecisionLog:
 
     def next_after(self, seq: int) -> records.Entry | None:
         """Return the decision after `seq`, if there is one; it never waits."""
+        key = keys.log(seq + 1)
         # Asked first: to read a missing key would wake in vain all who wait for it.
-        text = self._store.peek(keys.log(seq + 1)) if self._store.has(keys.log(seq + 1)) else None
+        text = self._store.peek(key) if self._store.has(key) else None
         return None if text is None else self._decoded(seq + 1, text)
 
     def last_known(self) -> records.Entry:
@@ -71,20 +69,16 @@ class DecisionLog:
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """What launchers reported of a lost store: its last decision, who is in its round, who waits.
-
-    `gone` is what nodes said that take part no longer: they are no spares, and a member among them
-    is one that has left.
-    """
+    """What launchers reported of a lost store: its last decision, and the nodes of its round."""
 
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
-    gone: tuple[records.NodeMessage, ...] = ()
+    gone: tuple[records.NodeMessage, ...] = ()  # Last words of nodes that left; none is a spare.
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:
-    """Return the state of the lost store that launchers reported, or None if none has."""
+    """Return what launchers reported of a lost store, or None if none has."""
     resumed = [n for n in messages if n.kind is records.Kind.RESUMED and n.entry is not None]
     if not resumed:
         return None
@@ -109,3 +103,52 @@ def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState 
             gone.pop(message.node, None)
     spares = tuple(n for n in latest if n.arrival and n not in members and n.node not in gone)
     return ResumeState(entry, members, spares, tuple(gone.values()))
+
+
+FINAL = frozenset(
+    {records.WorkerState.SUCCEEDED, records.WorkerState.FAILED, records.WorkerState.UNKNOWN}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMember:
+    """One node of a round; `group_rank` is None for a spare, `state` is that of its workers."""
+
+    arrival: records.Arrival
+    group_rank: int | None
+    state: records.WorkerState
+
+
+def read_members(store: JobStore, round_: int) -> list[RoundMember]:
+    """Return the nodes of a closed round: those with a place by rank, then the spares.
+
+    It costs one operation of the store, and one more for each node.
+    """
+    messages = read_messages(store, round_)
+    there = arrived(messages)
+    everybody: dict[str, records.Arrival] = {}
+    states: dict[str, records.WorkerState] = {}
+    for message in messages:
+        state = message.state if message.kind is records.Kind.STATE else None
+        if message.kind is records.Kind.ARRIVED and message.arrival is not None:
+            everybody[message.node] = message.arrival
+        elif message.kind in (records.Kind.LEFT, records.Kind.UNHEALTHY):
+            state = records.WorkerState.UNKNOWN
+        # The first final word stays.
+        if state is not None and states.get(message.node) not in FINAL:
+            states[message.node] = state
+    members = []
+    for node, arrival in everybody.items():
+        text = store.peek(keys.assignment(node))
+        place = None if text is None else records.decode(records.RankAssignment, text)
+        rank = place.group_rank if place is not None and place.round == round_ else None
+        if rank is not None or node in there:
+            state = states.get(node, records.WorkerState.HEALTHY)
+            members.append(RoundMember(arrival, rank, state))
+    return sorted(members, key=lambda member: (member.group_rank is None, member.group_rank or 0))
+
+
+def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ...]:
+    """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
+    read = partial(records.decode, records.NodeMessage)
+    return tuple(store.lines(keys.messages(round_), 0, read)[0])

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who trains in a round, with which group rank, and the words for it. Pure.
 
-The nodes that arrived and the rules of the job go in; ranks come out, the same ones whatever the
-order of arrival.
-
 1. Nodes of unhealthy or incomplete replacement groups are excluded.
 2. The others are ordered by infrastructure rank; if one has none, or the job does not use them, by
    identity, and then whoever had a rank keeps it where that is possible.
-3. Ranks are given out in blocks: a block is one segment, whose nodes are of one
-   NVLink domain. Without segments a block is one rank, and all nodes are of one domain.
+3. Ranks are given out in blocks: a block is one segment, whose nodes are of one NVLink domain.
+   Without segments a block is one rank, and all nodes are of one domain.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ def choose_nodes(
 
     A node keeps its earlier rank if its domain keeps the block. Domains that have lost nodes keep
     the blocks with the most survivors; the other blocks go to the domains in order. Holes are
-    filled by nodes of the domain, those with an earlier rank before others.
+    filled by nodes of the domain.
     """
     # In the order of the domains' first nodes.
     members: dict[str, list[int]] = {}
@@ -79,24 +76,15 @@ _LONGEST_TEXT: Final = 255
 
 
 class PlacementError(NvrxError):
-    """The nodes that arrived can never be placed together; the message says what to do.
-
-    `nodes` are the identities of these nodes, in order.
-    """
+    """Nodes (identities: `nodes`) can never be placed together; the message says what to do."""
 
     def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
-        super().__init__(message, nodes)
+        super().__init__(message)
         self.nodes = nodes
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def check_texts(node: Arrival) -> None:
-    """Refuse texts that would spoil a log or an order: they come from other nodes.
-
-    Raises ValueError.
-    """
+    """Raise ValueError for texts that would spoil a log or an order: they come from other nodes."""
     NodeIdentity.parse(node.node)
     for text in (node.addr, node.domain, node.group or ""):
         if len(text) > _LONGEST_TEXT or not text.isprintable():
@@ -144,7 +132,6 @@ class Placement:
     why_excluded: str = ""  # What is wrong with these groups.
 
     def without(self, nodes: Collection[Arrival], why: str) -> Placement:
-        """Return the same with further nodes that are excluded."""
         reasons = [text for text in (self.why_excluded, f"{len(nodes)} {why}") if text]
         return dataclasses.replace(
             self, excluded=(*self.excluded, *nodes), why_excluded=", ".join(reasons)
@@ -163,8 +150,7 @@ def place(
 ) -> Placement | NotEnough:
     """Return who is active, with which rank; the order of `nodes` does not matter.
 
-    `unhealthy_groups` may not be used. Raises PlacementError: Two nodes claim one place, or a node
-    lacks what segments need.
+    Raises PlacementError: two nodes claim one place, or a node lacks what segments need.
     """
     everybody = sorted(nodes, key=lambda node: NodeIdentity.parse(node.node))
     _refuse_shared(
@@ -244,7 +230,7 @@ def _refuse_misfits(nodes: Sequence[Arrival], rules: PlacementRules) -> None:
 def _refuse_shared(
     nodes: Sequence[Arrival], key_of: Callable[[Arrival], Any], what: str, remedy: str
 ) -> None:
-    """Raise if two nodes have the same key. Raises PlacementError."""
+    """Raise PlacementError if two nodes have the same key."""
     by_key: dict[Any, list[str]] = defaultdict(list)
     for node in nodes:
         by_key[key_of(node)].append(node.node)
@@ -258,21 +244,14 @@ def _refuse_shared(
     )
 
 
-_FEW: Final = 8
-
-
-def few(texts: Sequence[str], *, separator: str = ", ") -> str:
+def few(texts: Sequence[str], most: int = 8, *, separator: str = ", ") -> str:
     """Return the first texts in one, and how many more there are."""
-    more = len(texts) - _FEW
-    return separator.join(texts[:_FEW]) + (f" and {more} more" if more > 0 else "")
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def summary(placement: Placement) -> str:
-    """Return one line: who is active, who stands by, who is excluded and why.
-
-    Example: `4 active: node[001-004]; 1 standby: node007; 1 excluded: node006 (group 3 has 1 of 2
-    nodes)`.
-    """
+    """Return one line: `4 active: node[001-004]; 1 standby: node007; 1 excluded: node6 (why)`."""
     parts = [
         _count(placement.active, "active"),
         _count(placement.standby, "standby"),
@@ -285,7 +264,6 @@ def summary(placement: Placement) -> str:
 def _why_excluded(
     excluded: Sequence[Arrival], group_size: int | None, unhealthy_groups: Collection[str]
 ) -> str:
-    """Return what is wrong with each group of the nodes that are excluded."""
     reasons = []
     for group, size in Counter(node.group for node in excluded).items():
         if group is None:

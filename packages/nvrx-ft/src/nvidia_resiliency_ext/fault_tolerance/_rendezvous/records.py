@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What nodes and the rendezvous host tell each other through the store. Pure.
 
-Every value is one of a closed set of messages, of bounded size: who can reach the store's port can
-write to it, so what is read is untrusted until it has passed `decode`.
+Whoever reaches the store's port can write to it: values are untrusted until `decode` takes them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.shared_utils.errors import FrameTooLargeError, NvrxError, WireError
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
@@ -79,10 +78,7 @@ class HangStage(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A node that offers itself for a round, and what its place depends on.
-
-    `clock` is the time by its wall clock (unix s); only its difference from others' is of interest.
-    """
+    """A node that offers itself for a round, and what its place depends on."""
 
     node: str
     addr: str
@@ -93,10 +89,9 @@ class Arrival:
     nproc: int = 1
     master_port: int = 0
     previous_rank: int | None = None
-    clock: float | None = None
+    clock: float | None = None  # Its wall clock (unix s), compared with others'.
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no node has: they come from other nodes."""
         _check_range("nproc", self.nproc, 1, _MAX_WORKERS)
         _check_range("master_port", self.master_port, 0, _MAX_PORT)
 
@@ -139,11 +134,9 @@ class Entry:
         return Entry(self.seq + 1, phase, round_, by=by, **kept, **fields)
 
     def opened(self, by: str, cause: Cause) -> Entry:
-        """Return the decision after this one that opens the next round."""
         return self.next(by, Phase.OPEN, self.round + 1, cause=cause)
 
     def over(self, by: str, reason: str, cause: Cause | None = None) -> Entry:
-        """Return the decision after this one that ends the job."""
         return self.next(by, Phase.OVER, self.round, reason=reason, cause=cause)
 
     def follows(self, before: Entry) -> bool:
@@ -159,15 +152,12 @@ _OF_THE_JOB = ("epoch", "notify_from", "restart_ages_s", "is_controlled")
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A node's part in a closed round; spares have none.
-
-    `clock_off_s` is how far its clock is ahead of the others', 0 where that is not worth a word.
-    """
+    """A node's part in a closed round; spares have none."""
 
     round: int
     group_rank: int
     rank_offset: int = 0
-    clock_off_s: float = 0.0
+    clock_off_s: float = 0.0  # How far its clock is ahead of the others'; 0: it agrees.
 
     def __post_init__(self) -> None:
         for name in ("round", "group_rank", "rank_offset"):
@@ -176,10 +166,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    """A message to the coordinator; `entry` and `assignment` are those of a lost store.
-
-    `ranks` is what the node's ranks do in a hang; with `cause` a limit was broken there.
-    """
+    """A message to the coordinator."""
 
     kind: Kind
     node: str
@@ -187,10 +174,10 @@ class NodeMessage:
     state: WorkerState | None = None
     cause: Cause | None = None
     text: str = ""
-    entry: Entry | None = None
+    entry: Entry | None = None  # Of a lost store, as `assignment`.
     assignment: RankAssignment | None = None
     calls: int = 0
-    ranks: tuple[RankState, ...] = ()
+    ranks: tuple[RankState, ...] = ()  # In a hang; with `cause` a limit was broken here.
 
     def __post_init__(self) -> None:
         for state in self.ranks:
@@ -231,16 +218,12 @@ def decode(kind: type[_Record], text: str | bytes) -> _Record:
 
 
 def _printable(value: object) -> str:
-    """Return a stranger's value for the log, short and without what would begin a line there."""
+    """Return a foreign value for the log, short and in one line."""
     return repr(str(value)[:_MAX_COMPLAINT])[1:-1][:_MAX_COMPLAINT]
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """Return a value with its texts cut, and of a cause's details what is plain and small.
-
-    Raises:
-        ValueError: A number is too large, or none.
-    """
+    """Return a value with its texts cut, and of a cause's details what is plain and small."""
     if isinstance(value, str):
         return value[:limit].encode("utf-8", "replace").decode()
     if isinstance(value, (int, float)) and not _is_plain(value):

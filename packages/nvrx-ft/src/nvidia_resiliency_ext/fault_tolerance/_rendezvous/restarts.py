@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from nvidia_resiliency_ext.fault_tolerance._core.infra import short_host
+
 from .records import Entry
 
 
@@ -28,7 +30,6 @@ class RefillingBudget:
         self._cycle = cycle
 
     def left(self, now: float) -> int:
-        """Return how many restarts are left at `now`."""
         self._times = [at for at in self._times if now - at < self._window_s]
         return max(0, self._max_restarts - len(self._times))
 
@@ -46,18 +47,15 @@ class Budget:
     window_s: float | None = None
 
     def left(self, entry: Entry, since_entry_s: float = 0.0) -> int:
-        """Return how many restarts are left, `since_entry_s` after `entry` was written.
-
-        The number of a round is the number of restarts so far.
-        """
+        """Return how many restarts are left, `since_entry_s` after `entry` was written."""
         if self.window_s is None:
+            # The number of a round is the number of restarts so far.
             return max(0, self.max_restarts - entry.round)
         recent = [age for age in entry.restart_ages_s if age + since_entry_s <= self.window_s]
         return max(0, self.max_restarts - len(recent))
 
 
-Failures = Mapping[str, tuple[float, ...]]
-"""By host: when its failures were, in seconds of one monotonic clock."""
+Failures = Mapping[str, tuple[float, ...]]  # By host: when they were, on one monotonic clock.
 OF_THE_NODE = frozenset(
     {
         "killed", "exited", "exception", "hang_section", "hang_heartbeat", "node_lost",
@@ -84,7 +82,6 @@ def record_failure(failures: Failures, host: str, now: float, rules: BlameRules)
 
 
 def blamed(failures: Failures, now: float, rules: BlameRules) -> frozenset[str]:
-    """Return the hosts that are to blame now."""
     if rules.limit < 1:
         return frozenset()
     since = now - rules.window_s
@@ -98,28 +95,15 @@ class Denylist:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._why: Mapping[str, str] = {}
-
-    @property
-    def why(self) -> Mapping[str, str]:
-        """Why each host is named."""
-        return self._why
+        self.why: Mapping[str, str] = {}  # Replaced as a whole: who reads it holds one state.
 
     def add(self, hosts: Iterable[str], why: str) -> None:
         """Name hosts; what is known already stays as it is."""
         with self._lock:
-            new = [host for host in hosts if host not in self._why]
-            # Replaced as a whole: who reads it holds one state.
-            self._why = {**dict.fromkeys(new, why), **self._why}
+            new = [host for host in hosts if host not in self.why]
+            self.why = {**dict.fromkeys(new, why), **self.why}
 
 
 def is_named(host: str, addr: str, named: Iterable[str]) -> bool:
-    """Return whether a node is one of those that are named."""
-    own = {_key(host), _key(addr)}
-    return any(_key(name) in own for name in named)
-
-
-def _key(name: str) -> str:
-    lowered = name.lower()
-    is_address = ":" in lowered or lowered.replace(".", "").isdecimal()
-    return lowered if is_address else lowered.partition(".")[0]
+    own = {short_host(host.lower()), short_host(addr.lower())}
+    return any(short_host(name.lower()) in own for name in named)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of one node in the rendezvous: follows the log of decisions, and adds to it.
-
-A session knows the steps and blocks; it has no thread, and may be driven by a test or a simulation.
-"""
+"""The steps of one node in the rendezvous, without a thread: follow the log, and add to it."""
 
 from __future__ import annotations
 
@@ -10,29 +7,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import RDZV_NO_RESTART_REASONS
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 
-from . import keys
+from . import keys, records
 from .log import DecisionLog
-from .records import (
-    Arrival,
-    Entry,
-    Kind,
-    NodeMessage,
-    Phase,
-    RankAssignment,
-    WorkerState,
-    decode,
-    encode,
-)
+from .records import Arrival, Entry, Kind, NodeMessage, Phase, RankAssignment, WorkerState
 from .store import JobStore
 
 # Messages about the round, and not about who is there.
 _OF_A_ROUND = (Kind.STATE, Kind.PREEMPTED, Kind.HELD)
 _OF_THE_END = (Kind.LEFT, Kind.UNHEALTHY)
-
-# What a session tells ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +71,8 @@ SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
 class NodeSession:
     """The messages of one node, over the store connection of one thread.
 
-    The constructor creates the node's lease.
-
-    Raises:
-        NoJobError: The store has no job within `timeout_s`.
-        StoreLostError: The store is gone.
-        ForeignValueError: Another program has overwritten the job's log entry.
+    The constructor creates the node's lease. Raises StoreLostError; NoJobError: the store has no
+    job within `timeout_s`; ForeignValueError: another program has written the job's log.
     """
 
     def __init__(self, store: JobStore, node: str, host: str, timeout_s: float) -> None:
@@ -165,8 +146,7 @@ class NodeSession:
     def arrive(self, arrival: Arrival) -> bool:
         """Offer this node in the present round; False when that is closed, so it is a spare.
 
-        Who is in a round is what the host found in its queue when it closed it, and this node
-        learns that from its place. The counter only wakes the host at the right time.
+        That it is in the round it learns from its place alone; the counter only wakes the host.
         """
         entry = self.entry
         self._arrival, self._assignment, self._left = arrival, None, None
@@ -221,7 +201,7 @@ class NodeSession:
 
     def _read_assignment(self) -> RankAssignment | None:
         text = self.store.peek(keys.assignment(self.node))
-        return None if text is None else decode(RankAssignment, text)
+        return None if text is None else records.decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
         """Return what a round that is left means for this node: nothing for a spare."""
@@ -231,10 +211,7 @@ class NodeSession:
         return self._assignment is not None and self._assignment.round == entry.round
 
     def _part_in(self, entry: Entry) -> SessionEvent:
-        """Return this node's part in a closed round."""
-        if self._arrived_in != entry.round:
-            return SpareNode(entry)
-        assignment = self._read_assignment()
+        assignment = self._read_assignment() if self._arrived_in == entry.round else None
         if assignment is None or assignment.round != entry.round:
             return SpareNode(entry)
         self._assignment = assignment
@@ -251,15 +228,12 @@ class NodeSession:
         while self.entry.phase is not Phase.OVER:
             wanted = self.entry.over(self.node, reason, cause)
             self.entry = self._log.add(wanted)
-            if encode(self.entry) == encode(wanted):
+            if records.encode(self.entry) == records.encode(wanted):
                 self._ended_at = wanted.seq
         self.notify()
 
     def send(self, kind: Kind, *, in_round: int | None = None, **fields: Any) -> None:
-        """Write a `NodeMessage` with these fields for the coordinator.
-
-        Nothing is written if `in_round` is not the current closed round.
-        """
+        """Write a `NodeMessage` with these fields, unless `in_round` is not the closed round."""
         if in_round is None or self._is_in(in_round):
             self._append(NodeMessage(kind, self.node, **fields), self.entry.round)
             self.notify()
@@ -290,7 +264,7 @@ class NodeSession:
         if message.kind in _OF_THE_END:
             # First: if the store is gone, the next one has to know.
             self._left = message
-        self.store.append_line(keys.messages(round_), encode(message))
+        self.store.append_line(keys.messages(round_), records.encode(message))
         if message.kind in _OF_A_ROUND:
             if round_ != self._said_in:
                 self._said_in, self._said = round_, {}

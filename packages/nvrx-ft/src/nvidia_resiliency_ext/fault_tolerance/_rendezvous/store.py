@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's part of a TCPStore: its keys, signed values, typed errors, and a count of operations.
 
-One object belongs to one thread: a client answers one call at a time, so a thread that waits needs
-a client of its own (`JobStore.another`). Only to serve a store torch is imported.
+Only to serve a store torch is imported.
 """
 
 from __future__ import annotations
@@ -42,16 +41,15 @@ _DIGEST_HEX = 32
 _NOTHING = "-" + os.urandom(16).hex()
 _CLOCK_STEP_S = 0.01
 _COUNTER = re.compile(rb"[+-]?[0-9]{1,18}")
-# How long a new connection may take, in place of one on which the store has hung up.
-_RECONNECT_S = 5.0
+_RECONNECT_S = 5.0  # For a connection in place of one on which the store has hung up.
 _SHORTEST_TORCH_WAIT_S = 60.0
 _TORCH_LOOK_S = 0.05
-# Two connections of each node, and as many again for nodes that come in place of others.
+# Two connections of each node, and as many again for replacements. The limit of open files is
+# raised to that and no further: workers inherit it.
 _FILES_PER_NODE = 4
 _FILES_BESIDES = 512
 _SECRET = "secret"  # noqa: S105 - the name of a key
-# All messages of a round stand in one value.
-_MAX_ANSWER_BYTES = 256 << 20
+_MAX_ANSWER_BYTES = 256 << 20  # All messages of a round stand in one value.
 
 
 _T = TypeVar("_T")
@@ -60,7 +58,8 @@ _T = TypeVar("_T")
 class NoJobError(StoreLostError):
     """The store answers and holds no such job: its coordinator is elsewhere, or not there yet."""
 
-    def __init__(self, at: str, prefix: str, waited_s: float) -> None:
+    def __init__(self, client: Any, prefix: str, waited_s: float) -> None:
+        at = f" at {client.host}:{client.port}" if hasattr(client, "port") else ""
         super().__init__(
             f"the store{at} holds no job {keys.run_id(prefix)!r} after {waited_s:.0f} s:"
             " is --rdzv-id the same everywhere, and has the rendezvous host begun?"
@@ -68,10 +67,11 @@ class NoJobError(StoreLostError):
 
 
 class JobStore:
-    """Keys of one job in a store, for one thread.
+    """Keys of one job in a store, for one thread; others use `another`.
 
     Every value carries a keyed digest over its key and text, so that neither another job's values
-    nor values copied from another key are taken.
+    nor values copied from another key are taken: reading one raises ForeignValueError. A client
+    answers one call at a time, so a thread that waits needs a client of its own.
     """
 
     def __init__(self, client: Any, prefix: str, secret: bytes) -> None:
@@ -103,17 +103,12 @@ class JobStore:
             self._client.close()
 
     def create(self, key: str, text: str) -> str:
-        """Set `key` unless it has a value; return the value that it has then.
-
-        Raises:
-            ForeignValueError: it has a value that is not this job's.
-        """
+        """Set `key` unless it has a value; return the value that it has then."""
         raw = self._call("compare_set", self._name(key), b"", self._seal(key, text))
         return self._unseal(key, bytes(raw))
 
     def no_job(self, waited_s: float) -> NoJobError:
-        """Return what to raise when the job was not found in time."""
-        return NoJobError(_at(self._client), self._prefix, waited_s)
+        return NoJobError(self._client, self._prefix, waited_s)
 
     def peek(self, key: str) -> str | None:
         """Return the value of `key`, for which nobody waits, or None; it never waits."""
@@ -146,7 +141,10 @@ class JobStore:
         except (OSError, RuntimeError) as error:
             # The network's own timeouts use the same words as torch, but come at other times.
             is_late = time.monotonic() - began >= limit_s - _CLOCK_STEP_S
-            if is_late and isinstance(error, RuntimeError) and _is_timeout(error):
+            # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
+            text = str(error).lower()
+            is_timeout = "timeout" in text or "timed out" in text
+            if is_late and is_timeout and isinstance(error, RuntimeError):
                 return False
             raise StoreLostError(_first_line(error)) from None
         return True
@@ -164,7 +162,6 @@ class JobStore:
         self._call("set", self._name(key), self._seal(key, text))
 
     def put_all(self, values: Mapping[str, str]) -> None:
-        """Set many keys in one operation."""
         names = [self._name(key) for key in values]
         sealed = [self._seal(key, text) for key, text in values.items()]
         self._call("multi_set", names, sealed)
@@ -177,9 +174,7 @@ class JobStore:
         """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
 
         A line that is not this job's, or none for `read`, is named in the log, once, and left out.
-
-        Raises:
-            ForeignValueError: there is less than was read before.
+        Raises ForeignValueError: there is less than was read before.
         """
         raw = self._read(key)
         if raw is None:
@@ -203,18 +198,15 @@ class JobStore:
     def count(self, key: str, step: int) -> int:
         """Add `step` to a counter and return its new value; the store has seen it then.
 
-        torch's store hangs up on whoever adds to what is no number (2.13), so a new connection is
-        asked which it was. Where this one broke before the answer, the step may count twice.
-
-        Raises:
-            ForeignValueError: somebody else has written what is no number.
-            StoreLostError: the store is gone.
+        Where the connection broke before the answer, the step may count twice. Raises
+        ForeignValueError: somebody else has written what is no number.
         """
         try:
             return int(self._call("add", self._name(key), step))
         except StoreLostError:
             if self._was_cut.is_set() or not self._can_be_cut:
                 raise
+        # torch's store hangs up on whoever adds to what is no number (2.13): ask which it was.
         self._client.close()
         self._client = _connect_client(self._client.host, self._client.port, _RECONNECT_S)
         if self._was_cut.is_set():
@@ -227,7 +219,7 @@ class JobStore:
     def counters(self, keys: Iterable[str]) -> list[int]:
         """Return counters that exist, in one operation; one that is no number counts as 0."""
         raw = self._call("multi_get", [self._name(key) for key in keys])
-        return [_number(value) for value in raw]
+        return [int(value) if _COUNTER.fullmatch(value) else 0 for value in raw]
 
     def delete(self, key: str) -> None:
         self._call("delete_key", self._name(key))
@@ -243,7 +235,6 @@ class JobStore:
         return self._digest(key, text.encode()) + text
 
     def _unseal(self, key: str, raw: bytes) -> str:
-        """Return the text of a raw value of `key`. Raises ForeignValueError."""
         if len(raw) > MAX_VALUE_BYTES:
             raise ForeignValueError(f"{key}: {len(raw)} bytes, at most {MAX_VALUE_BYTES} are read")
         digest, text = raw[:_DIGEST_HEX], raw[_DIGEST_HEX:]
@@ -296,20 +287,17 @@ def _left_secret(client: StoreClient, prefix: str, timeout_s: float) -> bytes:
         client.wait([name], timedelta(seconds=timeout_s))
         left = client.get(name)
     except WaitExpiredError:
-        raise NoJobError(_at(client), prefix, timeout_s) from None
+        raise NoJobError(client, prefix, timeout_s) from None
     except OSError as error:
         raise StoreLostError(_first_line(error)) from None
     return _parse_secret(name, left)
 
 
 def another_client(client: Any) -> Any:
-    """Return a connection of its own to the store of `client`.
-
-    To a PrefixStore it is one of torch's, as only that knows the prefix. Raises StoreLostError: the
-    store is gone, or torch is too old to clone a PrefixStore (before 2.7).
-    """
+    """Return a connection of its own to the store of `client`. Raises StoreLostError."""
     if hasattr(client, "port"):
         return _connect_client(client.host, client.port)
+    # A PrefixStore: only torch knows its prefix, and clones it from 2.7 on.
     if not hasattr(client, "clone"):
         raise StoreLostError("this torch cannot clone a PrefixStore: give the TCPStore itself")
     cloned = _guarded(client.clone)
@@ -337,11 +325,9 @@ def _parse_secret(name: str, text: bytes) -> bytes:
 
 
 def serve(listener: socket.socket, host: str, nodes: int) -> Any:
-    """Serve a store on a listening socket for as long as the returned object lives.
+    """Serve a store on `listener`, which it owns from here on, while the returned object lives.
 
-    The socket belongs to the store from here on. Each node holds two connections; the limit of
-    open files is raised if that may be too many, and not further: workers inherit it. Raises
-    StoreLostError: torch cannot serve it.
+    Raises StoreLostError: torch cannot serve it.
     """
     store, version = load_torch()
     _allow_open_files(_FILES_PER_NODE * nodes + _FILES_BESIDES)
@@ -379,10 +365,7 @@ def _connect_client(host: str, port: int, patience_s: float = CALL_TIMEOUT_S) ->
 
 
 def load_torch() -> tuple[Any, str]:
-    """Load torch, which takes seconds; return its TCPStore and version.
-
-    Its C++ log is silent, as its errors are raised, too.
-    """
+    """Load torch, which takes seconds, with its C++ log silent; return TCPStore and version."""
     level = os.environ.get(_TORCH_LOG_LEVEL)
     if level is None:
         os.environ[_TORCH_LOG_LEVEL] = "FATAL"
@@ -403,24 +386,6 @@ def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         raise StoreLostError(_first_line(error)) from None
 
 
-def _is_timeout(error: Exception) -> bool:
-    # DistStoreError since torch 2.5; before, and in some paths, only the text tells.
-    text = str(error).lower()
-    return "timeout" in text or "timed out" in text
-
-
-def _at(client: Any) -> str:
-    """Return where a store is, in words, if the client knows it."""
-    return f" at {client.host}:{client.port}" if hasattr(client, "port") else ""
-
-
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _number(value: bytes) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        return 0

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._logs.lines import cycle_log_file
@@ -88,13 +87,11 @@ def utc_iso_now() -> str:
 class CycleInfoWriter:
     """Writes `cycle_info.<job>.<attempt>.<cycle>` and the link `cycle_info.<job>.current`.
 
-    A file appears and changes as a whole. What cannot be written is said once; the last cycle is
-    tried again with the next one. All methods but `shutdown` return at once.
-
-    Its methods take the fields of the file: `job_id`; `attempt_index`, how often the scheduler
-    started the job before; `cycle_number`, from 0; `cycle_start_time` and `cycle_end_time` in ISO
-    8601, UTC; `cycle_log_file`, an absolute path; `active_nodes` and `standby_nodes` as Slurm node
-    lists; `active_ranks` as ranges (`0-3,6`).
+    A file changes as a whole. What cannot be written is said once; the last cycle is tried again
+    with the next one. All methods but `shutdown` return at once and take fields of the file:
+    `job_id`; `attempt_index`, how often the scheduler started the job before; `cycle_number`, from
+    0; `cycle_start_time` and `cycle_end_time` in ISO 8601, UTC; `cycle_log_file`, an absolute path;
+    `active_nodes` and `standby_nodes` as Slurm lists; `active_ranks` as ranges (`0-3,6`).
 
     Args:
         cycle_info_dir: The directory; it is made when needed.
@@ -107,14 +104,12 @@ class CycleInfoWriter:
         if not cycle_info_dir:
             raise ValueError("cycle_info_dir is empty; name the directory for files about cycles")
         self._directory = os.path.abspath(cycle_info_dir)
-        self._lock = threading.Lock()  # no job comes after None
-        # Jobs of the thread; None ends it.
+        self._lock = threading.Lock()  # no job comes after None, which ends the thread
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = False
-        # The fields below are the thread's: the cycle that the link leads to, and whether all that
-        # is known of it has been written.
-        self._present: CycleInfo | None = None
-        self._is_written = True
+        # The fields below are the thread's.
+        self._present: CycleInfo | None = None  # the link leads to it
+        self._is_written = True  # all that is known of it
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="nvrx-cycle-info", daemon=True)
         self._thread.start()
@@ -137,10 +132,13 @@ class CycleInfoWriter:
         active_nodes: str,
         standby_nodes: str = "",
         active_ranks: str = "",
+        *,
+        goes_on: bool = False,
     ) -> bool:
         """Write the file of a cycle that begins and let the link lead to it.
 
-        A cycle that is still open here ends with it.
+        A cycle that is still open here ends with it. One that `goes_on` was begun by another
+        writer: what its file says stays, but for an end; a missing file is written.
 
         Returns:
             Whether it was taken over: not after `shutdown`, nor when the file system has hung.
@@ -148,42 +146,24 @@ class CycleInfoWriter:
         of_cycle = (job_id, attempt_index, cycle_number, cycle_start_time, "", cycle_log_file)
         info = CycleInfo(*of_cycle, active_nodes, standby_nodes, 0, active_ranks)
         _check_job_id(job_id)
-        return self._hand_over(lambda: self._begin(info))
+        begin = self._take_up if goes_on else self._begin
+        return self._hand_over(lambda: begin(info))
 
-    def take_up_cycle(  # noqa: PLR0913, PLR0917 - the fields of the file
+    def update_cycle_end(
         self,
         job_id: str,
         attempt_index: int,
         cycle_number: int,
-        cycle_start_time: str,
-        cycle_log_file: str,
-        active_nodes: str,
-        standby_nodes: str = "",
-        active_ranks: str = "",
+        cycle_end_time: str,
+        *,
+        once: bool = False,
     ) -> bool:
-        """Go on with the file of a cycle that another writer has begun.
+        """Write the end of a cycle into its file; returns as `write_cycle_start`.
 
-        What it says stays, but for an end: the cycle goes on. Where there is no such file it is
-        written as `write_cycle_start` does, which see for arguments and answer.
+        With `once` nothing is done where the file is missing or has an end.
         """
-        of_cycle = (job_id, attempt_index, cycle_number, cycle_start_time, "", cycle_log_file)
-        info = CycleInfo(*of_cycle, active_nodes, standby_nodes, 0, active_ranks)
-        _check_job_id(job_id)
-        return self._hand_over(lambda: self._take_up(info))
-
-    def update_cycle_end(
-        self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
-    ) -> bool:
-        """Write the end of a cycle into its file; returns as `write_cycle_start`."""
         name = file_name(job_id, attempt_index, cycle_number)
-        return self._hand_over(lambda: self._end(name, cycle_end_time, once=False))
-
-    def end_cycle_once(
-        self, job_id: str, attempt_index: int, cycle_number: int, cycle_end_time: str
-    ) -> bool:
-        """Write the end of a cycle into its file, unless the file is missing or has an end."""
-        name = file_name(job_id, attempt_index, cycle_number)
-        return self._hand_over(lambda: self._end(name, cycle_end_time, once=True))
+        return self._hand_over(lambda: self._end(name, cycle_end_time, once=once))
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
         """End an open cycle and write what waits, for 2 s at most; harmless when repeated.
@@ -353,55 +333,47 @@ class CycleInfoReporter:
         """The job's name in the names of files."""
         return self._job_id
 
-    def report_cycle_start(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that the cycle of `snapshot` begins; return whether its file will be written."""
-        with self._lock:
-            self._open_cycle = snapshot.cycle_number
-        return self._writer.write_cycle_start(**self._fields(snapshot))
+    def report_cycle_start(
+        self, snapshot: CycleInfoRoundSnapshot, *, goes_on: bool = False
+    ) -> bool:
+        """Report that the cycle of `snapshot` begins; return whether its file will be written.
 
-    def report_cycle_goes_on(self, snapshot: CycleInfoRoundSnapshot) -> bool:
-        """Report that this reporter continues the cycle of `snapshot`, which another one began.
-
-        An existing file of the cycle stays as it is; a missing one is written.
+        With `goes_on` it continues a cycle that another reporter began: an existing file stays as
+        it is, a missing one is written.
         """
         with self._lock:
             self._open_cycle = snapshot.cycle_number
-        return self._writer.take_up_cycle(**self._fields(snapshot))
-
-    def _fields(self, snapshot: CycleInfoRoundSnapshot) -> dict[str, Any]:
-        """Return the arguments of `CycleInfoWriter.write_cycle_start`."""
         log_file = snapshot.cycle_log_file
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        standby = [_short(address) for address in snapshot.standby_node_addrs or ()]
-        return {
-            "job_id": self._job_id,
-            "attempt_index": self._attempt_index,
-            "cycle_number": snapshot.cycle_number,
-            "cycle_start_time": utc_iso_now(),
-            "cycle_log_file": log_file,
-            "active_nodes": infra.hostnames_to_slurm_nodelist(nodes),
-            "standby_nodes": infra.hostnames_to_slurm_nodelist(standby),
-            "active_ranks": infra.ranks_to_range_str(ranks),
-        }
-
-    def report_cycle_end(self) -> bool:
-        """Report that the present cycle is over; False when there is none."""
-        with self._lock:
-            cycle, self._open_cycle = self._open_cycle, None
-        if cycle is None:
-            return False
-        return self._writer.update_cycle_end(
-            self._job_id, self._attempt_index, cycle, utc_iso_now()
+        standby = [infra.short_host(address) for address in snapshot.standby_node_addrs or ()]
+        return self._writer.write_cycle_start(
+            job_id=self._job_id,
+            attempt_index=self._attempt_index,
+            cycle_number=snapshot.cycle_number,
+            cycle_start_time=utc_iso_now(),
+            cycle_log_file=log_file,
+            active_nodes=infra.hostnames_to_slurm_nodelist(nodes),
+            standby_nodes=infra.hostnames_to_slurm_nodelist(standby),
+            active_ranks=infra.ranks_to_range_str(ranks),
+            **_if_set(goes_on=goes_on),
         )
 
-    def report_end_of(self, cycle: int) -> bool:
-        """Report the end of `cycle`, whichever reporter began it; a second end changes nothing."""
+    def report_cycle_end(self, cycle: int | None = None) -> bool:
+        """Report that `cycle` is over, whichever reporter began it; a second end changes nothing.
+
+        Without a number it is the present one; False when there is none.
+        """
         with self._lock:
-            if self._open_cycle == cycle:
+            ended = self._open_cycle if cycle is None else cycle
+            if ended == self._open_cycle:
                 self._open_cycle = None
-        return self._writer.end_cycle_once(self._job_id, self._attempt_index, cycle, utc_iso_now())
+        if ended is None:
+            return False
+        job_id, attempt_index = self._job_id, self._attempt_index
+        once = _if_set(once=cycle is not None)
+        return self._writer.update_cycle_end(job_id, attempt_index, ended, utc_iso_now(), **once)
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
         """Write what is queued, for 2 s at most; with `ends_cycle` also the open cycle's end."""
@@ -413,18 +385,17 @@ class CycleInfoReporter:
             self._writer.shutdown(ends_cycle=False)
 
 
+def _if_set(**flags: bool) -> dict[str, bool]:
+    """Return the arguments that are true: others a caller's own writer may lack."""
+    return {name: flag for name, flag in flags.items() if flag}
+
+
 def _in_order(snapshot: CycleInfoRoundSnapshot) -> tuple[list[str], list[int]]:
     """Return nodes in Slurm's order, and each one's rank at the same place."""
-    nodes = [_short(address) for address in snapshot.active_node_addrs or ()]
+    nodes = [infra.short_host(address) for address in snapshot.active_node_addrs or ()]
     ranks = list(snapshot.active_ranks or ())
     if len(nodes) != len(ranks) or len(set(nodes)) != len(nodes):
         return nodes, ranks
     rank_of = dict(zip(nodes, ranks, strict=True))
     ordered = infra.slurm_sort_addrs(nodes)
     return ordered, [rank_of[node] for node in ordered]
-
-
-def _short(address: str) -> str:
-    """Return the first part of a host name; an address in numbers stays whole."""
-    is_numeric = ":" in address or all(part.isdecimal() for part in address.split("."))
-    return address if is_numeric else address.partition(".")[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher says about a job: log lines, events and failure records, in one place.
 
-The agent tells it what happened; it measures the durations between those calls. It decides
-nothing, and a record that cannot be written never stops the job.
+It measures the durations between the agent's calls and decides nothing; a record that cannot be
+written never stops the job.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import ATTRIBUTION, Cause
-from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment, Outcome
+from nvidia_resiliency_ext.fault_tolerance._core.machine import (
+    ATTRIBUTION,
+    Assignment,
+    Cause,
+    Outcome,
+)
 from nvidia_resiliency_ext.fault_tolerance._monitor.slot import Steps
 from nvidia_resiliency_ext.fault_tolerance._workers.workers import STILL_IMPORTING, Started
-from nvidia_resiliency_ext.shared_utils import events
+from nvidia_resiliency_ext.shared_utils import events, health_check
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 from nvidia_resiliency_ext.shared_utils.rank_sets import format_ranks
 
 from .failures import HOW_TO_SEE_IT, Failure, FailureLog
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.health_check import HealthResult
 
 logger = logging.getLogger("nvrx")
 
@@ -58,8 +58,7 @@ class EventReporter:
         self._failure: dict[str, object] = {}
         self._done: list[int] = []
         self._health: dict[str, str] = {}
-        # When the steps of the present restart happened (monotonic s): fault, stopped, joined,
-        # started.
+        # When the present restart's fault, stopped, joined and started happened (monotonic s).
         self._times: dict[str, float] = {}
         self._has_hinted = False
         self.restarts = 0
@@ -108,7 +107,12 @@ class EventReporter:
             self.on_started(self._assignment, pids)
         for reason in sorted(reasons):
             logger.info("cycle %d: cold start: %s", self._cycle, reason)
-        self._restart_complete()
+        if self._fault is not None:
+            self.restarts += 1
+            durations = self._durations()
+            self.record_phase("rendezvous", durations["rendezvous_s"])
+            self.record_phase("start", durations["start_s"])
+            self._write_failure(self._cycle - 1)
 
     def worker_started(self, local_rank: int, started: Started) -> None:
         event = events.WorkerStart(
@@ -226,12 +230,9 @@ class EventReporter:
             logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
 
     def _speaks_of(self, cause: Cause) -> bool:
-        """Return whether this node records a hang that all nodes have judged; one of them does.
-
-        What a monitor judged alone it has recorded itself.
-        """
+        """Return whether this node is the one that records a hang which all nodes judged."""
         if "limit_words" not in cause.detail:
-            return False
+            return False  # one monitor judged it alone, and has recorded it
         return cause.local_rank is not None or (cause.rank is None and self._rank_offset == 0)
 
     def _show_stacks(self, cause: Cause) -> None:
@@ -246,9 +247,9 @@ class EventReporter:
 
     def workers_stopped(self) -> None:
         self._times["stopped"] = self.clock.monotonic()
-        self._record_phase("stop", self._durations()["stop_s"])
+        self.record_phase("stop", self._durations()["stop_s"])
 
-    def node_checked(self, results: Iterable[HealthResult]) -> None:
+    def node_checked(self, results: Iterable[health_check.HealthResult]) -> None:
         """Record what health checks found: failures, and what differs from the time before."""
         for result in results:
             word = _HEALTH_WORDS[result.status]
@@ -258,22 +259,9 @@ class EventReporter:
             said = result.reason or None
             self._record(events.Health(check=result.name, result=word, evidence=said))
 
-    def memory_reclaimed(self, seconds: float) -> None:
-        """Record how long GPU memory was waited for."""
-        self._record_phase("reclaim", round(seconds, 6))
-
     def cycle_ended(self, result: str) -> None:
         self._record(events.CycleEnd(result=result))
         self.on_cycle_ended(self._fault[0] if self._fault else None)
-
-    def _restart_complete(self) -> None:
-        if self._fault is None:
-            return
-        self.restarts += 1
-        durations = self._durations()
-        self._record_phase("rendezvous", durations["rendezvous_s"])
-        self._record_phase("start", durations["start_s"])
-        self._write_failure(self._cycle - 1)
 
     def _durations(self) -> dict[str, float | None]:
         """Return seconds between the steps of a restart; None where one did not happen."""
@@ -303,7 +291,8 @@ class EventReporter:
         restarts = _counted(self.restarts, "restart")
         log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
 
-    def _record_phase(self, name: str, seconds: float | None) -> None:
+    def record_phase(self, name: str, seconds: float | None) -> None:
+        """Record how long a part of a restart took; nothing where it did not happen."""
         if seconds is not None:
             self._record(events.Phase(name=name, dur_s=seconds))
 

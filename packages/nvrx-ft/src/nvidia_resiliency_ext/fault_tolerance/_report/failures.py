@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failure was, in words and fields, and where the launcher writes it down.
+"""What a failure was, in words and fields, where it is written down, and when no restart mends it.
 
 The first failure is found as torchrun finds it: by the time in the error file, else the time at
 which the exit was noticed.
 
 The directory is `NVRX_EVENT_DIR`, else `--log-dir`, else the run directory, which is temporary.
-A record that cannot be written never stops the job: it is said once in the log.
+
+A program that fails at its start is not started again, although restarts are left, if it does so on
+all ranks and in every cycle by an error of its own; a file, a host or a GPU that is missing may be
+there the next time. A job that has done a step, or has run for two minutes, goes on.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.exceptions import MAX_ERROR_FILE_BYTES, ErrorFile
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause
 from nvidia_resiliency_ext.fault_tolerance._monitor import hang_report
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus, signal_name
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, read_regular_file
@@ -85,7 +89,7 @@ def cause_of(failure: Failure) -> Cause:
 
 
 def hang_cause(hang: Mapping[str, Any]) -> Cause:
-    """Say in one line, and in fields, what a report of the monitor means for the cycle.
+    """Say in one line, and in fields, what a monitor's report means for the cycle.
 
     Where nobody can be blamed the cause names no rank and no host: none is held against it.
     """
@@ -104,11 +108,7 @@ def hang_cause(hang: Mapping[str, Any]) -> Cause:
 
 
 def failure_table(name: str, failures: Sequence[Failure], run_dir: str | None = None) -> str:
-    """Return the report of a job that failed for good: the root cause first, then the rest.
-
-    Files in `run_dir`, which is removed at the end, are not named.
-    """
-    import time
+    """Report a job that failed for good; files in `run_dir`, which is removed, are not named."""
 
     def is_kept(path: str) -> bool:
         return os.path.exists(path) and not (run_dir and path.startswith(run_dir + os.sep))
@@ -188,10 +188,7 @@ class FailureLog:
 
 
 def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
-    """Copy the root cause's error file to the launcher's own `TORCHELASTIC_ERROR_FILE`.
-
-    A launcher that was itself started under `@record` semantics reports upwards this way.
-    """
+    """Copy the root cause's error file to the launcher's own, for who started it as `@record`."""
     target = environ.get("TORCHELASTIC_ERROR_FILE")
     if not target or source is None:
         return
@@ -201,3 +198,68 @@ def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
         atomic_write(target, content)
     except OSError as error:
         logger.warning("the error file %s cannot be written: %s", target, error)
+
+
+PROGRAM_ERRORS = frozenset(
+    {
+        "AttributeError", "ImportError", "IndentationError", "ModuleNotFoundError", "NameError",
+        "SyntaxError", "TabError", "TypeError", "UnboundLocalError",
+    }
+)  # fmt: skip
+# An ImportError with one of these is an error of the machine.
+MACHINE_ERRORS = ("cannot open shared object file", "Input/output error", "Stale file handle")
+LONGEST_START_S = 120.0
+OTHERS_MAY_TAKE_S = 1.0
+
+
+def is_program_error(message: str | None) -> bool:
+    """Return whether an exception, as `Type: text`, is an error of the program itself."""
+    return (
+        message is not None
+        and message.partition(":")[0].strip() in PROGRAM_ERRORS
+        and not any(text in message for text in MACHINE_ERRORS)
+    )
+
+
+class StartFailures:
+    """Counts cycles in a row in which all ranks failed at their start alike; limit 0: no limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._message = ""
+        self._count = 0
+        self._has_worked = False
+        self._is_evaluated = False
+
+    def counts(self, messages: Collection[str | None], lived_s: float, *, stepped: bool) -> bool:
+        """Return whether exits, each `Type: text` or None, may be a start that fails on all."""
+        self._record(lived_s, stepped=stepped)
+        return (
+            self._limit > 0
+            and not self._has_worked
+            and all(is_program_error(message) for message in messages)
+            and len(set(messages)) == 1
+        )
+
+    def is_hopeless(
+        self, messages: Collection[str | None], workers: int, lived_s: float, *, stepped: bool
+    ) -> bool:
+        """Count a cycle that has failed, and return whether no further one should follow."""
+        self._is_evaluated = True
+        if not self.counts(messages, lived_s, stepped=stepped) or len(messages) < workers:
+            self._count = 0
+            return False
+        message = next(iter(messages)) or ""
+        self._count = self._count + 1 if message == self._message else 1
+        self._message = message
+        return self._count >= self._limit
+
+    def cycle_ended(self, lived_s: float, *, stepped: bool) -> None:
+        """Record a cycle's end, also of one that `is_hopeless` was not asked about."""
+        self._record(lived_s, stepped=stepped)
+        if not self._is_evaluated:
+            self._count = 0
+        self._is_evaluated = False
+
+    def _record(self, lived_s: float, *, stepped: bool) -> None:
+        self._has_worked = self._has_worked or stepped or lived_s >= LONGEST_START_S

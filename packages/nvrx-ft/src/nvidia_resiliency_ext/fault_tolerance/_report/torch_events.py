@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and ends of workers for torch's event handlers, as torchrun tells them.
 
-The handlers are torch's, so torch is imported: in a thread, and only when the first workers have
-started. Nothing waits for it but the end of the job, and that not for long.
+The handlers need torch, which a thread imports when the first workers have started. Only the end
+of the job waits for it, and not for long.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
 from nvidia_resiliency_ext.shared_utils.clock import Clock
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._core.machine import Assignment
-
-    from .failures import Failure
-
+from .failures import Failure
 
 logger = logging.getLogger("nvrx")
 
 NO_HANDLER = "null"
-# What torch itself has; others are known to a torch that a site has changed.
+# Others are known to a torch that a site has changed.
 _BUILT_IN = frozenset({NO_HANDLER, "console", "dynamic_rendezvous"})
 LAST_WORDS_S = 60.0
 
@@ -47,10 +44,7 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """Tells a handler of torch what happens to the workers of this node.
-
-    `run_id`, `role` and `entry`, which is what the workers run, stand in every event.
-    """
+    """Tells a handler of torch what happens to the workers of this node, which run `entry`."""
 
     def __init__(self, handler: str, clock: Clock, *, run_id: str, role: str, entry: str) -> None:
         self._handler = handler
@@ -135,22 +129,19 @@ class TorchEvents:
 
     def _run(self) -> None:
         try:
-            self._deliver_all()
+            from torch.distributed.elastic import events
+            from torch.distributed.elastic.events.api import Event, EventSource
+
+            host = socket.getfqdn(socket.gethostname())
+            while (item := self._queue.get()) is not None:
+                state, metadata = item
+                is_of_worker = metadata["worker_id"] is not None
+                torch_event = Event(
+                    name=f"torchelastic.worker.status.{state}",
+                    source=EventSource.WORKER if is_of_worker else EventSource.AGENT,
+                    metadata={**metadata, "hostname": host},
+                )
+                events.record(torch_event, self._handler)
         except Exception as error:  # noqa: BLE001 - a handler of the user's may raise anything
             what = f"{type(error).__name__}: {error}"
             logger.warning("the event handler %r is told nothing more: %s", self._handler, what)
-
-    def _deliver_all(self) -> None:
-        from torch.distributed.elastic import events
-        from torch.distributed.elastic.events.api import Event, EventSource
-
-        host = socket.getfqdn(socket.gethostname())
-        while (item := self._queue.get()) is not None:
-            state, metadata = item
-            is_of_worker = metadata["worker_id"] is not None
-            torch_event = Event(
-                name=f"torchelastic.worker.status.{state}",
-                source=EventSource.WORKER if is_of_worker else EventSource.AGENT,
-                metadata={**metadata, "hostname": host},
-            )
-            events.record(torch_event, self._handler)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's elastic agent with our rank monitors, restart rules and requests of ranks.
 
-`ft_launcher` and `elastic_launch` do not use it: their loop is `_agent.agent`. It is for programs
-that build torch's agent themselves, with a handler of `ft_rendezvous_barrier` or `_ft_rendezvous`.
+For programs that build torch's agent themselves; the loop of our launcher is `_agent.agent`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
 from nvidia_resiliency_ext.fault_tolerance._core import errors
-from nvidia_resiliency_ext.fault_tolerance.data import (
-    FT_LAUNCHER_IPC_SOCKET_ENV_VAR,
-    FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR,
-)
 from nvidia_resiliency_ext.fault_tolerance.ipc_connector import IpcConnector
 from nvidia_resiliency_ext.fault_tolerance.progress_tracker import TrainingProgressTracker
 from nvidia_resiliency_ext.fault_tolerance.rank_monitor_server import RankMonitorServer
@@ -62,11 +57,9 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         log_line_prefix_template: Prefix of the workers' lines on the console.
         term_timeout: Seconds from SIGTERM to SIGKILL when this process was signalled.
         workers_stop_timeout: Seconds from SIGTERM to SIGKILL when workers are restarted.
-        restart_policy: `any-failed`, or `min-healthy`, which needs the handler of
-            `_ft_rendezvous`.
+        restart_policy: `any-failed`, or `min-healthy` with the handler of `_ft_rendezvous`.
         is_store_host: Not used: the handler knows it.
-        rank_monitors: Socket paths of monitors that run already, by local rank; without it the
-            agent starts its own.
+        rank_monitors: Socket paths of running monitors by local rank; None starts own ones.
 
     Raises:
         ValueError: the handler does not fit, or the policy is none of these.
@@ -126,8 +119,6 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         """Return what ranks have asked for since the last call; the handler takes it from here."""
         return [] if self._mailbox is None else self._mailbox.fetch_received()
 
-    # What ranks need -------------------------------------------------------------------------
-
     def _prepare(self, stack: contextlib.ExitStack) -> None:
         """Listen to ranks, start their monitors, and let workers know the sockets."""
         run_dir = RunDir.create("agent")
@@ -152,8 +143,6 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         for name in ("entrypoint", "args"):
             stack.callback(setattr, spec, name, getattr(spec, name))
         _pass_sockets(spec, run_dir.path, is_watched=is_watched)
-
-    # Steps of torch's loop -------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Join the next round; the number of a round is the number of restarts of the job."""
@@ -237,10 +226,10 @@ def _our_handler(spec: WorkerSpec, restart_policy: str) -> Any:
 
 
 def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None:
-    """Let each worker of `spec` find the sockets in its environment.
+    """Let each worker of `spec` find its sockets: torch's agent has no variables of one worker.
 
-    torch's agent has no place for variables of one worker: a program is started through `env`,
-    whose words may name the local rank, and a function is called through an object that sets them.
+    So a program is started through `env`, whose words may name the local rank, and a function is
+    called through an object that sets them.
     """
     if callable(spec.entrypoint):
         spec.entrypoint = _WithSockets(spec.entrypoint, directory, is_watched)
@@ -254,9 +243,9 @@ def _pass_sockets(spec: WorkerSpec, directory: str, *, is_watched: bool) -> None
 
 def _sockets(directory: str, local_rank: str, is_watched: bool) -> dict[str, str]:
     """Return the variables of a rank that name its sockets."""
-    sockets = {FT_LAUNCHER_IPC_SOCKET_ENV_VAR: f"{directory}/{_MAILBOX}"}
+    sockets = {_env.FT_LAUNCHER_IPC_SOCKET: f"{directory}/{_MAILBOX}"}
     if is_watched:
-        sockets[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR] = f"{directory}/{_MONITOR.format(local_rank)}"
+        sockets[_env.FT_RANK_MONITOR_IPC_SOCKET] = f"{directory}/{_MONITOR.format(local_rank)}"
     return sockets
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cycle logs in the form that torch's agents know: log specification and handler of a process.
+"""Cycle logs as torch's agents know them: log specification and handler of a process.
 
-Our own launcher needs neither; it takes from the specification what it says. Importing this module
-imports torch.
+Our own launcher asks the specification and does not import this module, which imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -24,9 +23,6 @@ from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
 from nvidia_resiliency_ext.fault_tolerance._logs.sinks import FunnelSink
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
 
-if TYPE_CHECKING:
-    from typing import Any
-
 
 class PipeSubprocessHandler:
     """Starts a command whose stdout and stderr lead into one pipe.
@@ -35,13 +31,11 @@ class PipeSubprocessHandler:
         entrypoint: The program.
         args: Its arguments.
         env: Variables beside our own.
-        stdout: Not used: there is one pipe.
-        stderr: Not used.
-        local_rank_id: The worker's local rank.
+        stdout, stderr: Not used: there is one pipe.
+        local_rank_id: The worker's local rank; an attribute, too.
         numa_options: Not used.
 
     Attributes:
-        local_rank_id: The worker's local rank.
         rank: Its global rank.
         proc: The process.
         pipe_fd: The pipe's reading end, until somebody reads it.
@@ -145,10 +139,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
         return cycle_log_file(self._base_log_file, cycle)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Begin the cycle that the workers' variables name; return the paths of their error files.
-
-        `envs` has the environment of each worker by local rank.
-        """
+        """Begin the cycle that `envs`, each worker's variables, name; return their error files."""
         one: Mapping[str, str] = next(iter(envs.values()), {})
         cycle = int(one.get("TORCHELASTIC_RESTART_COUNT", 0))
         self._open().begin_cycle(cycle, int(one.get("WORLD_SIZE", len(envs))))

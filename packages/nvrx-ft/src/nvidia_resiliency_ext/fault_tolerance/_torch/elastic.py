@@ -8,9 +8,9 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from nvidia_resiliency_ext.fault_tolerance import _env
+from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._agent.agent import Result
 from nvidia_resiliency_ext.fault_tolerance._agent.job import Job
 from nvidia_resiliency_ext.fault_tolerance._config import values as v
@@ -28,36 +28,14 @@ from nvidia_resiliency_ext.fault_tolerance._config.values import noting
 from nvidia_resiliency_ext.fault_tolerance._core import errors
 from nvidia_resiliency_ext.fault_tolerance._core.local_world import MOST_WORKERS, devices_of_ranks
 from nvidia_resiliency_ext.fault_tolerance._core.machine import EXIT_OK
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
+from nvidia_resiliency_ext.fault_tolerance._plan import plan as plans
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import ORPHANS_NEED_NO_PIPES, LogPlan
-from nvidia_resiliency_ext.fault_tolerance._plan.plan import (
-    LaunchPlan,
-    LogSettings,
-    check_job_id,
-    fixed_port,
-    log_warnings,
-    missing_hook,
-    plan_from_args,
-    random_id,
-)
 from nvidia_resiliency_ext.fault_tolerance._report.torch_events import check_handler
-from nvidia_resiliency_ext.fault_tolerance._workers.command import (
-    WorkerCommand,
-    cpu_binding,
-    numa_binding,
-    visible_gpus,
-)
+from nvidia_resiliency_ext.fault_tolerance._workers import command as commands
 from nvidia_resiliency_ext.fault_tolerance._workers.function_worker import FunctionCall
 from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import OutputSpecs
 from nvidia_resiliency_ext.fault_tolerance._workers.output import Stream
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_bool,
-    rdzv_config_get_as_int,
-)
 from nvidia_resiliency_ext.shared_utils.rundir import RunDir
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._workers.log_specs import Specs
 
 _KINDS: Mapping[str, v.Kind] = {
     "nproc_per_node": v.integer_in(1, MOST_WORKERS),
@@ -77,21 +55,20 @@ _KINDS_OF_MANY_NODES: Mapping[str, v.Kind] = {
 
 
 def plan_from_config(
-    config: LaunchConfig, command: WorkerCommand, environ: Mapping[str, str]
-) -> LaunchPlan:
-    """Return the plan of a job that a program describes.
+    config: LaunchConfig, command: commands.WorkerCommand, environ: Mapping[str, str]
+) -> plans.LaunchPlan:
+    """Return the plan of a job that a program describes; flags and `PET_` variables do not count.
 
-    Nothing of the command line's world has a part in it, neither flags nor `PET_` variables.
     Raises ValueError, which names all that this version does not offer or that cannot be.
     """
-    environment.check_one_launcher_per_node(environ)
+    plans.check_one_launcher_per_node(environ)
     given: FaultToleranceConfig | None = config.fault_tol_cfg
     fault_tolerance = FaultToleranceConfig() if given is None else given
     if given is None:
-        fault_tolerance.log_level = environment.log_level(environ)
-    logs, attribution = LogSettings(), AttributionConfig()
+        fault_tolerance.log_level = plans.log_level(environ)
+    logs, attribution = plans.LogSettings(), AttributionConfig()
     devices: tuple[str, ...] | None = None
-    problems = _problems(config) + missing_hook(fault_tolerance.bad_node_hook, environ)
+    problems = _problems(config) + plans.missing_hook(fault_tolerance.bad_node_hook, environ)
     with noting(problems):
         logs = _log_settings(config.logs_specs)
         if logs.logs.applog_prefix is not None and fault_tolerance.orphan_workers == "keep":
@@ -105,7 +82,7 @@ def plan_from_config(
             devices = devices_of_ranks(environ, config.nproc_per_node)
     if problems:
         raise errors.FaultToleranceConfigError(problems)
-    threads = environment.omp_num_threads(environ, config.nproc_per_node)
+    threads = plans.omp_num_threads(environ, config.nproc_per_node)
     filters = {
         Stream.STDOUT: tuple(config.duplicate_stdout_filters or ()),
         Stream.STDERR: tuple(config.duplicate_stderr_filters or ()),
@@ -113,21 +90,18 @@ def plan_from_config(
     node_rank = config.node_rank
     if node_rank is None and config.rdzv_backend == "static":
         # Where torch's static backend has it.
-        node_rank = rdzv_config_get_as_int(config.rdzv_configs, "rank")
+        node_rank = rdzv_utils.rdzv_config_get_as_int(config.rdzv_configs, "rank")
+    port = plans.fixed_port(config.master_port or None, config.rdzv_endpoint, config.max_nodes)
     values: dict[str, Any] = {
-        item.name: getattr(config, item.name) for item in fields(LaunchConfig)
+        **{item.name: getattr(config, item.name) for item in fields(LaunchConfig)},
+        "fault_tol_cfg": fault_tolerance,
+        "run_id": config.run_id or ("none" if config.max_nodes > 1 else plans.random_id()),
+        "master_port": port,
+        "node_rank": node_rank,
     }
     if config.shutdown_timeout is not None:
         values["workers_stop_timeout"] = config.shutdown_timeout
-    values |= {
-        "fault_tol_cfg": fault_tolerance,
-        "run_id": config.run_id or ("none" if config.max_nodes > 1 else random_id()),
-        "master_port": fixed_port(
-            config.master_port or None, config.rdzv_endpoint, config.max_nodes
-        ),
-        "node_rank": node_rank,
-    }
-    return LaunchPlan(
+    return plans.LaunchPlan(
         **values,
         command=command,
         log_dir=logs.log_dir,
@@ -139,23 +113,23 @@ def plan_from_config(
         virtual_devices=devices,
         omp_num_threads=threads,
         monitors_enabled=not environ.get(_env.DISABLE_RANK_MONITORS),
-        warnings=(environment.OMP_WARNING,) if threads else (),
+        warnings=(plans.OMP_WARNING,) if threads else (),
     )
 
 
-def _log_settings(specs: object) -> LogSettings:
+def _log_settings(specs: object) -> plans.LogSettings:
     """Return what log specifications say. Raises ValueError: they are none."""
     if specs is None:
-        return LogSettings()
-    if isinstance(specs, LogSettings):
+        return plans.LogSettings()
+    if isinstance(specs, plans.LogSettings):
         return specs
     # By its method: importing the class would import torch.
     plan_of = getattr(specs, "log_plan", None)
     plan = plan_of() if plan_of is not None else None
     if isinstance(plan, LogPlan):
-        return LogSettings(logs=plan)
+        return plans.LogSettings(logs=plan)
     if callable(getattr(specs, "reify", None)):
-        return LogSettings(output_specs=OutputSpecs(cast("Specs", specs), {}))
+        return plans.LogSettings(output_specs=OutputSpecs(specs, {}))
     raise ValueError("logs_specs: takes what config_from_args returns, or a LogsSpecs of torch")
 
 
@@ -163,18 +137,16 @@ def _problems(config: LaunchConfig) -> list[str]:
     """Return a sentence for each field that asks for what cannot be had."""
     problems = []
     if not 1 <= config.min_nodes <= config.max_nodes:
-        problems.append(
-            f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}: "
-            f"1 <= min_nodes <= max_nodes must hold"
-        )
+        given_nodes = f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}"
+        problems.append(f"{given_nodes}: 1 <= min_nodes <= max_nodes must hold")
     kinds = _KINDS if config.max_nodes == 1 else {**_KINDS, **_KINDS_OF_MANY_NODES}
     given = {**vars(config), RDZV_IMPL: config.rdzv_configs.get(RDZV_IMPL, "barrier")}
     for name, kind in kinds.items():
         with noting(problems):
             v.read(kind, given[name], name)
     with noting(problems):
-        rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
-        check_job_id(config.cycle_info_job_id)
+        rdzv_utils.rdzv_config_get_as_bool(config.rdzv_configs, USE_INFRA_GROUP_RANK)
+        plans.check_job_id(config.cycle_info_job_id)
     if config.max_nodes > 1 and not config.rdzv_endpoint:
         problems.append("rdzv_endpoint: say where the nodes meet, as host:port")
     if config.rank_monitors:
@@ -203,7 +175,7 @@ def config_from_args(
         ValueError: The command line or a file that it names is wrong, or of the two only one is
             given or there are no cycle logs.
     """
-    plan = plan_from_args(args, os.environ, looks_for_script=False)
+    plan = plans.plan_from_args(args, os.environ, looks_for_script=False)
     if (launcher_pipe_read_fd is None) != (launcher_log_file is None):
         raise ValueError("launcher_pipe_read_fd and launcher_log_file go together")
     if launcher_pipe_read_fd is not None:
@@ -224,7 +196,7 @@ def run(args: argparse.Namespace) -> None:
         ValueError: The command line is wrong.
         ChildFailedError: Workers failed and no restart was left (torch's class).
     """
-    _run_plan(plan_from_args(args, os.environ))
+    _run_plan(plans.plan_from_args(args, os.environ))
 
 
 class elastic_launch:  # noqa: N801  # torch's name, which users import
@@ -256,12 +228,8 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run this node's part of a job and return what each of its ranks returned, by global rank.
 
-    A node that stood by to the end returns nothing: an empty dictionary.
-
-    Args:
-        config: The job's configuration.
-        entrypoint: A function, or a program.
-        args: Its arguments.
+    A node that stood by to the end returns nothing: an empty dictionary. `config` describes the
+    job; `entrypoint` is a function, or a program, `args` are its arguments.
 
     Raises:
         ValueError: The configuration asks for what this version does not offer.
@@ -273,9 +241,9 @@ def launch_agent(
     """
     if isinstance(entrypoint, str):
         argv = (entrypoint, *(str(arg) for arg in args))
-        command = WorkerCommand(argv, entrypoint, is_module=False, is_python=False)
+        command = commands.WorkerCommand(argv, entrypoint, is_module=False, is_python=False)
         plan = plan_from_config(config, command, os.environ)
-        numa = _binding(config) or numa_binding(
+        numa = _binding(config) or commands.numa_binding(
             plan.nproc_per_node, os.environ, is_strict=plan.fault_tol_cfg.numa_bind_strict
         )
         plan = replace(plan, command=replace(command, numa=numa))
@@ -284,7 +252,7 @@ def launch_agent(
     try:
         call = FunctionCall(run_dir.path, entrypoint, args)
         name = getattr(entrypoint, "__qualname__", repr(entrypoint))
-        command = WorkerCommand(
+        command = commands.WorkerCommand(
             argv=call.argv, entry=name, is_module=False, is_python=False, numa=_binding(config)
         )
         ranks = _run_plan(plan_from_config(config, command, os.environ))
@@ -300,12 +268,14 @@ def _binding(config: LaunchConfig) -> Sequence[tuple[str, ...]]:
         return ()
     mode = getattr(options, "affinity_mode", options)
     text = str(getattr(mode, "value", mode))
-    return cpu_binding(text, config.nproc_per_node, os.environ, visible_gpus(os.environ))
+    return commands.cpu_binding(
+        text, config.nproc_per_node, os.environ, commands.visible_gpus(os.environ)
+    )
 
 
-def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
+def _run_plan(plan: plans.LaunchPlan) -> tuple[int, ...]:
     """Run a plan and return the global ranks that ended well here."""
-    log_warnings(plan)
+    plans.log_warnings(plan)
     with Job(plan, os.environ) as job:
         result = job.run()
         ranks = job.agent.ranks
@@ -314,7 +284,7 @@ def _run_plan(plan: LaunchPlan) -> tuple[int, ...]:
     return ranks
 
 
-def _raise(plan: LaunchPlan, result: Result) -> None:
+def _raise(plan: plans.LaunchPlan, result: Result) -> None:
     if result.no_restart:
         raise errors.NoRestartRequested(result.no_restart, result.reason)
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's rendezvous handler over the rounds of a job, in a store that the caller brings.
 
-What `StoreRendezvous` is to the launcher's loop, this is to a caller that has threads to wait in:
+For callers that have threads to wait in, as `StoreRendezvous` is for the launcher's loop:
 `NodeClient` brings events, and whoever waits is woken. What goes wrong is one of torch's errors.
 """
 
@@ -13,8 +13,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import api
 
 from nvidia_resiliency_ext.fault_tolerance._agent.rendezvous import RoundPorts
-from nvidia_resiliency_ext.fault_tolerance._core.cause import Cause
 from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_NO_RESTART_REASONS,
     RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP,
@@ -30,33 +30,20 @@ from nvidia_resiliency_ext.fault_tolerance._core.errors import (
     RDZV_SHUTDOWN_REASON_GRACEFUL,
     UnhealthyNodeException,
 )
-from nvidia_resiliency_ext.fault_tolerance._core.machine import request_event
+from nvidia_resiliency_ext.fault_tolerance._core.machine import Cause, request_event
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import CoordinatorServices
-from nvidia_resiliency_ext.fault_tolerance._hosting.thread import CoordinatorThread
-from nvidia_resiliency_ext.fault_tolerance._rendezvous import keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import coordinator_loop, keys
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import session as sessions
+from nvidia_resiliency_ext.fault_tolerance._rendezvous import store as stores
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeClient
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator_loop import GOODBYE_WAIT_S
+from nvidia_resiliency_ext.fault_tolerance._rendezvous.log import RoundMember, read_members
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Kind, Phase
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
-    Lost,
-    NodeSession,
-    Opened,
-    Over,
-    Placed,
-    SessionEvent,
-)
-from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import (
-    JobStore,
-    agree_on_secret,
-    another_client,
-)
 from nvidia_resiliency_ext.fault_tolerance.data import WorkloadAction
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError
 
-from .membership import RoundMember, read_members
 from .settings import NodeOptions, rules_and_node
 
 logger = logging.getLogger("nvrx")
@@ -91,11 +78,9 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._is_unfit = False
         self._worker_group: Any = None
         self._clock = SystemClock()
-        # Guards what follows.
-        self._changed = threading.Condition()
-        # The last decision that this node knows; None before it has reached the store.
-        self._entry: Entry | None = None
-        self._placed: Placed | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._entry: Entry | None = None  # the last known decision; None: not at the store yet
+        self._placed: sessions.Placed | None = None
         self._joined_round: int | None = None
         self._lost = ""
         self._has_left = False
@@ -103,18 +88,20 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._ports = RoundPorts()
         prefix = keys.prefix(self._run_id)
 
-        def connect() -> JobStore:
-            own = another_client(store)
-            return JobStore(own, prefix, options.secret or agree_on_secret(own, prefix))
+        def connect() -> stores.JobStore:
+            own = stores.another_client(store)
+            return stores.JobStore(
+                own, prefix, options.secret or stores.agree_on_secret(own, prefix)
+            )
 
-        def decides(job: JobStore, _stop: threading.Event) -> CoordinatorRules | None:
+        def decides(job: stores.JobStore, _stop: threading.Event) -> CoordinatorRules | None:
             first = job.create(keys.HOST, self._me.node)
             if first == self._me.node:
                 return decided_by
             logger.info("another node decides this job's rounds: %s", first)
             return None
 
-        self._coordinator: CoordinatorThread | None = None
+        self._coordinator: coordinator_loop.CoordinatorThread | None = None
         self._services: CoordinatorServices | None = None
         self._stop_requested = threading.Event()
         if options.is_store_host:
@@ -123,17 +110,19 @@ class StoreRendezvousHandler(api.RendezvousHandler):
                 address="", host=self._me.host, run_dir="", is_shared=True,
             )  # fmt: skip
             self._services.follow_attribution(lambda _: self._stop_requested.set(), lambda *_: None)
-            self._coordinator = CoordinatorThread(
-                lambda: _guest_store(connect),
+            self._coordinator = coordinator_loop.CoordinatorThread(
+                lambda: contextlib.closing(connect()),  # The store stays its owner's.
                 decides,
-                me=self._me.node,
-                clock=self._clock,
-                services=self._services,
+                partial(
+                    coordinator_loop.Coordinator,
+                    me=self._me.node,
+                    clock=self._clock,
+                    begins=self._services.begins,
+                    ended=self._services.ended,
+                ),
             )
             self._coordinator.start()
         self._client = NodeClient(self._node, lambda _refused: connect(), self._take, self._clock)
-
-    # What torch's agent calls ----------------------------------------------------------------
 
     def get_backend(self) -> str:
         """Return `c10d`: the rounds are kept in a store of torch's c10d."""
@@ -155,7 +144,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         next round for all by this call.
 
         Returns:
-            torch's `RendezvousInfo`; before torch 2.4 the tuple of store, rank and world size.
+            torch's `RendezvousInfo`.
 
         Raises:
             RendezvousGracefulExitError: the job ended well while this node had no place in it.
@@ -178,8 +167,6 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         entry, rank = placed.entry, placed.assignment.group_rank
         self._joined_round = entry.round
         store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
-        if not hasattr(api, "RendezvousInfo"):
-            return store, rank, entry.active
         meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
         assert rank is not None
         return api.RendezvousInfo(store, rank, entry.active, meeting)
@@ -193,10 +180,10 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes have gone into a later round; torch's agent then joins them.
+        """Return how many nodes have gone into a later round, without standbys.
 
-        Standbys do not count. A node that cannot reach the store any more must stop, and learns it
-        here.
+        torch's agent then joins them. A node that cannot reach the store any more must stop, and
+        learns it here.
 
         Raises:
             RendezvousConnectionError: the store is gone or silent.
@@ -205,7 +192,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             return 0
         entry = self._entry
         assert entry is not None
-        counted = self._read(lambda store: store.count(keys.arrivals(entry.round), 0))
+        counted = self._ask(lambda session: session.store.count(keys.arrivals(entry.round), 0))
         return max(1, counted)
 
     def is_next_round_open(self) -> bool:
@@ -223,9 +210,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         return entry.round > joined
 
     def shutdown(self, reason: str = RDZV_SHUTDOWN_REASON_GRACEFUL) -> bool:
-        """End the job on all nodes and release all resources.
-
-        Returns False if no node could be notified.
+        """End the job on all nodes and release all resources; False: no node could be notified.
 
         The first `reason` stays. A node that has left, such as an unhealthy one, goes alone. The
         rendezvous host waits here for the others, 3 s at most.
@@ -247,10 +232,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         if self._services is not None:
             self._services.close()
         if self._coordinator is not None and self.is_closed():
-            self._coordinator.join(GOODBYE_WAIT_S + LAST_WORDS_S)
+            self._coordinator.join(coordinator_loop.GOODBYE_WAIT_S + LAST_WORDS_S)
         return is_reported
-
-    # What our agents call --------------------------------------------------------------------
 
     def set_node_check(self, check: Callable[[], None]) -> None:
         """Let `check` decide before each arrival: it raises where this node must not join."""
@@ -281,9 +264,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             if event is not None:
                 asked[event.request] = event.description
         if WorkloadAction.ShutdownWorkload in asked:
-            what = (
-                f"a rank asked to shut the workload down: {asked[WorkloadAction.ShutdownWorkload]}"
-            )
+            why = asked[WorkloadAction.ShutdownWorkload]
+            what = f"a rank asked to shut the workload down: {why}"
             self._end(RDZV_SHUTDOWN_REASON_FAILURE, self._cause("shutdown", what))
             raise api.RendezvousClosedError(what)
         if WorkloadAction.ExcludeThisNode in asked:
@@ -319,8 +301,8 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def attribution_stop_requested(self) -> bool:
         """Return whether the attribution service has stopped the job, or asks for it.
 
-        The node that decides the rounds asks the service, where the parameters name one; the other
-        nodes learn it from the end of the job.
+        The rendezvous host asks the service, if the parameters name one; the others learn it from
+        the end of the job.
         """
         return self._stop_requested.is_set() or (
             self.get_shutdown_reason() == RDZV_SHUTDOWN_REASON_ATTRIBUTION_STOP
@@ -342,16 +324,16 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         """Set the agent's `worker_group`, the workers that this node runs."""
         self._worker_group = worker_group
 
-    # Questions and messages ------------------------------------------------------------------
-
-    def _ask(self, command: Callable[[NodeSession], _T], timeout_s: float | None = None) -> _T:
+    def _ask(
+        self, command: Callable[[sessions.NodeSession], _T], timeout_s: float | None = None
+    ) -> _T:
         """Do `command` with the session, in its thread, and return what it returned.
 
         Raises RendezvousConnectionError where the store is gone, or gives no answer in time.
         """
         answers: list[Future[_T]] = []
 
-        def run(session: NodeSession) -> None:
+        def run(session: sessions.NodeSession) -> None:
             answer: Future[_T] = Future()
             try:
                 answer.set_result(command(session))
@@ -381,15 +363,12 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         except NvrxError as error:
             raise api.RendezvousConnectionError(str(error)) from None
 
-    def _read(self, reader: Callable[[JobStore], _T]) -> _T:
-        return self._ask(lambda session: reader(session.store))
-
     def _members(self) -> list[RoundMember]:
         """Return the nodes of the present round; none while one is open."""
         entry = self._entry
         if entry is None or not entry.active:
             return []
-        return self._read(lambda store: read_members(store, entry.round))
+        return self._ask(lambda session: read_members(session.store, entry.round))
 
     def _cause(self, kind: str, what: str) -> Cause:
         return Cause(kind, what, host=self._me.host)
@@ -415,12 +394,10 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._is_let_go = True
             self._changed.notify_all()
         if not self._lost:
-            self._client.say_goodbye()
+            self._client.submit(sessions.NodeSession.say_goodbye, is_urgent=True)
         # Before the job is there the thread still waits for it, and ends by itself.
         self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
         self._ports.close()
-
-    # Steps of joining ------------------------------------------------------------------------
 
     def _open_own_next(self) -> None:
         placed, entry = self._placed, self._entry
@@ -440,7 +417,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._me, master_port=self._ports.offered, previous_rank=previous
         )
 
-        def arrive(session: NodeSession) -> tuple[int, bool]:
+        def arrive(session: sessions.NodeSession) -> tuple[int, bool]:
             entry = session.entry
             if entry.phase is Phase.OVER:
                 raise self._over(entry)
@@ -464,7 +441,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
                 " is_store_host must be true on one node"
             ) from None
 
-    def _outcome(self, round_: int, is_in_time: bool) -> Placed | None:
+    def _outcome(self, round_: int, is_in_time: bool) -> sessions.Placed | None:
         """Wait for a place in the round of an arrival; None when another round is open."""
         deadline = self._clock.monotonic() + self._node.join_timeout_s
         with self._changed:
@@ -517,32 +494,20 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             return api.RendezvousGracefulExitError(text)
         return api.RendezvousClosedError(text)
 
-    # What the threads bring ------------------------------------------------------------------
-
-    def _take(self, event: SessionEvent) -> None:
+    def _take(self, event: sessions.SessionEvent) -> None:
         with self._changed:
-            if isinstance(event, Lost):
+            if isinstance(event, sessions.Lost):
                 self._lost = event.what
             else:
                 self._record(event.entry)
-            if isinstance(event, Placed):
+            if isinstance(event, sessions.Placed):
                 self._placed = event
                 if event.assignment.group_rank == 0:
                     self._ports.take()
-            elif not isinstance(event, (Opened, Over, Lost)):
+            elif not isinstance(event, (sessions.Opened, sessions.Over, sessions.Lost)):
                 self._placed = None
             self._changed.notify_all()
 
     def _record(self, entry: Entry | None) -> None:
         if entry is not None and (self._entry is None or entry.seq >= self._entry.seq):
             self._entry = entry
-
-
-@contextlib.contextmanager
-def _guest_store(connect: Callable[[], JobStore]) -> Iterator[JobStore]:
-    """Give a connection to the job's store, which stays its owner's."""
-    store = connect()
-    try:
-        yield store
-    finally:
-        store.cut()

@@ -8,24 +8,20 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from nvidia_resiliency_ext.fault_tolerance import _env
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from nvidia_resiliency_ext.fault_tolerance import _env, rdzv_utils
 from nvidia_resiliency_ext.fault_tolerance._agent.store_rendezvous import node_identity
-from nvidia_resiliency_ext.fault_tolerance._config.attribution import (
-    AttributionConfig,
-    client_endpoint,
-)
+from nvidia_resiliency_ext.fault_tolerance._config import attribution
 from nvidia_resiliency_ext.fault_tolerance._config.settings import FaultToleranceConfig
+from nvidia_resiliency_ext.fault_tolerance._core import infra
 from nvidia_resiliency_ext.fault_tolerance._core.errors import UnhealthyNodeException
-from nvidia_resiliency_ext.fault_tolerance._core.infra import (
-    infrastructure_rank,
-    replacement_group_id,
-)
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._hosting.services import ServicesPlan
-from nvidia_resiliency_ext.fault_tolerance._plan import environment
 from nvidia_resiliency_ext.fault_tolerance._plan.log_plan import LogPlan
+from nvidia_resiliency_ext.fault_tolerance._plan.plan import allows_many_launchers
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.agreement import settings_of
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.client import NodeSettings
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.coordinator import CoordinatorRules
@@ -34,14 +30,6 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.endpoint import read_toke
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.placement import PlacementRules
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget
-from nvidia_resiliency_ext.fault_tolerance.rdzv_utils import (
-    rdzv_config_get_as_bool,
-    rdzv_config_get_as_float,
-)
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-
 
 # Restarts are counted by the agent that uses the handler.
 _NO_LIMIT = 1 << 30
@@ -97,29 +85,22 @@ class Timeouts:
             ValueError: A value is no number above 0.
         """
         names = (item.name for item in fields(cls))
-        given = {name: rdzv_config_get_as_float(conf, f"{name}_timeout") for name in names}
+        given = {
+            name: rdzv_utils.rdzv_config_get_as_float(conf, f"{name}_timeout") for name in names
+        }
         return cls(**{k: timedelta(seconds=v) for k, v in given.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What concerns this node alone.
+    """What concerns this node alone."""
 
-    Attributes:
-        addr: By which other nodes reach it.
-        is_store_host: Whether it decides the rounds; of several the first one does.
-        secret: Key of the digests of the job's values; None takes a generated one.
-        infra_rank: Its place in the cluster; -1 where that is unknown.
-        services: What it runs beside that, if this node decides the rounds.
-        check: Raises `UnhealthyNodeException` where this node must not join.
-    """
-
-    addr: str
-    is_store_host: bool
-    secret: bytes | None = None
-    infra_rank: int = -1
-    services: ServicesPlan = field(default_factory=ServicesPlan)
-    check: Callable[[], None] = lambda: None
+    addr: str  # by which other nodes reach it
+    is_store_host: bool  # decides the rounds; of several the first one does
+    secret: bytes | None = None  # key of the digests of the job's values; None: a generated one
+    infra_rank: int = -1  # -1: its place in the cluster is unknown
+    services: ServicesPlan = field(default_factory=ServicesPlan)  # if it decides the rounds
+    check: Callable[[], None] = lambda: None  # raises UnhealthyNodeException: it must not join
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:
@@ -133,7 +114,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
         addr=params.local_addr or socket.getfqdn(),
         is_store_host=_is_store_host(params),
         secret=read_token(token_file) if token_file else None,
-        infra_rank=infrastructure_rank(os.environ),
+        infra_rank=infra.infrastructure_rank(os.environ),
         services=services_of(params.config),
         check=node_check(params.config),
     )
@@ -142,10 +123,10 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
 def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
     """Return what raises `UnhealthyNodeException` where this node must not join.
 
-    Settings that are left out have the launcher's defaults. Raises ValueError for an unusable one.
+    Settings that are left out have the launcher's defaults; ValueError: one is unusable.
     """
     given: dict[str, Any] = {
-        name: rdzv_config_get_as_bool(conf, name)
+        name: rdzv_utils.rdzv_config_get_as_bool(conf, name)
         for name in ("enable_nic_healthcheck", "enable_dist_storage_healthcheck")
     }
     for name in ("link_state_path_template", "segment_health_check_dir"):
@@ -164,25 +145,22 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
-    """Return what the node that decides the rounds runs beside that, as `conf` asks for it.
-
-    Raises ValueError where a value is unusable, or the service would have no logs to read.
-    """
+    """Return what the node that decides the rounds runs beside that, as `conf` asks for it."""
     endpoint = conf.get("attribution_endpoint") or None
     prefix = conf.get("cycle_log_prefix") or None
     if endpoint is not None and prefix is None:
         raise ValueError(
             "attribution_endpoint needs cycle_log_prefix: the service reads cycle logs"
         )
-    enforces = rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
+    enforces = rdzv_utils.rdzv_config_get_as_bool(conf, "attribution_enforce_stop", False)
     return ServicesPlan(
         fault_tol_cfg=FaultToleranceConfig(
             cycle_info_dir=conf.get("cycle_info_dir") or None,
             rdzv_token_file=conf.get("rdzv_token_file") or None,
         ),
         logs=LogPlan(applog_prefix=prefix),
-        attribution=AttributionConfig(
-            None if endpoint is None else client_endpoint(endpoint),
+        attribution=attribution.AttributionConfig(
+            None if endpoint is None else attribution.client_endpoint(endpoint),
             stop_action="no-restart" if enforces else "log",
         ),
     )
@@ -204,7 +182,7 @@ def job_settings(params: RendezvousParameters, timeouts: type[Timeouts]) -> dict
 def _is_store_host(params: RendezvousParameters) -> bool:
     """Return whether this node is to decide: where nobody says, whether the endpoint is here."""
     for key in ("is_store_host", "is_host"):
-        said = rdzv_config_get_as_bool(params.config, key)
+        said = rdzv_utils.rdzv_config_get_as_bool(params.config, key)
         if said is not None:
             return said
     if not params.endpoint:
@@ -228,14 +206,14 @@ def rules_and_node(
 ) -> tuple[CoordinatorRules, NodeSettings]:
     """Return what the rendezvous host decides by, and what this node is in the job.
 
-    `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`.
-    Raises ValueError where they contradict each other.
+    `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`;
+    ValueError: they contradict each other.
     """
     timeout: Timeouts = settings.timeout
     placed_by = PlacementRules(
         settings.min_nodes,
         settings.max_nodes,
-        one_launcher_per_addr=not environment.allows_many_launchers(os.environ),
+        one_launcher_per_addr=not allows_many_launchers(os.environ),
         **placement,
     )
     rules = CoordinatorRules(
@@ -254,7 +232,7 @@ def rules_and_node(
             host=socket.gethostname(),
             infra_rank=options.infra_rank,
             domain=own_domain() if placed_by.segment else "none",
-            group=replacement_group_id(os.environ) if placed_by.group_size else None,
+            group=infra.replacement_group_id(os.environ) if placed_by.group_size else None,
             nproc=nproc,
         ),
         lease_s=rules.lease_s,

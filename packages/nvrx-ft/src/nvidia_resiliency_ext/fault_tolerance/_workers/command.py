@@ -25,27 +25,16 @@ _LOOK_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What a worker runs.
+    """What a worker runs."""
 
-    Attributes:
-        argv: The whole command; `${local_rank}` in it stands for the worker's local rank.
-        entry: The script's path, the module's name or the program.
-        is_module: Whether `entry` is a module run with `-m`.
-        is_python: Whether a Python interpreter runs it.
-        numa: For each local rank the words that bind it near its GPU; empty binds nothing.
-    """
-
-    argv: tuple[str, ...]
-    entry: str
+    argv: tuple[str, ...]  # The whole command; `${local_rank}` stands for the local rank.
+    entry: str  # The script's path, the module's name or the program.
     is_module: bool
     is_python: bool
-    numa: Sequence[tuple[str, ...]] = ()
+    numa: Sequence[tuple[str, ...]] = ()  # By local rank: words that bind it near its GPU.
 
     def for_local_rank(self, local_rank: int) -> tuple[str, ...]:
-        """Return the command of one worker, as torchrun substitutes the macro.
-
-        The interpreter is left alone. As in torchrun, `$$` becomes `$`.
-        """
+        """Return the command of one worker, with the macro and `$$` replaced as in torchrun."""
         own = self.argv
         if any("$" in word for word in own[1:]):
             from string import Template
@@ -166,10 +155,7 @@ def missing_script(path: str) -> str:
 
 
 def missing_module(name: str) -> str:
-    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it.
-
-    Only what stands first is looked for: a package may say itself where its modules are.
-    """
+    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it."""
     from importlib.machinery import PathFinder
     from importlib.util import find_spec
 
@@ -184,6 +170,7 @@ def missing_module(name: str) -> str:
     if spec is None:
         return f"module {name!r} does not exist: there is no {head!r} here or in this environment"
     inside = spec.submodule_search_locations
+    # Only `head` was looked for: a package may say itself where its modules are.
     if rest == "py" and inside is None:
         return f"module {name!r} does not exist: leave -m out to run a file, or write -m {head}"
     if not rest and inside is not None and PathFinder.find_spec(f"{name}.__main__", inside) is None:
@@ -235,20 +222,19 @@ def _loaded_at_start(command: WorkerCommand) -> set[str]:
     return set(done.stdout.split())
 
 
-def find_program(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return the path of a program that can be executed, or None."""
+def find_program(
+    name: str, environ: Mapping[str, str], mode: int = os.F_OK | os.X_OK
+) -> str | None:
     import shutil
 
-    return shutil.which(name, path=environ.get("PATH") or os.defpath)
+    return shutil.which(name, mode, environ.get("PATH") or os.defpath)
 
 
 def missing_program(name: str, environ: Mapping[str, str]) -> str:
     """Return what keeps `name` from being executed, or an empty text."""
-    import shutil
-
     if find_program(name, environ) is not None:
         return ""
-    if shutil.which(name, os.F_OK, environ.get("PATH") or os.defpath) is not None:
+    if find_program(name, environ, os.F_OK) is not None:
         return f"program {name!r} is not executable; change its permissions"
     return f"program {name!r} does not exist or is not on PATH"
 

@@ -7,13 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-if TYPE_CHECKING:
-    from .command import WorkerCommand
+from .command import WorkerCommand
 
 # Variables that are read at import, as the start-up hook of a prewarmed worker takes them.
 WATCH_LIST: Mapping[str, tuple[str, ...]] = {
@@ -57,13 +55,12 @@ def is_import_time(name: str) -> bool:
 def set_in_text(text: str) -> str | None:
     """Return the first import-time variable that a script's text seems to set, or None.
 
-    It is a plain search of the lines that name the environment, and of the two after each: a call
-    such as `os.environ.update({...})` goes on there. Reading a variable looks the same as setting
-    it; that costs a warm start, and the other mistake would cost the value.
+    Reading one looks the same; that costs a warm start, the other mistake would cost a value.
     """
     lines = text.splitlines()
     for number, line in enumerate(lines):
         code = line.lstrip()
+        # A call such as `os.environ.update({...})` goes on in the next lines.
         if not code.startswith("#") and ("environ" in code or "putenv" in code):
             for name in _NAME.findall("\n".join(lines[number : number + 3])):
                 if is_import_time(name):
@@ -151,11 +148,10 @@ def wants_prewarming(worker_pids: Iterable[int]) -> bool:
 
 # In this order: between two entries a prewarmed worker looks whether "go" is there already, and a
 # script gets each entry with those before it when it first imports something of it. `torch._dynamo`
-# is what DistributedDataParallel imports when the first model is wrapped (some 820 modules with
-# sympy, half of a restart), `_cupti_monitor` what the first backward pass adds. Any but torch may
-# be missing in the installed versions.
-# Ours are what a rank needs until its session with the monitor stands: 60 ms of CPU, in the demo
-# more than all else that a restarted rank does. None of them imports torch.
+# is what DistributedDataParallel imports when the first model is wrapped, half of a restart,
+# `_cupti_monitor` what the first backward pass adds. Ours are what a rank needs until its session
+# with the monitor stands, 60 ms of CPU; none of them imports torch. Any but torch may be missing in
+# the installed versions.
 DEFAULT_IMPORTS = (
     "numpy", "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client",
     "nvidia_resiliency_ext.fault_tolerance.config",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines that programs set with torch's `FileTimerClient`: whoever misses one is signalled.
+"""Deadlines that programs set with torch's `FileTimerClient`: who misses one is signalled.
 
-As under torchrun, `TORCHELASTIC_ENABLE_FILE_TIMER=1` switches them on, and requests come through a
-named pipe, one JSON object a line. Only processes of this node's workers can be signalled.
+As under torchrun, requests come through a named pipe, one JSON object a line. Only processes of
+this node's workers can be signalled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop, Timer
 
 logger = logging.getLogger("nvrx")
 
-# What a client writes at once, and so the longest line that is not cut.
-LONGEST_LINE = select.PIPE_BUF
+LONGEST_LINE = select.PIPE_BUF  # What a client writes at once, so that it is not cut.
 MOST_TIMERS = 4096
 _READ_BYTES = 1 << 16
 
@@ -39,7 +38,6 @@ class TimerRequest(NamedTuple):
 
 
 def parse_request(line: bytes) -> TimerRequest | None:
-    """Return what a line asks for, or None when it is no request."""
     try:
         raw = json.loads(line)
         found = TimerRequest(
@@ -79,7 +77,6 @@ class FileTimers:
         self.loop.watch(self._fd, self._receive)
 
     def close(self) -> None:
-        """Forget all deadlines and remove the pipe."""
         self.loop.unwatch(self._fd)
         os.close(self._fd)
         for timer in self._timers.values():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that runs a Python function: the launcher's side (`FunctionCall`) and the worker's.
 
-The function travels as multiprocessing's spawn sends it: pickled, in a file of the private run
-directory, which nobody else can write. Its return value comes back the same way.
+The function travels as multiprocessing's spawn sends it, pickled, and its value comes back so.
 Run as `python -m ..._workers.function_worker CALL_FILE RESULT_DIR`.
 """
 
@@ -26,13 +25,7 @@ CALL_FILE = "call.pickle"
 
 
 class FunctionCall:
-    """A function and its arguments, laid down where workers find them.
-
-    Args:
-        directory: A directory that only this user can write.
-        function: Importable by name, or defined in `__main__`.
-        args: The same for all ranks.
-    """
+    """A function and its arguments in a file of `directory`, which only this user can write."""
 
     def __init__(self, directory: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._directory = directory
@@ -45,7 +38,6 @@ class FunctionCall:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The command of every worker."""
         return (sys.executable, "-u", "-m", __name__, self._call_file, self._directory)
 
     def result(self, rank: int) -> Any:

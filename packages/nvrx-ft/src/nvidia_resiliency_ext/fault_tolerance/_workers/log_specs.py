@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output as an object of the user's says: torch's `LogsSpecs`, made from an entry point or given.
 
-For each cycle the object turns the workers' environments into paths, and may add to these. Paths
-are all that it can ask for, so all of it has a place in `WorkerOutput`, but for one thing: a
-console copy of a file that is not the stream's own, which is refused.
+For each cycle the object turns the workers' environments into paths, and may add to these. All of
+it has a place in `WorkerOutput`, but for a console copy of a file that is not the stream's own.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nvidia_resiliency_ext.fault_tolerance import _env
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
@@ -21,17 +20,6 @@ from .output import Filter, Stream, Target, WorkerOutput
 GROUP = "torchrun.logs_specs"
 
 
-class LogSpecsError(NvrxError):
-    """A log specification failed, or asks for what cannot be had."""
-
-
-class Specs(Protocol):
-    """What is needed of torch's `LogsSpecs`."""
-
-    def reify(self, envs: dict[int, dict[str, Any]]) -> Any:
-        """Return where the output of workers with these environments goes."""
-
-
 def load_specs(
     name: str,
     *,
@@ -39,13 +27,10 @@ def load_specs(
     redirects: Mapping[int, int],
     tee: Mapping[int, int],
     local_ranks_filter: frozenset[int] | None,
-) -> Specs:
+) -> Any:
     """Return the specification that an entry point makes, called as torchrun calls it.
 
-    Imports torch.
-
-    Raises:
-        ValueError: There is no such entry point, or it does not make one.
+    Imports torch. Raises ValueError: there is no such entry point, or it does not make one.
     """
     from importlib.metadata import entry_points
 
@@ -64,7 +49,7 @@ def load_specs(
         return {rank: TorchStd(value) for rank, value in streams.items()}
 
     try:
-        specs: Any = found[0].load()(
+        specs = found[0].load()(
             log_dir=log_dir,
             redirects=as_torch(redirects),
             tee=as_torch(tee),
@@ -74,14 +59,14 @@ def load_specs(
         raise ValueError(f"{flag}: {type(error).__name__}: {error}") from error
     if not callable(getattr(specs, "reify", None)):
         raise ValueError(f"{flag}: makes a {type(specs).__name__}, which is no LogsSpecs")  # noqa: TRY004 - as all that is wrong
-    return specs  # type: ignore[no-any-return]
+    return specs
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSpecs:
     """The user's object that decides where output goes; `filters` are `OutputSettings`'."""
 
-    specs: Specs
+    specs: Any  # torch's `LogsSpecs`, of which `reify` is needed
     filters: Mapping[Stream, tuple[str, ...]]
 
     def outputs(
@@ -94,7 +79,7 @@ class OutputSpecs:
             dest = self.specs.reify(given)
         except Exception as error:
             what = f"log specification {name}: {type(error).__name__}: {error}"
-            raise LogSpecsError(what) from error
+            raise NvrxError(what) from error
         outputs = []
         for rank, error_file in enumerate(error_files):
             try:
@@ -106,7 +91,7 @@ class OutputSpecs:
                 )
             except (KeyError, AttributeError, TypeError) as error:
                 what = f"log specification {name}: no {error} for local rank {rank}"
-                raise LogSpecsError(what) from error
+                raise NvrxError(what) from error
             outputs.append((output, env))
         return outputs
 
@@ -116,7 +101,7 @@ class OutputSpecs:
         if copied in ("", os.devnull):
             return Target(path or None)
         if copied != path:
-            raise LogSpecsError(
+            raise NvrxError(
                 f"log specification {type(self.specs).__name__}: {stream.value} of local rank "
                 f"{rank} goes to {path or 'the console'!r} and {copied!r} is copied to the console;"
                 " ft_launcher copies only the file that it writes"

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from /sys where CPUs and GPUs of this machine sit; the root may be another folder.
-
-Two ways to ask for it end here: NVRX_GPUS_PER_NUMA (so many local ranks share a NUMA node) and
-torchrun's `--numa-binding` (the CPUs follow from where each GPU sits, by one of four modes).
-"""
+"""Reads from /sys where CPUs and GPUs of this machine sit, for torchrun's `--numa-binding`."""
 
 from __future__ import annotations
 
@@ -16,10 +12,7 @@ _DATA_CACHES = frozenset({"Data", "Unified"})
 
 
 class MachineTopology:
-    """The machine's CPUs and GPUs as /sys, found at `root`, shows them.
-
-    `allowed` are the CPUs that may be used. Methods raise ValueError for what it does not show.
-    """
+    """The usable (`allowed`) CPUs and the GPUs in /sys; ValueError: something is not there."""
 
     def __init__(self, root: str = "/sys", allowed: Collection[int] | None = None) -> None:
         self._root = root
@@ -46,7 +39,6 @@ class MachineTopology:
         return int(self._read(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id"))
 
     def core_of_cpu(self, cpu: int) -> frozenset[int]:
-        """Return the CPUs of the same core."""
         return read_ranges(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
 
     def cache_of_cpu(self, cpu: int) -> frozenset[int]:
@@ -108,8 +100,7 @@ def cpus_near(
             raise ValueError(
                 f"NUMA node {node} has {len(cores)} cores to use for {len(sharing)} GPUs"
             )
-        # The first ones get what is left over.
-        each, left_over = divmod(len(cores), len(sharing))
+        each, left_over = divmod(len(cores), len(sharing))  # The first ones get the rest.
         start = position * each + min(position, left_over)
         return frozenset[int]().union(*cores[start : start + each + (position < left_over)])
     caches = sorted(_grouped(near, topology.cache_of_cpu), key=len, reverse=True)

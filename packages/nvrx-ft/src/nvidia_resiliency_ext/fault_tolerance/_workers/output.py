@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where workers' stdout and stderr go: files per cycle and rank, and copies on the console.
 
-A worker writes into a file or into what it inherited, and into a pipe of the launcher only where
-the user asked for cycle logs: a launcher that is stopped blocks a rank whose pipe is full. The
-console copy (`--tee`) follows the files; the kernel says when they grow, and where it cannot, a
-timer looks.
+A pipe of the launcher is used only for cycle logs: a launcher that is stopped blocks a rank whose
+pipe is full. The console copy (`--tee`) follows the files.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ MAX_READS = 16
 LAST_WORDS_S = 1.0
 MEGABYTE = 1_000_000
 LOOK_INTERVAL_S = 0.1
-# What a pipe that polls as writable takes without blocking (PIPE_BUF on Linux).
-CHUNK_BYTES = 4096
+CHUNK_BYTES = 4096  # What a pipe that polls as writable takes without blocking (PIPE_BUF).
 
 
 class LogDirectoryError(NvrxError):
@@ -65,19 +62,12 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one stream goes: inherited (path None), a file, or a file with a console copy.
+    """Where one stream goes: inherited, a file, or a file with a console copy."""
 
-    Attributes:
-        path: The file; None for the launcher's own stream or a pipe.
-        tee: Whether it is copied to the console.
-        open_pipe: Makes a new pipe and returns its writing end.
-        filter: Which of the file's lines are also elsewhere; None: none.
-    """
-
-    path: str | None = None
+    path: str | None = None  # None for the launcher's own stream or a pipe.
     tee: bool = False
-    open_pipe: Callable[[], int] | None = None
-    filter: Filter | None = None
+    open_pipe: Callable[[], int] | None = None  # Makes a pipe and returns its writing end.
+    filter: Filter | None = None  # Which of the file's lines are also elsewhere.
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +125,6 @@ def console_output(directory: str) -> WorkerOutput:
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> str:
-    """Return what stands before each line that is copied to the console."""
     if template is None:
         return f"[{role}{local_rank}]:"
     from string import Template
@@ -214,14 +203,10 @@ class ConsoleStream:
         self.path = name
 
     def wants(self, _line: bytes) -> bool:
-        """Return whether a line belongs here."""
         return True
 
     def write(self, lines: bytes, wait_s: float) -> int:
-        """Write what the stream takes in time, and return how many bytes that was.
-
-        One that is closed or gone takes everything: nobody is there to miss it.
-        """
+        """Return how many bytes the stream took in time: everything if it is closed or gone."""
         stream = getattr(sys, self.path)
         try:
             fd = stream.fileno()
@@ -267,7 +252,6 @@ class FilteredFile:
             self._give_up(error)
 
     def wants(self, line: bytes) -> bool:
-        """Return whether a line, without its prefix, belongs here."""
         return any(text in line for text in self._texts)
 
     def write(self, lines: bytes, _wait_s: float) -> int:
@@ -322,7 +306,6 @@ class _Followed:
         return bool(data)
 
     def unread(self) -> int:
-        """Return how many bytes of the file were not read."""
         try:
             return max(0, os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR))
         except OSError:
@@ -344,8 +327,8 @@ class _Followed:
 class Tee:
     """Copies what workers append to their files to the launcher's own streams and other files.
 
-    `fileno` is readable when a file grew. A console that does not read holds up the copy alone:
-    what it did not take stays in the files. One thread only.
+    A console that does not read holds up the copy alone: what it did not take stays in the files.
+    One thread only.
     """
 
     def __init__(self, again: Callable[[], None] = lambda: None) -> None:
@@ -359,7 +342,7 @@ class Tee:
         self._has_unnoticed = False
 
     def fileno(self) -> int:
-        """Return the descriptor of the files' notices; -1 where the kernel has none."""
+        """Return a descriptor that is readable when a file grew; -1 where the kernel has none."""
         return self._notices.fileno()
 
     def follow(self, target: Target, prefix: str, stream: Stream) -> None:
@@ -416,10 +399,7 @@ class Tee:
         return 0.0
 
     def end_cycle(self) -> None:
-        """Take the files for ended, without waiting; `look` copies what is left of them.
-
-        What the console has not taken of the cycle before stays in its files.
-        """
+        """Take the files for ended, and give up those of the cycle before; never waits."""
         self._complete(time.monotonic())
         self._take_for_ended()
         if self._ended:
@@ -455,10 +435,7 @@ class Tee:
             )
 
     def close(self) -> None:
-        """Copy the rest of every file, unfinished lines too, and release the descriptors.
-
-        It waits `LAST_WORDS_S` for a console that does not read.
-        """
+        """Copy the rest of every file, unfinished lines too, in `LAST_WORDS_S` at most."""
         deadline = time.monotonic() + LAST_WORDS_S
         self._complete(deadline)
         self._take_for_ended()

@@ -19,11 +19,10 @@ Slots, one per local rank:
 The pool fills from `FILL_DELAY_S` after the last "go", or from the first sign of a running step,
 but never while ranks start: between `start_ranks` and `ranks_started`, until each worker that
 was activated while it imported has begun, and for `FIRST_STEP_FACTOR` times as long again; workers
-that started cold are given the time that the imports of such workers took. At most `width` warm up
-at a time, or as many as there are processors that nothing else uses; before the first cycle all are
-started at once. Where all workers of a cycle have their imports behind them, those processors are
-used at once: the job waits for something else. A second failure within `FAILURE_WINDOW_S`, or too
-little free memory, disables it; the next good step enables it.
+that started cold are given the time that such imports took. At most `width` warm up at a time, or
+as many as there are processors that nothing else uses; these are used at once where all workers of
+a cycle have imported. A second failure within `FAILURE_WINDOW_S`, or too little free memory,
+disables it; the next good step enables it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.clock import Clock
+from nvidia_resiliency_ext.shared_utils.clock import Clock
 
 logger = logging.getLogger("nvrx")
 
@@ -44,8 +41,7 @@ FILL_DELAY_S = 2.0
 FIRST_STEP_FACTOR = 1.5
 FAILURE_WINDOW_S = 60.0
 MEMORY_FACTOR = 2
-# Ranks that do next to nothing leave their processor as good as idle.
-_IDLE_SLACK = 0.3
+_IDLE_SLACK = 0.3  # Ranks that do next to nothing leave their processor as good as idle.
 # What torch and DistributedDataParallel take, until a prewarmed worker has reported its own figure.
 EXPECTED_PREWARMED_BYTES = 224 << 20
 
@@ -69,50 +65,28 @@ class Pool:
 
     A method takes an event. One that does not fit the slot's state, such as a message of a standby
     that was ended meanwhile, changes nothing.
-
-    Attributes:
-        slots: State by local rank.
-        width: How many may warm up at the same time next to running ranks.
-        clock: Gives the times of events.
-        start: Starts a slot's prewarmed worker; calls `fail` where that cannot be done.
-        end: Ends a slot's prewarmed worker, if there is one.
-        idle_width: How many may because nothing else uses the processors, as last reported.
-        free_bytes: Memory that the node could still give, as last reported.
-        disabled: Why workers start cold for now, or None.
-        wanted: Whether the workers gain from prewarmed workers at all.
-        refused: Why the command can never be started warm, or None.
-        first: No "go" has been given yet: nothing runs that a fill could disturb.
-        is_starting: Workers are starting; they need the processors.
-        importing: Slots that were activated and import still; they need the processors, too.
-        import_s: The longest that workers took to begin which were activated while importing.
-        activated_at: When the last "go" was given.
-        is_warm: All workers of this cycle were prewarmed; when these have begun, none imports.
-        has_stepped: A rank of this cycle has shown a sign of a running step.
-        fill_at: Earliest time of the next fill; None = not before a sign of a running step.
-        last_failure: When a prewarmed worker failed last.
-        prewarmed_bytes: Private memory of one prewarmed worker, as the last one reported.
     """
 
-    slots: list[SlotState]
-    width: int
+    slots: list[SlotState]  # By local rank.
+    width: int  # How many may warm up at the same time next to running ranks.
     clock: Clock
-    start: Callable[[int], None]
-    end: Callable[[int], None]
-    idle_width: int = 0
-    free_bytes: int | None = None
-    disabled: str | None = None
-    wanted: bool = True
-    refused: str | None = None
-    first: bool = True
-    is_starting: bool = False
-    importing: set[int] = field(default_factory=set)
-    import_s: float = 0.0
+    start: Callable[[int], None]  # Calls `fail` where that cannot be done.
+    end: Callable[[int], None]  # Ends a slot's prewarmed worker, if there is one.
+    idle_width: int = 0  # How many may because nothing else uses the processors.
+    free_bytes: int | None = None  # Memory that the node could still give, as last reported.
+    disabled: str | None = None  # Why workers start cold for now.
+    wanted: bool = True  # Whether the workers gain from prewarmed workers at all.
+    refused: str | None = None  # Why the command can never be started warm.
+    first: bool = True  # No "go" has been given yet: nothing runs that a fill could disturb.
+    is_starting: bool = False  # Workers are starting; they need the processors.
+    importing: set[int] = field(default_factory=set)  # Activated, and these need them, too.
+    import_s: float = 0.0  # The longest that one took to begin which was activated importing.
     activated_at: float = 0.0
-    is_warm: bool = False
-    has_stepped: bool = False
-    fill_at: float | None = None
+    is_warm: bool = False  # All workers of this cycle were prewarmed: once begun, none imports.
+    has_stepped: bool = False  # A rank of this cycle has shown a sign of a running step.
+    fill_at: float | None = None  # None: not before a sign of a running step.
     last_failure: float | None = None
-    prewarmed_bytes: int = EXPECTED_PREWARMED_BYTES
+    prewarmed_bytes: int = EXPECTED_PREWARMED_BYTES  # Private memory of one, as last reported.
 
     @property
     def may_fill(self) -> bool:
@@ -122,16 +96,11 @@ class Pool:
 
     @property
     def unheld(self) -> Sequence[int]:
-        """Slots without a prewarmed worker."""
         return [slot for slot, state in enumerate(self.slots) if state not in _HELD]
 
     def prepare(self) -> None:
         """Start standbys for the first cycle, all at once: the launcher has just started."""
         self._fill(self.unheld)
-
-    def tick(self) -> None:
-        """Fill what it is time for."""
-        self._fill()
 
     def idle(self, cores: float) -> None:
         """Take how many processors had nothing to do since the last look."""
@@ -171,7 +140,6 @@ class Pool:
         self._fill()
 
     def ready(self, slot: int, private_bytes: int) -> None:
-        """Record that the imports of a slot's prewarmed worker are done."""
         if self.slots[slot] is SlotState.WARMING:
             self.slots[slot] = SlotState.READY
             self.prewarmed_bytes = private_bytes or self.prewarmed_bytes

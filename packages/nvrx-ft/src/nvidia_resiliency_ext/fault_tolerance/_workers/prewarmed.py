@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prewarmed worker: its process and its socket, from the start until it is a worker or ended.
 
-It decides neither when one starts nor which worker comes from it. All calls come from the
-launcher's loop, and none but `end` waits. Start prewarmed workers from a thread that lasts as long
-as the launcher: the kernel ties their lives to the thread.
-
-    standby = PrewarmedWorker(command, env, slot=0)
-    loop.watch(standby.fileno(), ...)   # receive() -> Ready(...)
-    standby.go(worker_env)              # receive() -> Begun(...) or Failed(...)
-    child = standby.release()
+All calls come from the launcher's loop, and none but `end` waits. Start prewarmed workers from a
+thread that lasts as long as the launcher: the kernel ties their lives to the thread.
 """
 
 from __future__ import annotations
@@ -22,17 +16,15 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils import procfs
-from nvidia_resiliency_ext.shared_utils.children import Child, start_child
+from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.wire import rights
 
+from .command import WorkerCommand
 from .conditions import DEFAULT_IMPORTS, WATCH_LIST, with_optional
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.fault_tolerance._workers.command import WorkerCommand
 
 logger = logging.getLogger("nvrx")
 
@@ -53,17 +45,11 @@ class PrewarmError(NvrxError):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The imports are done and the prewarmed worker waits.
-
-    Attributes:
-        seconds: How long the imports took.
-        private_bytes: Memory that it alone holds, or None where the kernel does not say.
-        problem: Why it must not become a worker, or None.
-    """
+    """The imports are done, after so many seconds, and the prewarmed worker waits."""
 
     seconds: float
-    private_bytes: int | None
-    problem: str | None
+    private_bytes: int | None  # None where the kernel does not say.
+    problem: str | None  # Why it must not become a worker.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +74,7 @@ _MESSAGES: dict[str, type[Ready | Begun | Failed]] = {
 class PrewarmedWorker:
     """A process that imports ahead and waits, from its start until `end` or `release`.
 
-    Attributes:
-        slot: Local rank that it stands by for.
-        env: The environment that it was started with, as the worker will see it.
-        child: The process; the worker group's after `release`.
-        ready: What it said when its imports were done; None before.
+    `slot` is the local rank that it stands by for; `ready` what it said after its imports.
     """
 
     def __init__(  # noqa: PLR0913 - what a process is started with
@@ -110,13 +92,11 @@ class PrewarmedWorker:
 
         Python chooses the buffering of a stream by the kind of its file, when it starts. So until
         the worker is told to go, stdout and stderr are another file of the same kind as theirs: a
-        file in memory for a path in `paths`, the null device for the null device, a pipe with
-        `is_piped`, and the launcher's own stream for None.
+        file in memory for a path in `paths`, or a pipe with `is_piped`; None is the launcher's own
+        stream.
 
-        Raises:
-            ChildStartError: The command cannot be run.
-            PrewarmError: There are too many modules to name, or the kernel does not give what a
-                prewarmed worker needs, such as files in memory.
+        Raises ChildStartError: the command cannot be run; PrewarmError: there are too many modules
+        to name, or the kernel does not give what a prewarmed worker needs.
         """
         outputs: list[int | None] = []
         kept: list[int] = []
@@ -126,9 +106,13 @@ class PrewarmedWorker:
                 on_failure.callback(ours.close)
                 always.callback(theirs.close)
                 if is_piped:
-                    reading, writing = _placeholder_pipe()
+                    from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
+
+                    reading, writing = open_pipe()
                     on_failure.callback(os.close, reading)
                     always.callback(os.close, writing)
+                    # Neither end ever waits: too much output fails the import.
+                    os.set_blocking(writing, False)
                     outputs += (writing, writing)
                     kept.append(reading)
                 else:
@@ -159,7 +143,6 @@ class PrewarmedWorker:
         self.ready: Ready | None = None
 
     def fileno(self) -> int:
-        """Return the socket, readable when `receive` has something to say."""
         return self._control_socket.fileno()
 
     def receive(self) -> Ready | Begun | Failed | None:
@@ -202,12 +185,10 @@ class PrewarmedWorker:
         stdio_fds: Sequence[int | None] = (None, None, None),
         not_before: float | None = None,
     ) -> None:
-        """Tell it to become the worker; it may still be importing, and then goes on when it can.
+        """Tell it to become the worker, with this whole environment, once its imports are done.
 
-        Args:
-            env: The worker's whole environment.
-            stdio_fds: Its three streams; None keeps the one that it has. They stay the caller's.
-            not_before: Monotonic seconds before which it must not run the script; None: at once.
+        `stdio_fds` stay the caller's; None keeps a stream. Until `not_before` (monotonic s) it runs
+        no script.
         """
         streams = {i: fd for i, fd in enumerate(stdio_fds) if fd is not None}
         message = {
@@ -222,20 +203,15 @@ class PrewarmedWorker:
         self.child.signal(signal.SIGCONT)
 
     def stale_file(self) -> str | None:
-        """Return a file that changed since the prewarmed worker imported it, or None."""
         return next((stamp[0] for stamp in self._files if file_stamp(stamp[0]) != stamp), None)
-
-    def release(self) -> Child:
-        """Hand the process over: it is a worker now. The socket is closed."""
-        self._close()
-        return self.child
 
     def end(self) -> None:
         """Kill and reap the process; it holds nothing that could be lost."""
-        self._close()
+        self.release()
         self.child.close()
 
-    def _close(self) -> None:
+    def release(self) -> None:
+        """Close the socket, and leave the process alone: it is a worker now."""
         self._control_socket.close()
         outputs, self._outputs = self._outputs, ()
         for fd in outputs:
@@ -249,10 +225,12 @@ class PrewarmedWorker:
     def _log_output(self) -> None:
         for fd in self._outputs:
             try:
-                text = _read_start(fd).decode(errors="replace").strip()
+                is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+                size = _LARGEST_OUTPUT_BYTES
+                data = os.read(fd, size) if is_pipe else os.pread(fd, size, 0)
             except OSError:
                 continue  # Nothing is in the pipe; or a null device that cannot be read.
-            if text:
+            if text := data.decode(errors="replace").strip():
                 logger.info("standby %d wrote while it imported: %s", self.slot, text)
 
 
@@ -300,21 +278,6 @@ def _placeholder(path: str | None) -> int | None:
     if path == os.devnull:
         return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     return os.memfd_create("nvrx-standby", os.MFD_CLOEXEC)
-
-
-def _placeholder_pipe() -> tuple[int, int]:
-    """Return a pipe of which neither end ever waits: too much output fails the import."""
-    from nvidia_resiliency_ext.fault_tolerance._logs.reader import open_pipe
-
-    reading, writing = open_pipe()
-    os.set_blocking(writing, False)
-    return reading, writing
-
-
-def _read_start(fd: int) -> bytes:
-    if stat.S_ISFIFO(os.fstat(fd).st_mode):
-        return os.read(fd, _LARGEST_OUTPUT_BYTES)
-    return os.pread(fd, _LARGEST_OUTPUT_BYTES, 0)
 
 
 def _send(

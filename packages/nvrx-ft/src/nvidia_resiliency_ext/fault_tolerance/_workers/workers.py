@@ -2,8 +2,7 @@
 """The workers of a cycle: start, exits, and the stop of each: ask, then force, then give up.
 
 Each worker has its own deadline: one that ignores SIGTERM delays no other, and one that survives
-SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own and
-dies with the launcher, whether it comes from a prewarmed worker or from a fresh interpreter.
+SIGKILL (state D) is given up after a bound. Each leads a session and a process group of its own.
 """
 
 from __future__ import annotations
@@ -55,15 +54,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process that is now a worker, and how it was started.
-
-    One that had not finished its imports is no warm start, though its worker gains time: then
-    `cold_reason` is `STILL_IMPORTING`.
-    """
+    """A process that is now a worker, and how it was started."""
 
     child: Child
     warm: bool
-    cold_reason: str | None = None
+    cold_reason: str | None = None  # `STILL_IMPORTING`: it gains time and is no warm start.
     saved_s: float = 0.0
 
 
@@ -104,25 +99,19 @@ class Starter:
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """The workers of one cycle on one event loop; restarted cycle after cycle.
-
-    `exited` is called with (local rank, exit status) once per worker, `stopped` with the local
-    ranks given up, once per `stop`, `started_again` with a local rank whose worker had to be
-    started anew.
-    """
+    """The workers of one cycle on one event loop; restarted cycle after cycle."""
 
     loop: EventLoop
     clock: Clock
     tee: Tee
     _: KW_ONLY
-    exited: Callable[[int, ExitStatus], None]
-    stopped: Callable[[tuple[int, ...]], None]
+    exited: Callable[[int, ExitStatus], None]  # Called once per worker, with its local rank.
+    stopped: Callable[[tuple[int, ...]], None]  # Once per stop, with the ranks given up.
     started_again: Callable[[int], None]
     reports_leftovers: bool = False
 
     def __post_init__(self) -> None:
-        # All workers of this cycle by local rank, those that exited too.
-        self.started: dict[int, Started] = {}
+        self.started: dict[int, Started] = {}  # By local rank, those that exited too.
         self._specs: dict[int, WorkerSpec] = {}
         self._starter = Starter()
         # Those that have not exited, with when the next stage of their stop is due (monotonic s).
@@ -132,11 +121,9 @@ class WorkerGroup:
 
     @property
     def running_pids(self) -> list[int]:
-        """Process ids of the workers that have not exited."""
         return [self.started[rank].child.pid for rank in sorted(self._running)]
 
     def start(self, specs: Sequence[WorkerSpec], starter: Starter) -> None:
-        """Start one worker per spec."""
         self._forget()
         self._starter = starter
         starter.begin()
@@ -189,8 +176,6 @@ class WorkerGroup:
         for rank in sorted(self._running):
             self._exited(rank)
 
-    # The stop: ask, then kill, then give up ----------------------------------------------------
-
     def stop(self, signum: int, grace_s: float) -> None:
         """Ask all workers to end with `signum`; each has `grace_s` seconds before SIGKILL.
 
@@ -210,7 +195,6 @@ class WorkerGroup:
         self._check_stopped()
 
     def kill(self) -> None:
-        """SIGKILL all workers that are left."""
         if not self._is_stopping:
             self.stop(signal.SIGKILL, 0.0)
             return
@@ -283,7 +267,6 @@ class WorkerGroup:
 
 @contextlib.contextmanager
 def _opened_streams(spec: WorkerSpec) -> Iterator[tuple[int | None, int | None]]:
-    """Open the files of stdout and stderr for the time of the context."""
     stdout, stderr = spec.output.stdout, spec.output.stderr
     # Both streams of a piped worker share one pipe, or their lines would not be in order.
     is_shared = stdout.open_pipe is not None and stdout == stderr

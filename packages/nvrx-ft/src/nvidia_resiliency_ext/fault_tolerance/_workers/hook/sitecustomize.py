@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prewarmed worker runs before it becomes a worker; it knows nothing of ranks and cycles.
+"""What a prewarmed worker runs before it becomes a worker.
 
-The interpreter imports this file under the name `sitecustomize` because the launcher put its
-folder in front of `PYTHONPATH`. It takes itself out of the way, imports the heavy modules, tells
-the launcher "ready" and waits. On "go" it applies the worker's environment and returns; the
-interpreter then runs the script as ever. It imports nothing of ours, so that a worker is not
-changed by us, and every failure before "go" ends the process: without that the interpreter would
-go on to run the training script.
+The interpreter imports this file as `sitecustomize` because the launcher put its folder in front of
+`PYTHONPATH`. It imports the heavy modules and waits; on "go" it applies the worker's environment
+and returns, and the interpreter runs the script. It imports nothing of ours, so that a worker is
+not changed by us. Every failure before "go" ends the process: else the script would run.
 """
 
 from __future__ import annotations
@@ -107,8 +105,7 @@ class _Held:
     interpreter has them. Each entry of the list is a group, given back with those before it: what
     DistributedDataParallel imports when it is first used appears only then. What an entry brought
     of other packages, such as numpy.random, can also be given back alone. A module is handed over
-    as the loader's own creation: returning it from `find_spec` in any other way makes the import
-    system execute it a second time.
+    as the loader's own creation: otherwise the import system executes it again.
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
@@ -150,7 +147,6 @@ class _Held:
         return is_short
 
     def _import(self, name: str, watched: list[Any], *, optional: bool) -> None:
-        """Import one entry of the list, and keep what it brought."""
         before, environ, loggers = set(sys.modules), dict(os.environ), _enabled_loggers()
         lists, functions = [list(live) for live in watched], self._functions()
         try:
@@ -218,12 +214,12 @@ class _Held:
 
     def origins(self) -> dict[str, str | None]:
         """Return {top-level name: file} of the held modules."""
-        found: dict[str, str | None] = {}
-        for group in self._groups:
-            for key, module in group.modules.items():
-                if "." not in key:
-                    found[key] = getattr(module, "__file__", None)
-        return found
+        return {
+            key: getattr(module, "__file__", None)
+            for group in self._groups
+            for key, module in group.modules.items()
+            if "." not in key
+        }
 
     def find_spec(
         self,
@@ -307,7 +303,6 @@ class _Handover:
         self._index = index
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002 - the protocol's
-        """Return the module that exists."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -349,7 +344,7 @@ def _renew_defaults(modules: Mapping[str, ModuleType]) -> None:
 
     Imported before the group exists they stay None, and nothing keeps the group alive: its end
     then comes with the model's, where torch 2.13 can deadlock with a gloo thread that needs the
-    interpreter lock. Scripts that never met this in a fresh worker must not meet it here.
+    interpreter lock, unlike in a fresh worker.
     """
     module = modules.get("torch.distributed.nn.functional")
     world = getattr(getattr(sys.modules.get("torch.distributed"), "group", None), "WORLD", None)
@@ -517,7 +512,6 @@ def _problem(before: Mapping[str, object], order: Mapping[str, Any], held: _Held
 
 
 def _apply(go: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Make this process what "go" says: streams and environment."""
     import time
 
     for target, fd in zip(go["streams"], fds, strict=True):
