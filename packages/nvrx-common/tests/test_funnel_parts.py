@@ -16,8 +16,8 @@ from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
 from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import Relay
 from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Queue
-from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
 from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
 from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
@@ -461,7 +461,7 @@ def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     """A leaf has one stream for each call; a second name in it is refused."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayRpc
+    from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import Relay, RelayRpc
 
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
 

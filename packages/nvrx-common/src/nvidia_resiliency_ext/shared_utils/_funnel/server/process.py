@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .service import Service
     from .settings import ServerConfig
 
+
+_Result = TypeVar("_Result")
 
 CLOSE_S = 10.0  # how long a funnel that closes may take to write what waits
 
@@ -55,8 +57,8 @@ _OPTIONS = (
 )
 
 
-def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the program's coroutine function in a fresh event loop."""
+def run_until_complete(main: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+    """Run the program's coroutine function in a fresh event loop; return its result."""
     # Now, so that the collector leaves it alone and the first call does not wait for it: the
     # generated classes and a first message take 15-50 ms.
     import grpc.aio  # noqa: F401
@@ -64,7 +66,7 @@ def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     chunks.health(0)
     _keep_freed_memory()
     with _calm_collector():
-        asyncio.run(main())
+        return asyncio.run(main())
 
 
 def stop_event() -> asyncio.Event:
