@@ -67,7 +67,6 @@ class Queue:
         self._file_limit_bytes = max(1, options.max_buffered_bytes // _FILE_SHARE)
         # Nobody may have to wait for space while what is there waits for more.
         self._enough_bytes = min(options.flush_bytes, self._file_limit_bytes // 2)
-        self._is_flushing = False
         self._is_watching = False
         self.has_ended = False
         self._ready: deque[Target] = deque()
@@ -146,24 +145,18 @@ class Queue:
             self._is_watching = True
             self._call_at(time.monotonic() + _WATCH_S, self._watch)
 
-    def flush(self, deadline: Deadline) -> None:
-        """Write everything, or what is done by the deadline."""
-        with self.lock:
-            self._is_flushing = True
-            for target in list(self.targets.values()):
-                if target.waiting and target not in self.working:
-                    self.submit(target)
-            self.settled.wait_for(
-                lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
-            )
-
     def close(self, deadline: Deadline) -> int:
         """Write everything, close all files and end the threads; return the bytes left over."""
         with self.lock:
             if self.is_closed:
                 return 0
             self.is_closed = True
-        self.flush(deadline)
+            for target in list(self.targets.values()):
+                if target.waiting and target not in self.working:
+                    self.submit(target)
+            self.settled.wait_for(
+                lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
+            )
         self.cycles.announce(at_end=True)
         with self.lock:
             lost = self.held_bytes
@@ -323,7 +316,7 @@ class Queue:
     def _is_enough(self, target: Target) -> bool:
         """Tell whether what waits for a target is not to be kept for more."""
         is_full = target.held_bytes >= self._enough_bytes
-        return is_full or target.is_awaited or self._is_flushing
+        return is_full or target.is_awaited or self.is_closed
 
     def _on_written(self, target: Target, chunks: list[Pending], plan: Batch) -> bool:
         """Settle a batch; tell whether to go on with the same target at once."""
